@@ -1,0 +1,307 @@
+"""One client per service: the seam of the system.
+
+On a cluster a client has a URL; in the Python API and in tests the same client gets `httpx.ASGITransport(app)` and the
+same code runs in one process. Connections resolve names anew, so a task that came back at a new address is found.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import httpx
+import numpy as np
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from common import wire
+from common.errors import ServiceError, shorten
+from common.schemas import (
+    BatchRewardRequest,
+    BatchRewardResult,
+    Completion,
+    Group,
+    Int32,
+    Prompt,
+    PromptBatch,
+    RewardItem,
+    SampledGroups,
+    SampleRequest,
+    TakenGroups,
+    TakeRequest,
+)
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T", bound=BaseModel)
+_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_MAX_BACKOFF_S = 5.0
+
+
+class Unreachable(ServiceError):
+    """A service did not answer, or not usefully, until the deadline of the call."""
+
+    status = 503
+    code = "unreachable"
+
+
+class Client:
+    """HTTP to one service: retries with backoff and jitter until an overall deadline, errors as ServiceError.
+
+    Every call this package makes is idempotent (by nature or by a client-made id), so every call may be retried.
+
+    Args:
+        service: name for messages.
+        base_url: of the service.
+        transport: None for the network, `httpx.ASGITransport(app)` for a service in this process.
+        deadline_s: seconds one call may take, retries included.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        base_url: str,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        deadline_s: float = 120.0,
+    ) -> None:
+        self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=20)
+        # trust_env=False: a proxy of the cluster must not catch the names of the group.
+        self.http = httpx.AsyncClient(base_url=base_url, transport=transport, trust_env=False, limits=limits)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+    async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
+        """One call, repeated until it succeeds or its deadline passes.
+
+        Raises Unreachable at the deadline and ServiceError for any other answer that is not 2xx.
+        """
+        limit = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        delay, reason = 0.05, "no attempt"
+        while (left := limit - time.monotonic()) > 0:
+            try:
+                response = await self.http.request(
+                    method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
+                )
+            except httpx.TransportError as error:
+                reason = f"{type(error).__name__} {error}".strip()
+            else:
+                if response.is_success:
+                    return response
+                if response.status_code not in _RETRIED_STATUSES:
+                    raise self._error(response)
+                reason = f"HTTP {response.status_code}: {shorten(response.text)}"
+            await asyncio.sleep(min(delay * random.uniform(0.5, 1.5), max(0.0, limit - time.monotonic())))
+            delay = min(delay * 2, _MAX_BACKOFF_S)
+        raise Unreachable(
+            f"{self.service} did not answer {method} {path} in time: {reason}",
+            field="url",
+            value=self.base_url,
+            remedy=f"look at the log of {self.service}",
+        )
+
+    def _error(self, response: httpx.Response) -> ServiceError:
+        try:
+            detail = response.json()["error"]
+            message, rest = detail["message"], {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
+        except (ValueError, KeyError, TypeError):
+            message, rest = f"HTTP {response.status_code}: {shorten(response.text)}", {}
+        return ServiceError(f"{self.service}: {message}", status=response.status_code, **rest)
+
+    async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
+        """A call whose answer is a pydantic model. Raises ServiceError when the answer is something else."""
+        response = await self.request(method, path, **arguments)
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError as error:
+            raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
+
+    async def unhealthy_reason(self) -> str | None:
+        """None when `/health` says 200, else why not; asks once."""
+        try:
+            response = await self.http.get("/health", timeout=5)
+        except httpx.TransportError as error:
+            return f"{type(error).__name__} {error}".strip()
+        if response.is_success:
+            return None
+        try:
+            return str(response.json()["reason"])
+        except (ValueError, KeyError, TypeError):
+            return f"HTTP {response.status_code}"
+
+    async def flush(self) -> None:
+        """Asks the service to make everything durable; returns when it has."""
+        await self.request("POST", "/flush")
+
+
+async def wait_healthy(
+    clients: Sequence[Client], timeout_s: float, say: Callable[[str], None] = log.info, every_s: float = 10.0
+) -> None:
+    """Waits until every service is healthy, saying what is awaited from whom and for how long.
+
+    Raises Unreachable naming the services that are not, after `timeout_s` seconds.
+    """
+    start, said = time.monotonic(), time.monotonic()
+    waiting = dict.fromkeys(clients, "not asked yet")
+    while True:
+        reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waiting))
+        waiting = {client: why for client, why in zip(waiting, reasons, strict=True) if why is not None}
+        if not waiting:
+            return
+        text = "; ".join(f"{client.service} at {client.base_url} ({why})" for client, why in waiting.items())
+        now = time.monotonic()
+        if now - start > timeout_s:
+            raise Unreachable(f"not healthy after {timeout_s:.0f} s: {text}", remedy="look at the logs of these tasks")
+        if now - said > every_s:
+            say(f"waiting since {now - start:.0f} s for {text}")
+            said = now
+        await asyncio.sleep(0.25)
+
+
+class DataClient(Client):
+    """data-server."""
+
+    async def prompts(self, count: int, request_id: str) -> PromptBatch:
+        """The next `count` prompts of the shuffled stream; a retry with the same `request_id` gets the same ones."""
+        parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
+        return await self.json("GET", "/prompts", PromptBatch, params=parameters)
+
+    async def eval_prompts(self, limit: int) -> list[Prompt]:
+        """The first `limit` prompts of the held-out split, in a fixed order."""
+        response = await self.request("GET", "/eval_prompts", params={"limit": limit})
+        return [Prompt.model_validate(item) for item in response.json()["prompts"]]
+
+    async def total(self) -> int:
+        """Problems in the training split."""
+        return int((await self.request("GET", "/stats")).json()["total_available"])
+
+    async def seek(self, position: int) -> None:
+        """Sets the shuffled stream to `position` prompts from its very beginning."""
+        await self.request("POST", "/seek", json={"position": position})
+
+
+class RewardClient(Client):
+    """reward-server."""
+
+    async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
+        """Grades the answers, in order."""
+        body = BatchRewardRequest(items=items).model_dump_json()
+        headers = {"content-type": "application/json"}
+        return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)
+
+
+class ReplayClient(Client):
+    """replay-buffer."""
+
+    _headers = {"content-type": wire.MSGPACK, "accept": wire.MSGPACK}  # noqa: RUF012
+
+    async def add(self, groups: list[Group]) -> None:
+        """Stores groups; durable when this returns. Adding an id again changes nothing."""
+        await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
+
+    async def take(self, request: TakeRequest) -> TakenGroups:
+        """`count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""
+        response = await self.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": wire.MSGPACK})
+        return wire.decode_taken(response.content)
+
+    async def ack(self, ids: list[str]) -> None:
+        """These groups were trained on: they are never handed out as fresh again."""
+        await self.request("POST", "/groups/ack", json={"ids": ids})
+
+    async def sample(self, request: SampleRequest) -> SampledGroups:
+        """Groups that were trained on before, by priority, with importance weights."""
+        response = await self.request("POST", "/groups/sample", json=request.model_dump(), headers={"accept": wire.MSGPACK})
+        return wire.decode_sampled(response.content)
+
+    async def set_priorities(self, priorities: dict[str, float]) -> None:
+        """Priorities of groups for `sample`; unknown ids are ignored (they may have left the buffer)."""
+        body = {"ids": list(priorities), "priorities": list(priorities.values())}
+        await self.request("POST", "/groups/priorities", json=body)
+
+    async def reset_fresh(self) -> int:
+        """Drops every group that was not acknowledged (a trainer that resumes draws their prompts again)."""
+        return int((await self.request("POST", "/groups/reset_fresh")).json()["dropped"])
+
+    async def stats(self) -> dict[str, Any]:
+        answer = (await self.request("GET", "/stats")).json()
+        assert isinstance(answer, dict)
+        return answer
+
+
+class GenerationFailed(ServiceError):
+    """The engine answered, but not with completions that can be trained on."""
+
+    status = 502
+    code = "generation_failed"
+
+
+class RolloutClient(Client):
+    """The router in front of the engines (SGLang's HTTP API)."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        deadline_s: float | None = None,
+    ) -> list[Completion]:
+        """n completions of one prompt: tokens in, tokens out.
+
+        `temperature` 0 is greedy. Raises GenerationFailed when an answer was aborted or lacks what training needs.
+        """
+        sampling = {
+            "n": n,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "stop_token_ids": list(stop_token_ids),
+            "skip_special_tokens": True,
+        }
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": True, "stream": False}
+        response = await self.request(
+            "POST",
+            "/generate",
+            content=orjson.dumps(body),
+            headers={"content-type": "application/json"},
+            deadline_s=deadline_s,
+        )
+        answers = orjson.loads(response.content)
+        answers = answers if isinstance(answers, list) else [answers]
+        if len(answers) != n:
+            raise GenerationFailed(f"asked for {n} completions, got {len(answers)}")
+        return [completion_from_answer(answer) for answer in answers]
+
+
+def completion_from_answer(answer: dict[str, Any]) -> Completion:
+    """One completion from SGLang's answer to `/generate`.
+
+    Raises GenerationFailed when it was aborted, has no tokens, no logprobs, or a weight version that is not a number:
+    such an answer is never trained on as if it were empty.
+    """
+    try:
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]["type"]
+        token_ids: Int32 = np.array(answer["output_ids"], np.int32)
+        pairs = meta["output_token_logprobs"]
+        logprobs = np.array([pair[0] for pair in pairs], np.float32)
+        scored = np.array([pair[1] for pair in pairs], np.int32)
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+        versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise GenerationFailed(f"the engine's answer lacks what training needs: {error!r}", value=answer) from None
+    if finish not in ("stop", "length"):
+        raise GenerationFailed(f"the completion ended with {finish}", value=meta["finish_reason"])
+    if len(token_ids) == 0 or not np.array_equal(token_ids, scored) or not np.isfinite(logprobs).all():
+        raise GenerationFailed("tokens and logprobs of the completion do not match", value=answer)
+    return Completion(token_ids, logprobs, answer["text"], finish, versions)

@@ -1,0 +1,45 @@
+"""Logs and metrics, the same way in every process."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
+    """Logs of this process go to stderr and, when `log_dir` is given, to `log_dir/name.log` too.
+
+    SkyPilot deletes the logs of auxiliary tasks when a job group ends; a file on a volume outlives it. The level is
+    `LOG_LEVEL` (INFO when unset).
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_dir / f"{name}.log", encoding="utf-8"))
+    logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO").upper(), format=_FORMAT, handlers=handlers, force=True)
+    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(name)
+
+
+class Metrics:
+    """Prometheus metrics of one service in a registry of its own (several services can share a process)."""
+
+    def __init__(self, service: str) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = f"rlhf_{service}_"
+        self.requests = self.counter("http_requests_total", "Requests by route and status", ["route", "status"])
+        self.latency = self.histogram("http_request_seconds", "Seconds from request to response, by route", ["route"])
+
+    def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
+        return Counter(self._prefix + name, help_text, labels or [], registry=self.registry)
+
+    def gauge(self, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
+        return Gauge(self._prefix + name, help_text, labels or [], registry=self.registry)
+
+    def histogram(self, name: str, help_text: str, labels: list[str] | None = None) -> Histogram:
+        return Histogram(self._prefix + name, help_text, labels or [], registry=self.registry)

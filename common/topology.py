@@ -1,0 +1,171 @@
+"""Where every task of the job group is. The only reader of `SKYPILOT_*` and of what the local runner adds to it.
+
+Three situations, one code path for everybody else:
+
+- on a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts` refreshed every 5 s);
+- under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those same names to loopback addresses of this machine, with
+  ports shifted where the platform has a single loopback address;
+- outside any job group every task is on 127.0.0.1 at its own port.
+
+Names are handed out, never addresses: after a recovery a name is the same and its address is new.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.errors import ConfigError
+
+DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
+    "data-server",
+    "rollout-server",
+    "reward-server",
+    "replay-buffer",
+    "ppo-trainer",
+)
+TORCHRUN_PORT = 29500
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """Where the local runner put one node: a loopback address and what to add to its ports."""
+
+    address: str
+    port_shift: int = 0
+
+
+def parse_hosts(text: str) -> dict[str, LocalHost]:
+    """Reads `JOBGROUP_HOSTS`: `name=address[:shift]`, separated by commas.
+
+    Raises ConfigError for an entry that is not of that form.
+    """
+    hosts: dict[str, LocalHost] = {}
+    for entry in filter(None, text.split(",")):
+        name, equals, place = entry.partition("=")
+        address, _, shift = place.partition(":")
+        if not (equals and name and address and (not shift or shift.isdecimal())):
+            raise ConfigError("an entry of JOBGROUP_HOSTS is not name=address[:shift]", field="JOBGROUP_HOSTS", value=entry)
+        hosts[name] = LocalHost(address, int(shift or 0))
+    return hosts
+
+
+def format_hosts(hosts: Mapping[str, LocalHost]) -> str:
+    """The inverse of `parse_hosts`."""
+    return ",".join(f"{name}={host.address}:{host.port_shift}" for name, host in hosts.items())
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is not a number", field=name, value=text, remedy="SkyPilot sets it; unset it elsewhere")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place in the job group and the way to every other task."""
+
+    group: str | None = None
+    """Name of the job group; None outside one."""
+    node_rank: int = 0
+    num_nodes: int = 1
+    """Nodes of this process's own task."""
+    node_ips: tuple[str, ...] = ("127.0.0.1",)
+    gpus_per_node: int = 0
+    local_hosts: Mapping[str, LocalHost] = field(default_factory=dict)
+    """Filled by the local runner only."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> "Topology":
+        """Reads the environment that SkyPilot (or the local runner) gives to every node of a task.
+
+        Raises ConfigError when a variable is malformed or the variables contradict each other.
+        """
+        env = os.environ if env is None else env
+        group = env.get("SKYPILOT_JOBGROUP_NAME") or None
+        ips = tuple(env.get("SKYPILOT_NODE_IPS", "127.0.0.1").split())
+        topology = cls(
+            group=group,
+            node_rank=_number(env, "SKYPILOT_NODE_RANK", 0),
+            num_nodes=_number(env, "SKYPILOT_NUM_NODES", 1),
+            node_ips=ips,
+            gpus_per_node=_number(env, "SKYPILOT_NUM_GPUS_PER_NODE", 0),
+            local_hosts=parse_hosts(env.get("JOBGROUP_HOSTS", "")),
+        )
+        if not topology.node_rank < topology.num_nodes or len(ips) != topology.num_nodes:
+            raise ConfigError(
+                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} addresses cannot be",
+                field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
+                value=" ".join(ips),
+            )
+        return topology
+
+    def host(self, task: str, node: int = 0) -> str:
+        """The name of node `node` of `task` (on a cluster a DNS name, locally what that name stands for)."""
+        if self.group is None:
+            return "127.0.0.1"
+        name = f"{task}-{node}.{self.group}"
+        if not self.local_hosts:
+            return name
+        return self._local(name).address
+
+    def url(self, task: str, port: int, node: int = 0) -> str:
+        """The base URL of a port of node `node` of `task`."""
+        shift = self._local(f"{task}-{node}.{self.group}").port_shift if self.local_hosts else 0
+        return f"http://{self.host(task, node)}:{port + shift}"
+
+    def bind(self, task: str, port: int) -> tuple[str, int]:
+        """Host and port that this node of `task` listens on: all interfaces on a cluster, its own loopback locally."""
+        if self.group is None:
+            return "127.0.0.1", port
+        if not self.local_hosts:
+            return "0.0.0.0", port  # noqa: S104 - pods of the group must reach it
+        place = self._local(f"{task}-{self.node_rank}.{self.group}")
+        return place.address, port + place.port_shift
+
+    def own_name(self, task: str) -> str:
+        """The stable name of this node, for logs and registrations: `rollout-server-1`."""
+        return f"{task}-{self.node_rank}"
+
+    def _local(self, name: str) -> LocalHost:
+        if name not in self.local_hosts:
+            raise ConfigError(
+                f"{name} is not a node of this run",
+                field="JOBGROUP_HOSTS",
+                value=name,
+                remedy=f"run it too; the nodes of this run are {', '.join(self.local_hosts)}",
+            )
+        return self.local_hosts[name]
+
+    def torchrun(self, arguments: list[str]) -> list[str]:
+        """The command that runs `arguments` (as after `torchrun`) on every node of this task, a process per GPU.
+
+        Rank 0 is the first address of `SKYPILOT_NODE_IPS`: it is read when the command starts, so a relaunch after a
+        recovery uses the new address.
+        """
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
+            *("--nproc-per-node", str(max(1, self.gpus_per_node))),
+            *("--master-addr", self.node_ips[0]),
+            *("--master-port", str(TORCHRUN_PORT)),
+            *arguments,
+        ]
+
+
+def _main(argv: list[str]) -> None:
+    """`python -m common.topology torchrun -m trainer …` becomes torchrun over the nodes of this task."""
+    if not argv or argv[0] != "torchrun" or len(argv) < 2:
+        raise SystemExit("usage: python -m common.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)")
+    topology = Topology.from_env()
+    if topology.local_hosts or topology.group is None:
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
+        )  # without it the rendezvous of loopback nodes hangs
+    command = topology.torchrun(argv[1:])
+    os.execv(command[0], command)  # noqa: S606 - the same process, so signals reach torchrun
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,251 @@
+"""What all services share: app factory (/health, /metrics, /flush, one error shape, bounded bodies) and serving."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import ConfigError, InvalidInput, NotReady, ServiceError, TooLarge
+from common.observe import Metrics
+
+log = logging.getLogger(__name__)
+Hook = Callable[[], object] | Callable[[], Awaitable[object]]
+
+
+def create_app(
+    name: str,
+    *,
+    not_ready: Callable[[], str | None] = lambda: None,
+    flush: Hook = lambda: None,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    metrics: Metrics | None = None,
+    max_body_bytes: int = 256 << 20,
+) -> FastAPI:
+    """A FastAPI app with what every service has.
+
+    Args:
+        name: of the service, in `/health` and metrics.
+        not_ready: why the service cannot serve now, or None; decides `/health`.
+        flush: makes everything durable; `POST /flush` answers when it is done.
+        lifespan: entered before the first request, left after the last.
+        metrics: Prometheus metrics; a fresh set when None.
+        max_body_bytes: larger request bodies get 413 before they are read whole.
+    """
+    metrics = metrics or Metrics(name.replace("-", "_"))
+
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        app.state.draining = False
+        if lifespan is None:
+            yield
+        else:
+            async with lifespan():
+                yield
+
+    app = FastAPI(title=name, version="0.1.0", lifespan=run)
+    app.state.draining = False
+    app.state.metrics = metrics
+    app.add_middleware(_Bounded, limit=max_body_bytes)
+    app.add_middleware(_Measured, metrics=metrics)
+    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_crash)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 with `"status": "healthy"` when the service can serve, else 503 with the reason."""
+        reason = "draining: the process is ending" if app.state.draining else not_ready()
+        if reason is None:
+            return JSONResponse({"status": "healthy", "service": name})
+        return JSONResponse({"status": "unhealthy", "service": name, "reason": reason}, 503)
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/flush")
+    async def flush_now() -> dict[str, str]:
+        """Makes everything this service holds durable. The trainer calls it before it ends."""
+        result = flush()
+        if inspect.isawaitable(result):
+            await result
+        return {"status": "flushed"}
+
+    return app
+
+
+def error_response(error: ServiceError) -> JSONResponse:
+    """The response of an error: its status and the one error shape."""
+    headers = {"Retry-After": "1"} if error.status == 503 else None
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _on_service_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ServiceError)
+    return error_response(error)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
+    value = first.get("input")
+    if isinstance(value, float) and not math.isfinite(value):
+        value = str(value)
+    count = len(error.errors())
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    message = f"{first['msg']}{more}"
+    return error_response(InvalidInput(message, field=where, value=value, remedy="the fields are described at /docs"))
+
+
+async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed", 400: "invalid_input"}
+    code = codes.get(error.status_code, "http_error")
+    wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
+    return JSONResponse(wrapped.body(), error.status_code, error.headers)
+
+
+async def _on_crash(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service"))
+
+
+class _Bounded:
+    """Refuses bodies over the limit with 413, by Content-Length or while they stream in."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.limit:
+            await error_response(self._error(int(length)))(scope, receive, send)
+            return
+        received, started = 0, False
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.limit:
+                raise self._error(received)
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            if received <= self.limit:  # else the framework is answering 400 to the error raised above
+                started = True
+                await send(message)
+
+        with contextlib.suppress(TooLarge):
+            await self.app(scope, counted, watched)
+        if received > self.limit and not started:
+            await error_response(self._error(received))(scope, receive, send)
+
+    def _error(self, size: int) -> TooLarge:
+        return TooLarge(
+            f"the body is over the limit of {self.limit} bytes",
+            field="body",
+            value=size,
+            remedy="send smaller batches, or raise max_body_mb",
+        )
+
+
+class _Measured:
+    """Counts requests and measures their latency by route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, start = 500, time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: that would be unbounded
+            self.metrics.requests.labels(route, status).inc()
+            self.metrics.latency.labels(route).observe(time.perf_counter() - start)
+
+
+async def read_json(request: Request) -> Any:
+    """The JSON body of a request that is parsed by hand. Raises InvalidInput when it is not JSON in UTF-8."""
+    try:
+        return json.loads(await request.body(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+class Server(uvicorn.Server):
+    """uvicorn that says "draining" on /health from the first SIGTERM on, then ends when requests are answered."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        self.app = app
+        self.address = f"{host}:{port}"
+        config = uvicorn.Config(
+            app, host, port, log_config=None, access_log=False, timeout_graceful_shutdown=30, timeout_keep_alive=30
+        )
+        super().__init__(config)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.app.state.draining = True
+        super().handle_exit(sig, frame)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError that names a port in use."""
+    try:
+        sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            field="port",
+            value=port,
+            remedy="end the process that uses the port, or set another one",
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use."""
+    sock = listen(host, port)
+    server = Server(app, host, port)
+    log.info("%s listens on http://%s:%d", app.title, host, port)
+    asyncio.run(server.serve(sockets=[sock]))
+    if not server.started:
+        raise NotReady(f"{app.title} did not start", remedy="see the log above")
