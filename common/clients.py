@@ -255,19 +255,23 @@ class RolloutClient(Client):
         max_new_tokens: int,
         temperature: float,
         stop_token_ids: Sequence[int],
+        sampling_seed: int | None = None,
         deadline_s: float | None = None,
     ) -> list[Completion]:
         """n completions of one prompt: tokens in, tokens out.
 
-        `temperature` 0 is greedy. Raises GenerationFailed when an answer was aborted or lacks what training needs.
+        `temperature` 0 is greedy; with the same `sampling_seed` the embedded engine samples the same. Raises
+        GenerationFailed when an answer was aborted or lacks what training needs.
         """
-        sampling = {
+        sampling: dict[str, Any] = {
             "n": n,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "stop_token_ids": list(stop_token_ids),
             "skip_special_tokens": True,
         }
+        if sampling_seed is not None:
+            sampling["sampling_seed"] = sampling_seed
         body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": True, "stream": False}
         response = await self.request(
             "POST",
@@ -281,6 +285,13 @@ class RolloutClient(Client):
         if len(answers) != n:
             raise GenerationFailed(f"asked for {n} completions, got {len(answers)}")
         return [completion_from_answer(answer) for answer in answers]
+
+    async def remove_worker(self, url: str) -> None:
+        """Takes the engine at `url` out of the router; nothing happens when the router does not know it."""
+        listing = orjson.loads((await self.request("GET", "/workers")).content)
+        for worker in listing["workers"]:
+            if worker["url"].rstrip("/") == url.rstrip("/"):
+                await self.request("DELETE", f"/workers/{worker['id']}")
 
 
 def completion_from_answer(answer: dict[str, Any]) -> Completion:

@@ -335,8 +335,15 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
         if name.startswith(_PREFIX):
             keys = tuple(name.removeprefix(_PREFIX).lower().split("__"))
             _check_exists(keys, name)
-            _put(content, keys, yaml.safe_load(value) if value[:1] in "[{" else value)
+            _put(content, keys, _list_or_text(name, value))
     return content
+
+
+def _list_or_text(name: str, value: str) -> object:
+    try:
+        return yaml.safe_load(value) if value[:1] in "[{" else value
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not a list: {error}", field=name, value=value, remedy="write it as JSON") from None
 
 
 def _check_exists(keys: tuple[str, ...], name: str) -> None:
@@ -346,6 +353,8 @@ def _check_exists(keys: tuple[str, ...], name: str) -> None:
         if key not in fields:
             raise ConfigError(f"there is no setting {'.'.join(keys)}", field=name, remedy="RLHF_SECTION__FIELD; see --help")
         model = fields[key].annotation
+    if hasattr(model, "model_fields"):
+        raise ConfigError(f"{'.'.join(keys)} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD; see --help")
 
 
 def _put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:

@@ -4,7 +4,8 @@ Measured on 256 completions × 1,024 tokens: 30 ms as msgpack against 535 ms as 
 trusts the other side: every field is checked, and an error names it.
 """
 
-import math
+import json
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -18,6 +19,7 @@ from common.schemas import Completion, FinishReason, Group, RewardStatus, Sample
 MSGPACK = "application/msgpack"
 MAX_COMPLETIONS = 1024
 """Of one group."""
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _STATUSES: tuple[str, ...] = get_args(RewardStatus)
 _T = TypeVar("_T", bound=np.generic)
@@ -48,7 +50,7 @@ def decode_groups(body: bytes) -> list[Group]:
 
 def decode_taken(body: bytes) -> TakenGroups:
     content = _unpack(body)
-    return TakenGroups(_groups(content), int(content.get("evicted", 0)))
+    return TakenGroups(_groups(content), _integer(content.get("evicted", 0), "evicted"))
 
 
 def decode_sampled(body: bytes) -> SampledGroups:
@@ -71,9 +73,6 @@ def group_from_dict(content: object, where: str = "group") -> Group:
     items = content.get("completions")
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_COMPLETIONS:
         _refuse(f"{where}.completions", items, f"a group has 1 to {MAX_COMPLETIONS} completions")
-    metadata = content.get("metadata", {})
-    if not isinstance(metadata, dict):
-        _refuse(f"{where}.metadata", metadata, "metadata is a mapping")
     return Group(
         id=_text(content, "id", where, limit=128, empty=False),
         prompt_id=_text(content, "prompt_id", where, limit=512),
@@ -84,7 +83,7 @@ def group_from_dict(content: object, where: str = "group") -> Group:
         epoch=_integer(content.get("epoch", 0), f"{where}.epoch"),
         position=_integer(content.get("position", 0), f"{where}.position"),
         created_at=_number(content.get("created_at", 0.0), f"{where}.created_at"),
-        metadata=metadata,
+        metadata=_metadata(content.get("metadata", {}), f"{where}.metadata"),
     )
 
 
@@ -109,7 +108,7 @@ def _completion(content: object, where: str) -> Completion:
         finish_reason=_choice(content.get("finish_reason"), _FINISH_REASONS, f"{where}.finish_reason"),
         weight_versions=_spans(content.get("weight_versions"), len(token_ids), f"{where}.weight_versions"),
         reward=_number(content.get("reward", 0.0), f"{where}.reward"),
-        correct=content.get("correct", False) is True,
+        correct=_choice(content.get("correct", False), (False, True), f"{where}.correct") is True,
         status=_choice(content.get("status", "ok"), _STATUSES, f"{where}.status"),
         extracted_answer=None if content.get("extracted_answer") is None else _text(content, "extracted_answer", where),
     )
@@ -167,6 +166,8 @@ def _array(value: object, dtype: type[_T], where: str) -> NDArray[_T]:
     if isinstance(value, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
         if dtype is np.int32 and not all(isinstance(x, int) and -(2**31) <= x < 2**31 for x in value):
             _refuse(where, value, "token ids are 32-bit integers")
+        if dtype is np.float32 and not all(abs(x) <= _FLOAT32_MAX for x in value):
+            _refuse(where, value, "finite 32-bit numbers")
         return np.array(value, dtype)
     return _refuse(where, value, "an array is raw bytes (msgpack) or a list of numbers (JSON)")
 
@@ -198,6 +199,21 @@ def _text(content: dict[str, Any], key: str, where: str, limit: int = 1_000_000,
     value = content.get(key, "" if empty else None)
     if not isinstance(value, str) or len(value) > limit or not (value or empty):
         _refuse(f"{where}.{key}", value, f"a text of {0 if empty else 1} to {limit} characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(f"{where}.{key}", value, "text that can be sent as UTF-8, without lone surrogates")
+    return value
+
+
+def _metadata(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _refuse(where, value, "metadata is a mapping")
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        msgpack.packb(value)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        _refuse(where, value, "metadata is what both JSON and msgpack can carry")
     return value
 
 
@@ -208,7 +224,7 @@ def _integer(value: object, where: str) -> int:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         _refuse(where, value, "a finite number")
     return float(value)
 

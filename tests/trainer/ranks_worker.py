@@ -1,0 +1,34 @@
+"""Run by torchrun: one update of a learner on the shared batch; rank 0 writes the new weights."""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from common.config import load
+from common.wire import decode_groups
+from trainer.algorithms import ALGORITHMS
+from trainer.batch import Batch
+from trainer.distributed import Ranks
+from trainer.learner import Learner
+
+
+def main(directory: Path, settings: list[str]) -> None:
+    torch.set_num_threads(1)
+    config = load(settings, {})
+    groups = decode_groups((directory / "groups.msgpack").read_bytes())
+    with Ranks.from_env(timeout_s=60) as ranks:
+        learner = Learner(config, ranks)
+        ranks.broadcast_model(learner.policy)
+        batch = Batch.of(groups, [1.0] * len(groups), ALGORITHMS["grpo"], config.algorithm, ranks.rank, ranks.world_size)
+        metrics = learner.update(batch)
+        if ranks.first:
+            save_file(
+                {name: p.detach().clone() for name, p in learner.policy.named_parameters()}, directory / "new.safetensors"
+            )
+            (directory / "metrics.txt").write_text(f"{metrics.loss!r} {metrics.grad_norm!r} {metrics.trained_tokens}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,229 @@
+"""Checkpoints, weight versions, the run directory and the stage clock."""
+
+import hashlib
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.config import Config
+from common.errors import ConfigError, NotFound
+from common.observe import Metrics
+from common.schemas import WorkerReport
+from tests.trainer.groups import make_group
+from trainer import checkpoint
+from trainer.algorithms import ALGORITHMS
+from trainer.batch import Batch
+from trainer.clock import StageClock
+from trainer.distributed import Ranks
+from trainer.evaluate import pass_at_k
+from trainer.learner import Learner
+from trainer.model import load_tokenizer
+from trainer.publish import Publisher, PublishFailed, WeightBoard, write_static_files
+from trainer.record import read_lines
+from trainer.server import BackgroundServer, create_trainer_app
+
+
+def batch(config: Config, seed: int) -> Batch:
+    groups = [make_group(np.random.default_rng(seed + i), [1.0, 0.0, 0.0]) for i in range(3)]
+    return Batch.of(groups, [1.0] * 3, ALGORITHMS["grpo"], config.algorithm)
+
+
+def save(config: Config, learner: Learner, directory: Path, keep: int = 3) -> Path:
+    state = checkpoint.TrainerState(learner.step, 7, "run", learner.optimizer.state_dict(), torch.get_rng_state())
+    return checkpoint.save(directory, learner.policy, load_tokenizer(config.model), state, keep)
+
+
+def test_a_resumed_learner_makes_the_same_updates(config: Config, tmp_path: Path) -> None:
+    unbroken = Learner(config, Ranks())
+    unbroken.update(batch(config, 0))
+    path = save(config, unbroken, tmp_path)
+    unbroken.update(batch(config, 10))
+    resumed = Learner(config, Ranks(), path)
+    state = checkpoint.load_state(checkpoint.read_state(path), path)
+    resumed.optimizer.load_state_dict(state.optimizer)
+    resumed.step = state.step
+    assert (state.step, state.position, state.run_id) == (1, 7, "run")
+    resumed.update(batch(config, 10))
+    for (name, a), b in zip(unbroken.policy.named_parameters(), resumed.policy.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, tmp_path: Path) -> None:
+    learner = Learner(config, Ranks())
+    for step in (1, 2, 3, 12):
+        learner.step = step
+        save(config, learner, tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000012"]
+    path = checkpoint.newest(tmp_path)
+    assert path is not None
+    assert path.name == "step_000012"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert AutoTokenizer.from_pretrained(path).chat_template
+    for a, b in zip(model.parameters(), learner.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path) -> None:
+    complete = save(config, Learner(config, Ranks()), tmp_path)
+    (tmp_path / "step_000099.partial").mkdir()
+    assert checkpoint.newest(tmp_path) == complete
+    (complete / "trainer_state.pt").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match="cannot be resumed from"):
+        checkpoint.load_state(checkpoint.read_state(complete), complete)
+
+
+def test_no_checkpoint_yet(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path / "nothing") is None
+
+
+def report(version: int | None, state: str = "ready", run_id: str = "run", node: int = 0, nodes: int = 2) -> WorkerReport:
+    return WorkerReport.model_validate(
+        {
+            "name": f"rollout-server-{node}",
+            "url": f"http://node{node}:30001",
+            "num_nodes": nodes,
+            "state": state,
+            "version": version,
+            "run_id": run_id,
+        }
+    )
+
+
+def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]) -> tuple[Publisher, WeightBoard, Learner]:
+    learner = Learner(config, Ranks())
+    board = WeightBoard(tmp_path / "weights")
+    static = write_static_files(learner.policy, load_tokenizer(config.model), tmp_path / "model")
+    return Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print), board, learner
+
+
+def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tmp_path: Path) -> None:
+    """Trap: weights overwritten in place and pushed to the router. Here every version has a directory and a manifest
+    of its own, and publishing waits for each worker, not for any one."""
+    publish, board, learner = publisher(config, tmp_path, 30, [])
+    board.report(report(None, "ready", node=0))
+    board.report(report(None, "ready", node=1))
+    thread = threading.Thread(target=publish.publish, args=(learner.policy, 3))
+    thread.start()
+    while board.latest() is None:
+        time.sleep(0.01)
+    board.report(report(3, node=0))
+    board.report(report(3, "updating", node=1))
+    thread.join(0.5)
+    assert thread.is_alive()
+    board.report(report(3, run_id="an earlier run", node=1))
+    thread.join(0.5)
+    assert thread.is_alive()
+    board.report(report(3, node=1))
+    thread.join(20)
+    assert not thread.is_alive()
+    manifest = board.latest()
+    assert manifest is not None
+    directory = tmp_path / "weights" / "v000003"
+    for file in manifest.files:
+        body = (directory / file.name).read_bytes()
+        assert (len(body), hashlib.sha256(body).hexdigest()) == (file.size, file.sha256)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in manifest.files}
+    published = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(published.lm_head.weight, learner.policy.get_output_embeddings().weight)
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")  # tied: written once
+
+
+def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path) -> None:
+    fenced: list[str] = []
+    publish, board, learner = publisher(config, tmp_path, 0.5, fenced)
+    board.report(report(1, node=0))
+    board.report(report(0, "stale", node=1))
+    publish.publish(learner.policy, 1)
+    assert fenced == ["http://node1:30001"]
+
+
+def test_nobody_confirms(config: Config, tmp_path: Path) -> None:
+    publish, board, learner = publisher(config, tmp_path, 0.5, [])
+    board.report(report(0, "failed", node=1))
+    with pytest.raises(PublishFailed, match=r"0 of 2 rollout nodes serve weights 1; missing: rollout-server-1 \(failed"):
+        publish.publish(learner.policy, 1)
+
+
+def test_old_versions_leave_the_disk(config: Config, tmp_path: Path) -> None:
+    publish, board, learner = publisher(config, tmp_path, 5, [])
+    for version in range(6):
+        board.report(report(version, nodes=1))
+        publish.publish(learner.policy, version)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000003", "v000004", "v000005"]
+    with pytest.raises(NotFound, match="no such weight file"):
+        board.file(0, "config.json")
+
+
+@pytest.mark.parametrize("name", ["../config.json", ".hidden", "nothing"])
+def test_only_files_of_the_version_are_served(config: Config, tmp_path: Path, name: str) -> None:
+    publish, board, learner = publisher(config, tmp_path, 5, [])
+    board.report(report(0, nodes=1))
+    publish.publish(learner.policy, 0)
+    with pytest.raises(NotFound):
+        board.file(0, name)
+
+
+def test_weights_over_http(config: Config, tmp_path: Path) -> None:
+    publish, board, learner = publisher(config, tmp_path, 10, [])
+    with BackgroundServer(create_trainer_app(board, Metrics("test")), "127.0.0.1", 0) as server, httpx.Client() as http:
+        base = f"http://127.0.0.1:{server.port}"
+        assert http.get(f"{base}/health").json()["status"] == "healthy"
+        answer = http.get(f"{base}/weights/latest")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        body = report(0, nodes=1).model_dump()
+        assert http.post(f"{base}/workers/rollout-server-0", json=body).status_code == 200
+        assert http.post(f"{base}/workers/rollout-server-7", json=body).status_code == 422
+        assert http.post(f"{base}/workers/rollout-server-0", json=body | {"state": "odd"}).status_code == 422
+        publish.publish(learner.policy, 0)
+        manifest = http.get(f"{base}/weights/latest", params={"wait_s": 5}).json()
+        for file in manifest["files"]:
+            content = http.get(f"{base}/weights/0/files/{file['name']}").content
+            assert hashlib.sha256(content).hexdigest() == file["sha256"]
+        again = http.get(f"{base}/weights/latest", params={"after_run": "run", "after_version": 0, "wait_s": 0.2})
+        assert again.json() == manifest
+        assert http.get(f"{base}/weights/0/files/..%2F..%2Fconfig.json").status_code == 404
+        assert http.get(f"{base}/weights/latest", params={"wait_s": "nan"}).status_code == 422
+
+
+def test_stages_add_up_to_the_wall_time() -> None:
+    clock = StageClock()
+    start = time.perf_counter()
+    clock.lap()
+    with clock.stage("generation"):
+        time.sleep(0.05)
+        with clock.stage("update"):  # takes precedence
+            time.sleep(0.03)
+    time.sleep(0.02)
+    seconds = clock.lap()
+    wall = time.perf_counter() - start
+    assert seconds["generation"] >= 0.05
+    assert seconds["update"] >= 0.03
+    assert seconds["waiting"] >= 0.02
+    assert sum(seconds.values()) == pytest.approx(wall, abs=0.05)
+    assert sum(clock.lap().values()) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("samples", "correct", "k", "expected"),
+    [(8, 0, 8, 0.0), (8, 1, 8, 1.0), (4, 2, 1, 0.5), (5, 2, 2, 0.7), (10, 3, 5, 1 - 21 / 252)],
+)
+def test_pass_at_k_hand_computed(samples: int, correct: int, k: int, expected: float) -> None:
+    assert pass_at_k(samples, correct, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_needs_k_samples() -> None:
+    with pytest.raises(ValueError, match="not defined"):
+        pass_at_k(3, 1, 4)
+
+
+def test_a_line_cut_by_a_crash_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]

@@ -1,0 +1,218 @@
+"""The update: what it computes, and that it does not depend on how the batch is cut."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.config import Config
+from common.schemas import Group
+from common.wire import encode_groups
+from tests.trainer.groups import make_group
+from trainer.algorithms import ALGORITHMS
+from trainer.batch import Batch, MicroBatch, Row
+from trainer.distributed import Ranks
+from trainer.learner import Learner, NotFinite
+from trainer.model import score_tokens
+
+GRPO = ALGORITHMS["grpo"]
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    rng = np.random.default_rng(0)
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    return [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
+
+
+def whole(groups: list[Group], config: Config) -> Batch:
+    return Batch.of(groups, [1.0] * len(groups), GRPO, config.algorithm)
+
+
+def parameters(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
+
+
+def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
+    learner = Learner(config, Ranks())
+    learner.update(batch)
+    return parameters(learner)
+
+
+def on_policy(config: Config, groups: list[Group]) -> None:
+    """Makes the behaviour logprobs those of the policy itself."""
+    learner = Learner(config, Ranks())
+    for group in groups:
+        for completion in group.completions:
+            row = Row(group.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0, 1.0)
+            micro = MicroBatch.of([row])
+            with torch.no_grad():
+                scores = score_tokens(
+                    learner.policy,
+                    micro.input_ids,
+                    micro.attention_mask,
+                    micro.predicts,
+                    micro.targets,
+                    config.sampling.temperature,
+                )
+            completion.logprobs = scores.logprobs.numpy()
+
+
+def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group]) -> None:
+    """Right padding, selection before the head and temperature against the plain forward of every row alone."""
+    learner = Learner(config, Ranks())
+    rows = whole(groups, config).rows
+    micro = MicroBatch.of(rows)
+    with torch.no_grad():
+        scores = score_tokens(learner.policy, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, 0.7)
+        expected, entropies = [], []
+        for row in rows:
+            ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
+            logits = learner.policy(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7
+            distribution = torch.distributions.Categorical(logits=logits)
+            expected.append(distribution.log_prob(torch.tensor(row.completion_ids).long()))
+            entropies.append(distribution.entropy())
+    torch.testing.assert_close(scores.logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores.entropy, torch.cat(entropies), atol=1e-4, rtol=0)
+
+
+def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
+    on_policy(config, groups)
+    metrics = Learner(config, Ranks()).update(whole(groups, config))
+    assert metrics.ratio == pytest.approx(1, abs=1e-5)
+    assert metrics.delta_logprob == pytest.approx(0, abs=1e-5)
+    assert metrics.clip_fraction == 0
+    batch = whole(groups, config)
+    expected = -sum(row.advantage * len(row.completion_ids) for row in batch.rows) / batch.total_tokens
+    assert metrics.loss == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 100])
+def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Group], max_tokens: int) -> None:
+    one = updated(config, whole(groups, config))
+    config.trainer.micro_batch_tokens = max_tokens
+    batch = whole(groups, config)
+    assert len(batch.micro_batches(max_tokens)) > 1
+    many = updated(config, batch)
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
+    batch = whole(groups, config)
+    assert len(batch.rows) == 12  # the group of four equal rewards is left out of the forward pass
+    assert batch.total_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
+    learner = Learner(config, Ranks())
+    before = parameters(learner)
+    metrics = learner.update(whole([groups[2]], config))
+    assert metrics.grad_norm == 0
+    for name, value in parameters(learner).items():
+        torch.testing.assert_close(value, before[name], atol=0, rtol=0)
+
+
+def test_two_trainer_processes_give_the_update_of_one(config: Config, groups: list[Group], tmp_path: Path) -> None:
+    """Trap: trainer nodes beyond the first slept. Here both ranks hold a share, and the result is that of one process."""
+    (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    here = Path(__file__)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *(str(here.with_name("ranks_worker.py")), str(tmp_path), "--model.name", config.model.name),
+            *("--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0"),
+        ],
+        check=True,
+        cwd=here.parents[2],
+        env={**os.environ, "PYTHONPATH": str(here.parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    learner = Learner(config, Ranks())
+    metrics = learner.update(whole(groups, config))
+    loss, grad_norm, tokens = (tmp_path / "metrics.txt").read_text().split()
+    assert float(loss) == pytest.approx(metrics.loss, abs=1e-6)
+    assert float(grad_norm) == pytest.approx(metrics.grad_norm, rel=1e-4)
+    assert int(tokens) == metrics.trained_tokens
+    two = load_file(tmp_path / "new.safetensors")
+    for name, expected in parameters(learner).items():
+        torch.testing.assert_close(two[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+def test_shares_of_the_ranks_are_disjoint_and_complete(config: Config, groups: list[Group]) -> None:
+    every = whole(groups, config)
+    shares = [Batch.of(groups, [1.0] * 4, GRPO, config.algorithm, rank, 3) for rank in range(3)]
+    assert sum(len(share.rows) for share in shares) == len(every.rows)
+    assert {share.total_tokens for share in shares} == {every.total_tokens}
+    lengths = sorted(len(row) for share in shares for row in share.rows)
+    assert lengths == sorted(len(row) for row in every.rows)
+
+
+def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
+    """Trap: settings that nothing reads. Each of them changes the update."""
+    base = updated(config, whole(groups, config))
+
+    def differs(section: str, name: str, value: object) -> bool:
+        changed = config.model_copy(deep=True)
+        setattr(getattr(changed, section), name, value)
+        new = updated(changed, whole(groups, changed))
+        return any(not torch.equal(new[key], base[key]) for key in base)
+
+    assert differs("algorithm", "clip_high", 50.0)
+    assert differs("algorithm", "clip_low", 0.99)
+    assert differs("trainer", "learning_rate", 2e-3)
+    assert differs("trainer", "max_grad_norm", 1e-6)
+    assert differs("trainer", "weight_decay", 0.5)
+    assert differs("trainer", "warmup_steps", 10)
+    assert differs("sampling", "temperature", 0.5)
+    assert differs("algorithm", "advantage_eps", 1.0)
+
+
+def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]) -> None:
+    """Equal rewards leave the KL term alone; a policy that moved away has a gradient towards the reference."""
+    config.algorithm.kl_coef = 0.5
+    learner = Learner(config, Ranks())
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+    batch = Batch.of([groups[2]], [1.0], GRPO, config.algorithm)
+    assert len(batch.rows) == 4  # with a KL term every row counts
+    first = learner.update(batch).kl_reference
+    for _ in range(10):
+        last = learner.update(batch).kl_reference
+    assert 0 < last < first
+
+
+def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
+    config.trainer.max_grad_norm = 1e9
+    full = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, GRPO, config.algorithm))
+    half = Learner(config, Ranks()).update(Batch.of(groups, [0.5] * 4, GRPO, config.algorithm))
+    assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(config: Config, groups: list[Group]) -> None:
+    learner = Learner(config, Ranks())
+    batch = whole(groups, config)
+    batch.rows[0].advantage = float("nan")
+    before = parameters(learner)
+    with pytest.raises(NotFinite, match="grad_norm"):
+        learner.update(batch)
+    assert learner.step == 0
+    for name, value in parameters(learner).items():
+        assert torch.equal(value, before[name])
+
+
+def test_chunks_do_not_change_logprobs_or_gradients(
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = updated(config, whole(groups, config))
+    monkeypatch.setattr("trainer.model._CHUNK", 7)
+    many = updated(config, whole(groups, config))
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)

@@ -1,0 +1,140 @@
+"""`torchrun … -m trainer`: one process per GPU (or per node on CPUs) of the ppo-trainer task."""
+
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from common import topology as names
+from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
+from common.config import Config, fail, load
+from common.errors import ConfigError, ServiceError
+from common.observe import Metrics, setup_logging
+from common.schemas import WorkerReport
+from common.topology import Topology
+from trainer import checkpoint
+from trainer.collect import LoopThread, Prompter, Services
+from trainer.distributed import Ranks
+from trainer.lead import Lead, new_run_id
+from trainer.learner import Learner
+from trainer.loop import train
+from trainer.model import load_tokenizer, stop_token_ids
+from trainer.publish import Publisher, WeightBoard, write_static_files
+from trainer.record import Recorder
+from trainer.server import BackgroundServer, TrainerMetrics, create_trainer_app
+
+
+def main() -> None:
+    """Runs this rank; a wrong setting ends with status 2, any other named error with 1, Ctrl-C with 130."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config = load(prog="python -m trainer")
+        run(config, Topology.from_env())
+    except ConfigError as error:
+        fail(error)
+    except ServiceError as error:
+        fail(error, status=1)
+    except KeyboardInterrupt:
+        print("interrupted; start again with the same run directory to go on from its newest checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _interrupt(_sig: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(config: Config, topology: Topology) -> None:
+    """Trains on this rank until the last step; rank 0 also leads."""
+    settings = config.trainer
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    torch.manual_seed(config.seed)
+    run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
+    with Ranks.from_env(timeout_s=2 * settings.wait_timeout_s + settings.publish_timeout_s) as ranks, ExitStack() as stack:
+        setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
+        learner, position = _learner(config, ranks, run_dir)
+        lead, board = None, None
+        if ranks.first:
+            lead, board = _lead(config, topology, learner, run_dir, position, stack)
+            lead.prepare()
+        total_steps = int(ranks.broadcast(str(lead.total_steps).encode() if lead else b""))
+        if lead is None:
+            train(learner, ranks, None, total_steps)
+        else:
+            with lead.collecting():
+                train(learner, ranks, lead, total_steps)
+            lead.conclude()
+            assert board is not None
+            lead.goodbye(_agents(config, topology, board))
+        ranks.barrier()
+
+
+def _learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, int]:
+    """The learner, from rank 0's newest checkpoint when there is one, and the position in the prompt stream."""
+    path = checkpoint.newest(run_dir / "checkpoints") if ranks.first and config.trainer.resume else None
+    learner = Learner(config, ranks, path)
+    ranks.broadcast_model(learner.policy)
+    body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
+    if not body:
+        return learner, 0
+    state = checkpoint.load_state(body, path or run_dir)
+    learner.optimizer.load_state_dict(state.optimizer)
+    learner.step = state.step
+    torch.set_rng_state(state.rng)
+    return learner, state.position
+
+
+def _lead(
+    config: Config, topology: Topology, learner: Learner, run_dir: Path, position: int, stack: ExitStack
+) -> tuple[Lead, WeightBoard]:
+    """Clients, HTTP server and publisher of rank 0; `stack` ends them."""
+    services = Services(
+        DataClient(names.DATA, topology.url(names.DATA, config.data.port)),
+        RolloutClient(names.ROLLOUT, topology.url(names.ROLLOUT, config.rollout.router_port)),
+        RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port)),
+        ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port)),
+    )
+    recorder = Recorder(run_dir, config, Console(), learner.step)
+    recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
+    loop = stack.enter_context(LoopThread())
+    board = WeightBoard(run_dir / "weights")
+    metrics = Metrics("ppo_trainer")
+    app = create_trainer_app(board, metrics)
+    stack.enter_context(BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
+    tokenizer = load_tokenizer(config.model)
+    prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
+    run_id = new_run_id(topology.group or "local")
+
+    def fence(worker: WorkerReport) -> None:
+        loop.call(services.rollout.remove_worker(worker.url))
+
+    static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
+    publisher = Publisher(board, static_files, run_id, config.trainer.publish_timeout_s, fence, recorder.say)
+    lead = Lead(
+        config,
+        learner,
+        tokenizer,
+        services,
+        prompter,
+        publisher,
+        loop,
+        recorder,
+        TrainerMetrics(metrics),
+        position,
+        run_id,
+    )
+    return lead, board
+
+
+def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Client]:
+    """A client for the agent of every rollout node that is alive."""
+    nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in board.workers())
+    port = config.rollout.agent_port
+    return [Client(f"{names.ROLLOUT}-{node}", topology.url(names.ROLLOUT, port, node)) for node in nodes]
+
+
+if __name__ == "__main__":
+    main()

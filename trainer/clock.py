@@ -1,0 +1,47 @@
+"""Where the seconds of a step go."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STAGES = ("update", "publish", "evaluation", "generation", "reward", "replay")
+"""In order of precedence: while several are active, the time counts for the first of them."""
+WAITING = "waiting"
+"""Time in which no stage is active."""
+
+
+class StageClock:
+    """Splits wall time into stages that may overlap and come from several threads; the parts add up to the whole."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = dict.fromkeys(STAGES, 0)
+        self._seconds = dict.fromkeys((*STAGES, WAITING), 0.0)
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts the time inside for `name`, one of `STAGES`."""
+        with self._lock:
+            self._attribute()
+            self._active[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._attribute()
+                self._active[name] -= 1
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by stage since the last lap."""
+        with self._lock:
+            self._attribute()
+            seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+            return seconds
+
+    def _attribute(self) -> None:
+        now = time.perf_counter()
+        stage = next((name for name in STAGES if self._active[name]), WAITING)
+        self._seconds[stage] += now - self._since
+        self._since = now

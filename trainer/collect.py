@@ -1,0 +1,337 @@
+"""The collector: prompts → completions → rewards → replay buffer, concurrently, with staleness bounded by slots.
+
+    data-server ──prompt──► router ──n completions──► reward-server ──graded group──► replay-buffer ──batch──► trainer
+
+At most (max_staleness + 1) × batch_size groups are in flight or waiting to be trained on. A slot is taken before a
+prompt is drawn and given back by `release` after the update that used its group, so with staleness 0 nothing is
+generated while the weights change. A group that fails is dropped and counted, its slot draws another prompt; too many
+in a row stop the run with the reason.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
+from common.config import Config
+from common.errors import ServiceError
+from common.schemas import Completion, Group, Prompt, RewardItem, SampledGroups, SampleRequest, TakeRequest
+from trainer.clock import StageClock
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_MAX_DRAW = 256
+"""Prompts of one call to the data-server."""
+
+
+class CollectFailed(ServiceError):
+    """Collecting cannot go on; the message is the reason."""
+
+    code = "collect_failed"
+
+
+class Dropped(Exception):
+    """This group cannot be trained on."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}")
+
+
+@dataclass
+class Services:
+    """The clients of one run."""
+
+    data: DataClient
+    rollout: RolloutClient
+    reward: RewardClient
+    replay: ReplayClient
+
+
+@dataclass
+class Prompter:
+    """Turns a problem into token ids: the only place where prompts are tokenised."""
+
+    tokenizer: Any
+    system_prompt: str
+    stop_token_ids: list[int]
+
+    def token_ids(self, prompt: str) -> list[int]:
+        """With the model's chat template, or as it is for a model without one."""
+        text = prompt
+        if self.tokenizer.chat_template:
+            system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            chat = [*system, {"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ids = self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template).input_ids
+        assert isinstance(ids, list)
+        return ids
+
+
+@dataclass
+class Counts:
+    """Since the run began."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups that were not trained on, by reason."""
+    in_a_row: int = 0
+    """Failures since the last group that succeeded."""
+
+
+class Collector:
+    """Fills the replay buffer in the background and hands out batches.
+
+    Args:
+        config: of the run.
+        services: clients; used only in this collector's event loop.
+        prompter: tokenises prompts.
+        clock: told which stage is active.
+        loop: event loop that runs in another thread.
+        run_id: makes request ids unique to this run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        services: Services,
+        prompter: Prompter,
+        clock: StageClock,
+        loop: "LoopThread",
+        run_id: str,
+    ) -> None:
+        self.config, self.services, self.counts = config, services, Counts()
+        self._prompter, self._clock, self._loop, self._run_id = prompter, clock, loop, run_id
+        self._slots = asyncio.Semaphore(0)  # one per group that may be in flight
+        self._wanted = 0
+        self._drawn = 0
+        self._takes = 0
+        self._finished: set[int] = set()
+        self.position = 0
+        """Every prompt of the stream before this position was trained on or dropped; where a resumed run goes on."""
+        self._failure: BaseException | None = None
+
+    @contextmanager
+    def running(self, groups: int) -> Iterator[None]:
+        """Collects `groups` groups in all while inside."""
+        slots = min(groups, (self.config.trainer.max_staleness + 1) * self.config.trainer.batch_size)
+        self._wanted = groups
+        task = self._loop.start(self._run(slots))
+        try:
+            yield
+        finally:
+            self._loop.cancel(task)
+
+    def take(self, count: int, min_version: int) -> list[Group]:
+        """The next `count` fresh groups, none older than `min_version`, in the order of their prompts.
+
+        Raises CollectFailed with the reason when collecting stopped, or when nothing came for `trainer.wait_timeout_s`.
+        """
+        self._takes += 1
+        request_id = f"{self._run_id}-take-{self._takes}"
+        limit = time.monotonic() + self.config.trainer.wait_timeout_s
+        while time.monotonic() < limit:
+            if self._failure is not None:
+                raise self._failure
+            request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id)
+            taken = self._loop.call(self.services.replay.take(request))
+            if taken.evicted:
+                self.counts.dropped["stale"] += taken.evicted
+                self._loop.call(self._again(taken.evicted))
+            if taken.groups:
+                return sorted(taken.groups, key=lambda group: group.position)
+        raise CollectFailed(
+            f"no batch of {count} groups within {self.config.trainer.wait_timeout_s:.0f} s",
+            field="trainer.wait_timeout_s",
+            remedy="look at the logs of rollout-server and reward-server, or raise the limit",
+        )
+
+    def sample(self, count: int, min_version: int, importance_exponent: float, seed: int) -> SampledGroups:
+        """Prioritised reuse: up to `count` groups that were trained on before, with importance weights."""
+        settings = self.config.replay
+        request = SampleRequest(
+            count=count,
+            min_version=min_version,
+            priority_exponent=settings.priority_exponent,
+            importance_exponent=importance_exponent,
+            max_times_sampled=settings.max_times_sampled,
+            seed=seed,
+        )
+        with self._clock.stage("replay"):
+            return self._loop.call(self.services.replay.sample(request))
+
+    def trained(self, fresh: list[Group], priorities: dict[str, float]) -> None:
+        """These groups were trained on: acknowledges the fresh ones and sets everybody's priority for reuse."""
+        with self._clock.stage("replay"):
+            self._loop.call(self.services.replay.ack([group.id for group in fresh]))
+            self._loop.call(self.services.replay.set_priorities(priorities))
+        self._loop.call(self._finish([group.position for group in fresh]))
+
+    def release(self, count: int) -> None:
+        """Frees the slots of `count` groups, after the weights that they trained were published."""
+        self._loop.call(self._free(count))
+
+    async def _finish(self, positions: list[int]) -> None:
+        self._finished.update(positions)
+        while self.position in self._finished:
+            self._finished.remove(self.position)
+            self.position += 1
+
+    async def _free(self, count: int) -> None:
+        for _ in range(count):
+            self._slots.release()
+
+    async def _again(self, count: int) -> None:
+        self._wanted += count
+        await self._free(count)
+
+    async def _run(self, slots: int) -> None:
+        """Draws prompts as slots become free; every group is a task of its own."""
+        try:
+            await self._free(slots)
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._slots.acquire()
+                    count = 1
+                    while count < min(_MAX_DRAW, self._wanted - self._drawn) and not self._slots.locked():
+                        await self._slots.acquire()
+                        count += 1
+                    if self._drawn >= self._wanted:
+                        continue
+                    self._drawn += count
+                    for position, prompt, epoch in await self._draw(count):
+                        tasks.create_task(self._collect(prompt, position, epoch))
+        except BaseExceptionGroup as group:
+            self._failure = group.exceptions[0]
+        except ServiceError as error:
+            self._failure = error
+
+    async def _draw(self, count: int) -> list[tuple[int, Prompt, int]]:
+        batch = await self.services.data.prompts(count, f"{self._run_id}-{self._drawn}-{count}")
+        total = batch.total_available
+        return [(batch.position + i, prompt, (batch.position + i) // total) for i, prompt in enumerate(batch.prompts)]
+
+    async def _collect(self, prompt: Prompt, position: int, epoch: int) -> None:
+        """One group, from prompt to the replay buffer; on failure its slot draws another prompt."""
+        try:
+            prompt_ids = self._prompter.token_ids(prompt.prompt)
+            completions = await self._generate(prompt_ids, position)
+            await self._grade(prompt, completions)
+            group = Group(
+                id=str(uuid.uuid4()),
+                prompt_id=prompt.id,
+                prompt=prompt.prompt,
+                ground_truth=prompt.ground_truth,
+                prompt_token_ids=np.array(prompt_ids, np.int32),
+                completions=completions,
+                epoch=epoch,
+                position=position,
+                created_at=time.time(),
+            )
+            with self._clock.stage("replay"):
+                await self.services.replay.add([group])
+            self.counts.in_a_row = 0
+        except Dropped as error:
+            self._drop(error, prompt)
+            await self._finish([position])
+            await self._again(1)
+
+    async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
+        sampling = self.config.sampling
+        try:
+            with self._clock.stage("generation"):
+                return await self.services.rollout.generate(
+                    prompt_ids,
+                    n=sampling.group_size,
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    stop_token_ids=self._prompter.stop_token_ids,
+                    sampling_seed=sampling_seed(self.config.seed, position),
+                    deadline_s=sampling.request_timeout_s,
+                )
+        except ServiceError as error:
+            raise Dropped("generation", str(error)) from error
+
+    async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
+        items = [
+            RewardItem(
+                prompt=prompt.prompt,
+                response=completion.text,
+                ground_truth=prompt.ground_truth,
+                finish_reason=completion.finish_reason,
+            )
+            for completion in completions
+        ]
+        try:
+            with self._clock.stage("reward"):
+                graded = await self.services.reward.batch_reward(items)
+        except ServiceError as error:
+            raise Dropped("reward", str(error)) from error
+        for completion, result in zip(completions, graded.results, strict=True):
+            if result.reward is None:
+                raise Dropped("reward", f"an answer could not be graded: {result.status}")
+            completion.reward, completion.correct = result.reward, result.correct
+            completion.status, completion.extracted_answer = result.status, result.extracted_answer
+
+    def _drop(self, error: Dropped, prompt: Prompt) -> None:
+        self.counts.dropped[error.reason] += 1
+        self.counts.in_a_row += 1
+        log.warning("dropped the group of prompt %s: %s", prompt.id, error)
+        if self.counts.in_a_row >= self.config.trainer.max_failed_groups:
+            raise CollectFailed(
+                f"{self.counts.in_a_row} groups in a row were dropped, the last one because of {error}",
+                field="trainer.max_failed_groups",
+                remedy="look at the log of the service that is named",
+            )
+
+
+def sampling_seed(seed: int, position: int) -> int:
+    """Seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
+    return (seed * 0x9E3779B1 + position * 0x85EBCA6B + 1) & 0x7FFFFFFF
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for code that computes in the main thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="collector", daemon=True)
+
+    def __enter__(self) -> "LoopThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Runs a coroutine in the loop and waits for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Starts a task in the loop."""
+
+        async def create() -> "asyncio.Task[None]":
+            return asyncio.create_task(coroutine)
+
+        return self.call(create())
+
+    def cancel(self, task: "asyncio.Task[None]") -> None:
+        """Cancels a task and waits until it has ended."""
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.wait([task])
+
+        self.call(end())

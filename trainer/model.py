@@ -1,0 +1,113 @@
+"""Loading the policy, and its log-probabilities without the whole logits matrix."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.config import ModelSection
+from common.errors import ConfigError
+
+_CHUNK = 2048
+"""Completion tokens whose logits exist at once: [2048, vocabulary] in float32."""
+
+
+def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
+    """The causal language model `config.name` (or the directory `path`) with float32 weights.
+
+    Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
+    ConfigError when the model cannot be loaded or its head cannot be separated from its body.
+    """
+    quiet()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path or config.name, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", path or config.name, error) from None
+    if getattr(model.config, "final_logit_softcapping", None):
+        raise ConfigError(
+            "models that cap their logits are not supported", field="model.name", value=config.name, remedy="take another model"
+        )
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def load_tokenizer(config: ModelSection) -> Any:
+    """The tokenizer of `config.name`. Raises ConfigError when it cannot be loaded."""
+    quiet()
+    try:
+        return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", config.name, error) from None
+
+
+def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
+        field="model.name",
+        value=str(name),
+        remedy="name a model of the hub (with network, and HF_TOKEN if it is gated) or a local model directory; "
+        "`python -m trainer.tiny_model DIRECTORY` makes the built-in one",
+    )
+
+
+def quiet() -> None:
+    """transformers draws a progress bar for every file it reads or writes; the trainer has its own."""
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
+    if not ids:
+        raise ConfigError("the model has no end-of-sequence token", field="model.name", value=model.config.name_or_path)
+    return sorted(ids)
+
+
+@dataclass
+class TokenScores:
+    """Of C tokens."""
+
+    logprobs: Tensor
+    """[C] in nats, with gradient when grad is enabled."""
+    entropy: Tensor
+    """[C] of the distribution each token was drawn from, without gradient."""
+
+
+def score_tokens(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, predicts: Tensor, targets: Tensor, temperature: float
+) -> TokenScores:
+    """Log-probabilities of `targets` under softmax(logits / temperature).
+
+    Args:
+        input_ids, attention_mask, predicts: [rows, T]; `predicts` marks the positions whose next token is scored.
+        targets: [C] with C = predicts.sum(), row by row.
+        temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
+    """
+    hidden = model.get_decoder()(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    hidden, head = hidden[predicts], model.get_output_embeddings()
+    parts = [
+        checkpoint(_score, head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature, use_reentrant=False)
+        if len(hidden) > _CHUNK and torch.is_grad_enabled()
+        else _score(head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature)
+        for i in range(0, len(hidden), _CHUNK)
+    ]
+    return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+
+
+def _score(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float() / temperature
+    normaliser = logits.logsumexp(dim=-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    with torch.no_grad():
+        entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+    return logprobs, entropy

@@ -1,0 +1,212 @@
+"""Weight versions: written by the trainer, pulled by every rollout node's agent, confirmed by each.
+
+A version is a complete Hugging Face directory `v000012/`; its manifest (sizes and SHA-256) is made last. A version is
+the optimiser step that made it. `WeightBoard` keeps what the trainer's HTTP app serves; `Publisher` writes a version,
+announces it and waits until every rollout node has confirmed it. A node that does not is fenced from traffic.
+"""
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from common.errors import NotFound, ServiceError
+from common.schemas import WeightFile, WeightManifest, WorkerReport
+
+log = logging.getLogger(__name__)
+_KEEP = 3
+"""Versions kept on disk: a slow node may still be downloading the one before the newest."""
+_SILENT_S = 30.0
+"""A worker that did not report for this long is counted as gone."""
+
+
+class PublishFailed(ServiceError):
+    """No rollout node serves the new weights: generating would be off-policy without anybody knowing."""
+
+    code = "publish_failed"
+
+
+def version_name(version: int) -> str:
+    """Name of a version's directory."""
+    return f"v{version:06d}"
+
+
+def write_version(model: Any, static_files: list[Path], directory: Path, run_id: str, version: int) -> WeightManifest:
+    """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete."""
+    target = directory / version_name(version)
+    partial = target.with_suffix(".partial")
+    for leftover in (partial, target):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in static_files:
+        shutil.copyfile(file, partial / file.name)
+    save_file(_tensors(model), partial / "model.safetensors", metadata={"format": "pt"})
+    files = [WeightFile(name=file.name, size=file.stat().st_size, sha256=_sha256(file)) for file in sorted(partial.iterdir())]
+    partial.rename(target)
+    return WeightManifest(version=version, run_id=run_id, files=files)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights by their Hugging Face names; of tensors that share memory only the first is written, as the hub does."""
+    tensors, seen = {}, set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class WeightBoard:
+    """The newest weight version and what every rollout node reported. Used from the HTTP thread and the training loop."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Condition()
+        self._latest: WeightManifest | None = None
+        self._workers: dict[str, tuple[WorkerReport, float]] = {}
+
+    def announce(self, manifest: WeightManifest) -> None:
+        """Makes `manifest` the latest version and removes old ones from disk."""
+        with self._lock:
+            self._latest = manifest
+            self._lock.notify_all()
+        for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def latest(self) -> WeightManifest | None:
+        return self._latest
+
+    async def latest_after(self, run_id: str, version: int, wait_s: float) -> WeightManifest:
+        """The latest version, as soon as it differs from (run_id, version), at the latest after `wait_s` seconds.
+
+        Raises NotFound when there is none by then.
+        """
+        limit = time.monotonic() + wait_s
+        while True:
+            latest = self._latest
+            if latest is not None and (latest.run_id, latest.version) != (run_id, version):
+                return latest
+            if time.monotonic() >= limit:
+                break
+            await asyncio.sleep(0.02)
+        if latest is None:
+            raise NotFound("no weight version was published yet", remedy="ask again; the trainer is starting")
+        return latest
+
+    def file(self, version: int, name: str) -> Path:
+        """Path of one file of a version. Raises NotFound when the version or the file is not there (any more)."""
+        path = self.directory / version_name(version) / name
+        if "/" in name or name.startswith(".") or not path.is_file():
+            raise NotFound("no such weight file", field="name", value=f"{version}/{name}", remedy="ask /weights/latest again")
+        return path
+
+    def report(self, report: WorkerReport) -> None:
+        """What an agent says of its engine."""
+        with self._lock:
+            previous = self._workers.get(report.name)
+            self._workers[report.name] = (report, time.monotonic())
+            self._lock.notify_all()
+        if previous is None or previous[0].state != report.state:
+            level = logging.WARNING if report.state in ("stale", "failed") else logging.INFO
+            log.log(level, "%s is %s (weights %s) %s", report.name, report.state, report.version, report.detail)
+
+    def workers(self) -> list[WorkerReport]:
+        """The reports of the workers that are alive."""
+        now = time.monotonic()
+        with self._lock:
+            return [report for report, at in self._workers.values() if now - at < _SILENT_S]
+
+    def wait_confirmed(self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]) -> list[WorkerReport]:
+        """Waits until every rollout node serves `manifest`; returns the ones that do not after `timeout_s` seconds.
+
+        Raises PublishFailed when none does.
+        """
+        start = said = time.monotonic()
+        while True:
+            workers = self.workers()
+            current = [w for w in workers if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")]
+            expected = max((w.num_nodes for w in workers), default=1)
+            if len(current) >= expected:
+                return []
+            now = time.monotonic()
+            missing = [w for w in workers if w not in current]
+            text = ", ".join(f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in missing)
+            waited = (
+                f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}; missing: {text or 'no report'}"
+            )
+            if now - start > timeout_s:
+                if not current:
+                    raise PublishFailed(f"after {timeout_s:.0f} s {waited}", remedy="look at the log of rollout-server")
+                log.error("after %.0f s %s; they are fenced and training goes on with the others", timeout_s, waited)
+                return missing
+            if now - said > 10:
+                say(f"waiting since {now - start:.0f} s: {waited}")
+                said = now
+            with self._lock:
+                self._lock.wait(timeout=0.2)
+
+
+class Fence(Protocol):
+    """Takes a worker out of traffic."""
+
+    def __call__(self, worker: WorkerReport) -> None: ...
+
+
+class Publisher:
+    """Publishes the learner's weights and waits for every rollout node.
+
+    Args:
+        board: where versions are announced and confirmed.
+        static_files: config and tokenizer files that make a version a complete model directory.
+        run_id: of this training run.
+        timeout_s: for all nodes to confirm.
+        fence: called for a node that did not confirm in time.
+        say: tells a person what is awaited.
+    """
+
+    def __init__(
+        self,
+        board: WeightBoard,
+        static_files: list[Path],
+        run_id: str,
+        timeout_s: float,
+        fence: Fence,
+        say: Callable[[str], None],
+    ) -> None:
+        self._board, self._static_files, self.run_id = board, static_files, run_id
+        self._timeout_s, self._fence, self._say = timeout_s, fence, say
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        manifest = write_version(policy, self._static_files, self._board.directory, self.run_id, version)
+        self._board.announce(manifest)
+        for worker in self._board.wait_confirmed(manifest, self._timeout_s, self._say):
+            self._fence(worker)
+
+
+def write_static_files(model: Any, tokenizer: Any, directory: Path) -> list[Path]:
+    """Config, generation config and tokenizer, written once; returns their paths."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    model.config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return sorted(path for path in directory.iterdir() if path.is_file())

@@ -1,0 +1,180 @@
+"""The run directory, and what a person sees while the run goes on.
+
+`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `evaluations.jsonl`, `samples.jsonl` (one
+graded group per step), `curves.png`, `checkpoints/`, `weights/`.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from common.config import Config
+from common.schemas import Group
+from common.wire import group_json
+from trainer.clock import STAGES, WAITING
+from trainer.evaluate import Evaluation
+
+_SHOWN_PROBLEMS = 3
+
+
+@dataclass
+class StepRecord:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    reward: float
+    """Mean reward of the batch's completions."""
+    accuracy: float
+    """Share of correct completions."""
+    equal_groups: int
+    """Groups whose completions all got the same reward: they carry no gradient."""
+    reused_groups: int
+    staleness: float
+    """Mean of (step that trained − weight version that sampled) over the groups, minus the one step of being on-policy."""
+    completion_tokens: float
+    """Mean length of a completion."""
+    truncated: float
+    """Share of completions cut at `sampling.max_new_tokens`."""
+    dropped: dict[str, int]
+    """Groups dropped since the run began, by reason."""
+    seconds: dict[str, float]
+    """Of this step, by stage; their sum is the step's wall time."""
+    update: dict[str, float]
+
+
+class Recorder:
+    """Writes the run directory and talks to the person at the console.
+
+    Args:
+        directory: of the run.
+        config: resolved.
+        console: standard output.
+        step: the run goes on after this step; later lines of an earlier attempt are removed.
+    """
+
+    def __init__(self, directory: Path, config: Config, console: Console, step: int = 0) -> None:
+        self.directory, self.console = directory, console
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        for name, first_lost in (("metrics", step + 1), ("samples", step + 1), ("evaluations", step + 1 if step else 0)):
+            _keep_before(directory / f"{name}.jsonl", first_lost)
+        self._progress: Progress | None = None
+        self._total = 0
+
+    def say(self, text: str) -> None:
+        """One line for the person."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def progress(self, done: int, total: int) -> Iterator[None]:
+        """A progress bar while inside; only on a terminal."""
+        self._total = total
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+            self._progress, self._task = progress, progress.add_task("training", completed=done, total=total)
+            yield
+        self._progress = None
+
+    def step(self, record: StepRecord, sample: Group) -> None:
+        """A step was done."""
+        self._append("metrics", {"time": time.time(), **record.__dict__})
+        self._append("samples", {"step": record.step, **group_json(sample)})
+        training = record.seconds["update"] + record.seconds["publish"]
+        self.say(
+            f"step {record.step:>4}/{self._total}  reward {record.reward:.3f}  accuracy {record.accuracy:.3f}  "
+            f"generation {record.seconds['generation']:.2f} s  training {training:.2f} s  "
+            f"staleness {record.staleness:.1f}  dropped {sum(record.dropped.values())}"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """An evaluation was done."""
+        answers = [answer.__dict__ for answer in evaluation.answers]
+        self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
+        passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
+        self.say(
+            f"evaluation at step {evaluation.step}: held-out accuracy {evaluation.accuracy:.3f} "
+            f"± {evaluation.standard_error:.3f} ({evaluation.num_samples} problems){passed}"
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`."""
+        return read_lines(self.directory / "metrics.jsonl")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of `evaluations.jsonl`."""
+        return read_lines(self.directory / "evaluations.jsonl")
+
+    def report(self, checkpoint: Path, curves: Path) -> None:
+        """What is said at the end: where the seconds went, before and after, sample problems, paths."""
+        self.console.print(_seconds_table(self.metrics()))
+        evaluations = self.evaluations()
+        if len(evaluations) >= 2:
+            before, after = evaluations[0], evaluations[-1]
+            self.console.print(_comparison_table(before, after))
+            for old, new in _interesting(before["answers"], after["answers"]):
+                self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
+                self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
+        self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
+
+    def _append(self, name: str, content: dict[str, Any]) -> None:
+        with (self.directory / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A JSONL file; a last line that was cut by a crash does not count."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _keep_before(path: Path, step: int) -> None:
+    kept = [line for line in read_lines(path) if line["step"] < step]
+    if path.exists():
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+
+
+def _seconds_table(metrics: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
+    stages = [*STAGES, WAITING]
+    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in stages}
+    for stage in stages:
+        table.add_column(stage, justify="right")
+    table.add_column("step", justify="right")
+    table.add_row(*(f"{means[stage]:.3f}" for stage in stages), f"{sum(means.values()):.3f}")
+    return table
+
+
+def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    table = Table(title=f"held-out split, {after['num_samples']} problems")
+    for header in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
+        table.add_column(header, justify="right")
+    rows = [("greedy accuracy", "accuracy")]
+    if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
+        rows.append((f"pass@{after['k']}", "pass_at_k"))
+    for title, key in rows:
+        table.add_row(title, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    return table
+
+
+def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """A few problems, those whose verdict changed first."""
+    pairs = list(zip(before, after, strict=True))
+    pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
+    return pairs[:_SHOWN_PROBLEMS]
+
+
+def _one_line(answer: dict[str, Any]) -> str:
+    text = " ⏎ ".join(answer["response"].splitlines())
+    return f"{text[:300]}  [{'right' if answer['correct'] else 'wrong'}]"
