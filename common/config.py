@@ -237,6 +237,12 @@ class Config(BaseSettings):
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"rollout.max_context_tokens {self.rollout.max_context_tokens}: raise the latter or lower the former"
             )
+        in_flight = (self.trainer.max_staleness + 1) * self.trainer.batch_size * self.sampling.group_size
+        if in_flight > self.replay.capacity:
+            raise ValueError(
+                f"(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = {in_flight} completions do not "
+                f"fit in replay.capacity {self.replay.capacity}: raise the latter or lower one of the former"
+            )
         return self
 
     @classmethod

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from common.errors import ConfigError
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -14,14 +16,19 @@ def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
     """Logs of this process go to stderr and, when `log_dir` is given, to `log_dir/name.log` too.
 
     SkyPilot deletes the logs of auxiliary tasks when a job group ends; a file on a volume outlives it. The level is
-    `LOG_LEVEL` (INFO when unset).
+    `LOG_LEVEL` (INFO when unset). Raises ConfigError when `log_dir` cannot be written.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(log_dir / f"{name}.log", encoding="utf-8"))
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(log_dir / f"{name}.log", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set a folder that can be written"
+            ) from None
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO").upper(), format=_FORMAT, handlers=handlers, force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(name)
 

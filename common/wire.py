@@ -108,7 +108,7 @@ def _completion(content: object, where: str) -> Completion:
         finish_reason=_choice(content.get("finish_reason"), _FINISH_REASONS, f"{where}.finish_reason"),
         weight_versions=_spans(content.get("weight_versions"), len(token_ids), f"{where}.weight_versions"),
         reward=_number(content.get("reward", 0.0), f"{where}.reward"),
-        correct=_choice(content.get("correct", False), (False, True), f"{where}.correct") is True,
+        correct=_boolean(content.get("correct", False), f"{where}.correct"),
         status=_choice(content.get("status", "ok"), _STATUSES, f"{where}.status"),
         extracted_answer=None if content.get("extracted_answer") is None else _text(content, "extracted_answer", where),
     )
@@ -227,6 +227,12 @@ def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         _refuse(where, value, "a finite number")
     return float(value)
+
+
+def _boolean(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        _refuse(where, value, "true or false")
+    return value
 
 
 def _choice(value: object, choices: tuple[str, ...], where: str) -> Any:

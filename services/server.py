@@ -106,6 +106,8 @@ async def _on_service_error(_: Request, error: Exception) -> JSONResponse:
 async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return error_response(_not_json(f"{first['ctx']['error']} at character {first['loc'][-1]}"))
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
     value = first.get("input")
     if isinstance(value, float) and not math.isfinite(value):
@@ -118,7 +120,9 @@ async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed", 400: "invalid_input"}
+    if error.status_code == 400:  # the only one: FastAPI could not decode the body
+        return error_response(_not_json(str(error.detail)))
+    codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
     wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
     return JSONResponse(wrapped.body(), error.status_code, error.headers)
@@ -204,7 +208,11 @@ async def read_json(request: Request) -> Any:
     try:
         return json.loads(await request.body(), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
+        raise _not_json(str(error)) from None
+
+
+def _not_json(reason: str) -> InvalidInput:
+    return InvalidInput(f"the body is not JSON: {reason}", field="body", remedy="send JSON in UTF-8")
 
 
 def _no_constant(name: str) -> float:

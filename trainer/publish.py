@@ -121,9 +121,8 @@ class WeightBoard:
             previous = self._workers.get(report.name)
             self._workers[report.name] = (report, time.monotonic())
             self._lock.notify_all()
-        if previous is None or previous[0].state != report.state:
-            level = logging.WARNING if report.state in ("stale", "failed") else logging.INFO
-            log.log(level, "%s is %s (weights %s) %s", report.name, report.state, report.version, report.detail)
+        if report.state in ("stale", "failed") and (previous is None or previous[0].state != report.state):
+            log.warning("%s is %s (weights %s): %s", report.name, report.state, report.version, report.detail)
 
     def workers(self) -> list[WorkerReport]:
         """The reports of the workers that are alive."""

@@ -1,0 +1,22 @@
+"""`python -m services.data`: loads the data set, then serves it. What does not load stops the start with status 2."""
+
+from common.config import Config, main
+from common.observe import setup_logging
+from common.topology import DATA, Topology
+from services.data.app import create_data_app
+from services.data.loaders import load_split
+from services.server import serve
+
+
+def run(config: Config) -> None:
+    """Loads, then serves until SIGTERM. Raises ConfigError when data, state directory or port cannot be used."""
+    topology = Topology.from_env()
+    log = setup_logging(topology.own_name(DATA), config.state_dir / "logs")
+    train = load_split(config.data, "train", config.seed)
+    evaluation = load_split(config.data, "eval", config.seed)
+    log.info("loaded %s: %d training and %d held-out problems", config.data.source, len(train), len(evaluation))
+    serve(create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port))
+
+
+if __name__ == "__main__":
+    main(run, "services.data")

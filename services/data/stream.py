@@ -1,0 +1,253 @@
+"""The stream of training prompts: a deterministic order, epochs without end, and a cursor that survives a kill.
+
+Which prompt is at a position is a pure function of seed and position, so the cursor is all the state there is. It is on
+disk before a batch is answered: no prompt is handed out twice in an epoch, whoever pulls and whenever the process ends.
+The price is a batch whose answer was lost on the way; a client gets it again by repeating its `request_id`.
+"""
+
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError, InvalidInput, NotReady
+from common.schemas import Prompt
+
+REMEMBERED_REQUESTS = 10_000
+_VERSION = 1  # of the schema below
+_SHUFFLED, _ORDERED = "shuffled", "ordered"
+_SCHEMA = """
+CREATE TABLE identity (seed TEXT NOT NULL, fingerprint TEXT NOT NULL) STRICT;
+CREATE TABLE cursors (stream TEXT PRIMARY KEY, position INTEGER NOT NULL, served INTEGER NOT NULL) STRICT;
+CREATE TABLE answers (
+    serial INTEGER PRIMARY KEY,
+    request_id TEXT NOT NULL UNIQUE,
+    stream TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    count INTEGER NOT NULL
+) STRICT;
+INSERT INTO cursors VALUES ('shuffled', 0, 0), ('ordered', 0, 0);
+PRAGMA user_version = 1;
+"""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One batch, and where it begins."""
+
+    prompts: list[Prompt]
+    epoch: int
+    """Of the first prompt, from 0."""
+    position: int
+    """Prompts taken from this stream before this batch, over all epochs."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the shuffled stream is."""
+
+    position: int
+    epoch: int
+    served: int
+    """Prompts handed out by both streams since the state directory was made; repeated answers count once."""
+
+
+def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    """The order of an epoch: [size] indices.
+
+    Made from the raw stream of PCG64, which numpy never changes, so a cursor stays valid over its versions.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
+    return np.argsort(bits.random_raw(size), kind="stable")
+
+
+class PromptStream:
+    """Two streams over the same prompts, shuffled and in the order of the data set, each with its own cursor.
+
+    Thread safe; several processes on one state directory share the cursors.
+
+    Args:
+        prompts: the training split, not empty.
+        seed: of the shuffled order.
+        state_dir: the cursors are in `state_dir/data/stream.db`.
+
+    Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed or data set.
+    """
+
+    def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path) -> None:
+        assert prompts
+        self.prompts, self.seed = prompts, seed
+        self.path = state_dir / "data" / "stream.db"
+        self._lock = threading.Lock()
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._db = self._open()
+
+    def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> Taken:
+        """The next `count` prompts; a batch may cross into the next epoch.
+
+        A call that repeats a recent `request_id` gets the same batch and moves nothing. Raises InvalidInput when that id
+        asked for something else, NotReady when the cursor cannot be stored (then nothing was handed out).
+        """
+        stream = _SHUFFLED if shuffle else _ORDERED
+        with self._transaction() as db:
+            position = self._repeated(db, request_id, stream, count) if request_id is not None else None
+            if position is None:
+                ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (stream,))
+                move = "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?"
+                db.execute(move, (count, count, stream))
+                if request_id is not None:
+                    self._remember(db, request_id, stream, position, count)
+            prompts = [self._prompt_at(i, shuffle) for i in range(position, position + count)]
+        return Taken(prompts, position // len(self.prompts), position)
+
+    def seek(self, position: int) -> None:
+        """Goes on at `position` prompts from the beginning of the shuffled stream.
+
+        Remembered answers that reach beyond it are forgotten: their prompts are drawn anew.
+        """
+        with self._transaction() as db:
+            db.execute("UPDATE cursors SET position = ? WHERE stream = ?", (position, _SHUFFLED))
+            db.execute("DELETE FROM answers WHERE stream = ? AND position + count > ?", (_SHUFFLED, position))
+
+    def reset(self) -> None:
+        """Both streams start over, and remembered requests are forgotten."""
+        with self._transaction() as db:
+            db.execute("UPDATE cursors SET position = 0")
+            db.execute("DELETE FROM answers")
+
+    def progress(self) -> Progress:
+        with self._transaction() as db:
+            ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,))
+            ((served,),) = db.execute("SELECT sum(served) FROM cursors")
+        return Progress(position, position // len(self.prompts), served)
+
+    def flush(self) -> None:
+        """Moves the write-ahead log into the database file. Every answer was durable before."""
+        with self._lock, self._named_errors():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _prompt_at(self, index: int, shuffle: bool) -> Prompt:
+        epoch, place = divmod(index, len(self.prompts))
+        if not shuffle:
+            return self.prompts[place]
+        if epoch not in self._orders:
+            if len(self._orders) >= 2:  # a batch at the border of two epochs needs both
+                self._orders.pop(min(self._orders))
+            self._orders[epoch] = permutation(self.seed, epoch, len(self.prompts))
+        return self.prompts[int(self._orders[epoch][place])]
+
+    @staticmethod
+    def _repeated(db: sqlite3.Connection, request_id: str, stream: str, count: int) -> int | None:
+        row = db.execute("SELECT stream, position, count FROM answers WHERE request_id = ?", (request_id,)).fetchone()
+        if row is None:
+            return None
+        if row[0] != stream or row[2] != count:
+            raise InvalidInput(
+                f"the request_id was used for batch_size={row[2]}, shuffle={str(row[0] == _SHUFFLED).lower()}",
+                field="request_id",
+                value=request_id,
+                remedy="repeat that request as it was, or use a new request_id",
+            )
+        return int(row[1])
+
+    @staticmethod
+    def _remember(db: sqlite3.Connection, request_id: str, stream: str, position: int, count: int) -> None:
+        new = "INSERT INTO answers (request_id, stream, position, count) VALUES (?, ?, ?, ?)"
+        serial = db.execute(new, (request_id, stream, position, count)).lastrowid
+        assert serial is not None
+        db.execute("DELETE FROM answers WHERE serial <= ?", (serial - REMEMBERED_REQUESTS,))
+
+    # ------------------------------------------------------------ the file
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Transactions are written out; the lock below makes one connection safe for all threads.
+            db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise self._unusable(error, "set state_dir to a folder that can be written") from None
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("BEGIN IMMEDIATE")
+            self._check_or_create(db)
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            db.close()
+            raise self._unusable(error, "remove the file: the stream then starts over") from None
+        except ConfigError:
+            db.close()
+            raise
+        return db
+
+    def _check_or_create(self, db: sqlite3.Connection) -> None:
+        ((version,),) = db.execute("PRAGMA user_version")
+        identity = (str(self.seed), _fingerprint(self.prompts))
+        if version == 0:
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                db.execute(statement)
+            db.execute("INSERT INTO identity VALUES (?, ?)", identity)
+            return
+        ((problem,),) = db.execute("PRAGMA integrity_check(1)")
+        if problem != "ok":
+            raise sqlite3.DatabaseError(problem)
+        if version != _VERSION:
+            raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")
+        stored = db.execute("SELECT seed, fingerprint FROM identity").fetchone()
+        if stored != identity:
+            changed = f"seed {stored[0]}, not {self.seed}" if stored[0] != identity[0] else "other training problems"
+            raise ConfigError(
+                f"the cursor in {self.path} belongs to {changed}",
+                field="state_dir",
+                value=str(self.path.parents[1]),
+                remedy="restore seed and data settings, or remove the file to start over, or set another state_dir",
+            )
+
+    def _unusable(self, error: Exception, remedy: str) -> ConfigError:
+        return ConfigError(
+            f"the cursor of the prompts cannot be used: {error}", field="state_dir", value=str(self.path), remedy=remedy
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._named_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise NotReady(
+                f"the cursor of the prompts cannot be stored: {error}",
+                field="state_dir",
+                value=str(self.path),
+                remedy="see that its disk has room and works; nothing was handed out",
+            ) from None
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        for text in (prompt.id, prompt.prompt, prompt.ground_truth):
+            data = text.encode()
+            digest.update(b"%d:" % len(data))
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,19 @@
+"""`python -m services.replay`: the replay-buffer task."""
+
+from common.config import Config, main
+from common.observe import setup_logging
+from common.topology import REPLAY, Topology
+from services.replay.app import create_replay_app
+from services.server import serve
+
+
+def run(config: Config) -> None:
+    """Serves until SIGTERM."""
+    host, port = Topology.from_env().bind(REPLAY, config.replay.port)
+    app = create_replay_app(config.replay, config.state_dir, config.max_body_mb << 20)
+    setup_logging(REPLAY, config.state_dir / "logs")
+    serve(app, host, port)
+
+
+if __name__ == "__main__":
+    main(run, "services.replay")

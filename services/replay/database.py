@@ -1,0 +1,212 @@
+"""The SQLite file of the replay buffer: its layout, how it is opened, and transactions that are on disk when they end."""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.errors import ConfigError, InvalidInput, ServiceError
+
+COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
+"""Groups since the file was made: stored; added again; too old when taken; made room; dropped by reset_fresh."""
+_LAYOUT = 1
+_WAL_PAGES = 8192
+
+_SCHEMA = """
+CREATE TABLE groups (
+    key INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    state TEXT NOT NULL DEFAULT 'fresh' CHECK (state IN ('fresh', 'leased', 'consumed')),
+    version INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    completions INTEGER NOT NULL,
+    rewards BLOB NOT NULL,
+    reward_sum REAL NOT NULL,
+    positive INTEGER NOT NULL,
+    created REAL NOT NULL,
+    request_id TEXT,
+    lease_until REAL,
+    consumed INTEGER UNIQUE,
+    priority REAL,
+    times_sampled INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX by_turn ON groups (state, version, position, id);
+CREATE INDEX by_lease ON groups (request_id, lease_until) WHERE request_id IS NOT NULL;
+CREATE TABLE blobs (key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE, data BLOB NOT NULL);
+CREATE TABLE experiences (
+    key INTEGER PRIMARY KEY, prompt TEXT NOT NULL, response TEXT NOT NULL, reward REAL NOT NULL, ground_truth TEXT
+);
+CREATE TABLE takes (request_id TEXT PRIMARY KEY, evicted INTEGER NOT NULL);
+CREATE TABLE gone (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
+CREATE TABLE counters (name TEXT PRIMARY KEY, value NOT NULL);
+CREATE TABLE totals (state TEXT PRIMARY KEY, groups INTEGER NOT NULL, completions INTEGER NOT NULL);
+INSERT INTO counters VALUES ('max_priority', 1.0);
+INSERT INTO totals VALUES ('fresh', 0, 0), ('leased', 0, 0), ('consumed', 0, 0), ('lone', 0, 0);
+CREATE TRIGGER group_in AFTER INSERT ON groups BEGIN
+    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions WHERE state = NEW.state;
+END;
+CREATE TRIGGER group_out AFTER DELETE ON groups BEGIN
+    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions WHERE state = OLD.state;
+END;
+CREATE TRIGGER group_moved AFTER UPDATE OF state ON groups BEGIN
+    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions WHERE state = OLD.state;
+    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions WHERE state = NEW.state;
+END;
+CREATE TRIGGER lone_in AFTER INSERT ON experiences BEGIN
+    UPDATE totals SET completions = completions + 1 WHERE state = 'lone';
+END;
+CREATE TRIGGER lone_out AFTER DELETE ON experiences BEGIN
+    UPDATE totals SET completions = completions - 1 WHERE state = 'lone';
+END;
+"""
+
+
+class Full(ServiceError):
+    """Groups that wait to be trained on fill the buffer; nothing was stored (503: the client tries again)."""
+
+    status = 503
+    code = "full"
+
+
+class StorageFailed(ServiceError):
+    """The disk is full (507) or the database failed (500); the change was undone."""
+
+    status = 500
+    code = "storage_failed"
+
+
+class Database:
+    """The file, opened by one process at a time and used by one thread at a time.
+
+    Raises ConfigError when it is damaged, of another layout, in use, or cannot be made.
+    """
+
+    committed: dict[str, tuple[int, int]]
+    """`totals()` after the last transaction, to be read from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                self._create()
+            self.db = _connect(path)
+            try:
+                self._check()
+                self.committed = self.totals()
+            except BaseException:
+                self.db.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
+        except OSError as error:
+            raise ConfigError(f"the replay store cannot be made: {error}", field="state_dir", value=str(path)) from None
+
+    def _create(self) -> None:
+        """Makes the file whole, then gives it its name: a file of that name is never half made."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        if log.exists():
+            raise self._unusable(f"the file is gone but its log {log.name} is there")
+        unnamed = self.path.with_name(f"{self.path.name}.new")
+        unnamed.unlink(missing_ok=True)
+        db = _connect(unnamed)
+        try:
+            db.executescript(_SCHEMA)
+            db.executemany("INSERT INTO counters VALUES (?, 0)", [(name,) for name in COUNTERS])
+            db.execute(f"PRAGMA user_version = {_LAYOUT}")
+        finally:
+            db.close()
+        unnamed.replace(self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _check(self) -> None:
+        problem = self.db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise self._unusable(problem)
+        layout = self.db.execute("PRAGMA user_version").fetchone()[0]
+        if layout != _LAYOUT:
+            raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")
+
+    def _unusable(self, why: str) -> ConfigError:
+        in_use = "locked" in why
+        return ConfigError(
+            f"the replay store {'is in use by another process' if in_use else 'cannot be read'}: {why}",
+            field="state_dir",
+            value=str(self.path),
+            remedy="end the other process" if in_use else "restore the file from a copy, or move it away to start empty",
+        )
+
+    def close(self) -> None:
+        self.db.close()
+
+    def checkpoint(self) -> None:
+        """Moves everything from the write-ahead log into the file."""
+        with self.errors():
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns SQLite's errors into StorageFailed, and values it cannot hold into InvalidInput."""
+        try:
+            yield
+        except UnicodeEncodeError as error:
+            raise InvalidInput("a text is not valid Unicode", field="body", value=error.object, remedy="send UTF-8") from None
+        except OverflowError:
+            raise InvalidInput("a number does not fit in 64 bits", field="body", remedy="send smaller numbers") from None
+        except sqlite3.Error as error:
+            full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            raise StorageFailed(
+                f"the replay store could not be used, nothing was changed: {error}",
+                field="state_dir",
+                value=str(self.path),
+                remedy="free disk space or lower replay.capacity" if full else "see the disk and the log of this service",
+                code="disk_full" if full else None,
+                status=507 if full else None,
+            ) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing; on disk when it ends. Raises StorageFailed with everything as before."""
+        with self.errors():
+            try:
+                self.db.execute("BEGIN IMMEDIATE")
+                yield
+                self.db.execute("COMMIT")
+                self.committed = self.totals()
+            except BaseException:
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+                raise
+
+    def counter(self, name: str) -> float:
+        (value,) = self.db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
+        return float(value)
+
+    def count(self, name: str, more: int) -> None:
+        """Adds to a counter, within the caller's transaction."""
+        self.db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (more, name))
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """(groups, completions) by state; `lone` experiences count as completions of no group."""
+        rows = self.db.execute("SELECT state, groups, completions FROM totals")
+        return {state: (groups, completions) for state, groups, completions in rows}
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+    try:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # the in-memory index is right only while nobody else writes
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA foreign_keys = ON")
+        db.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+        db.execute("PRAGMA cache_size = -65536")
+    except BaseException:
+        db.close()
+        raise
+    return db

@@ -1,0 +1,70 @@
+"""What can be asked of the store without changing it."""
+
+from typing import Any
+
+from common.errors import NotFound
+from services.replay.database import COUNTERS, Database
+
+
+class Reading(Database):
+    """Questions; each sees what the last transaction left."""
+
+    def blob(self, group_id: str) -> bytes:
+        """Raises NotFound."""
+        query = "SELECT data FROM groups JOIN blobs USING (key) WHERE id = ?"
+        row = self.db.execute(query, (group_id,)).fetchone()
+        if row is None:
+            raise unknown(group_id)
+        return bytes(row[0])
+
+    def listing(self, limit: int, offset: int) -> list[dict[str, Any]]:
+        """What the groups are, without their contents, in the order they were added."""
+        query = (
+            "SELECT id, state, version, position, completions, reward_sum / completions AS mean_reward, priority, "
+            "times_sampled, created FROM groups ORDER BY key LIMIT ? OFFSET ?"
+        )
+        cursor = self.db.execute(query, (limit, offset))
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and means over everything stored; means of nothing are 0."""
+        totals = self.totals()
+        reward, positive = 0.0, 0
+        for table in (
+            "SELECT SUM(reward_sum), SUM(positive) FROM groups",
+            "SELECT SUM(reward), SUM(reward > 0) FROM experiences",
+        ):
+            sums = self.db.execute(table).fetchone()
+            reward, positive = reward + (sums[0] or 0.0), positive + (sums[1] or 0)
+        size = sum(completions for _, completions in totals.values())
+        states = {state: groups for state, (groups, _) in totals.items() if state != "lone"}
+        return {
+            "size": size,
+            "avg_reward": reward / size if size else 0.0,
+            "positive_ratio": positive / size if size else 0.0,
+            "groups": sum(states.values()),
+            **states,
+            "experiences": totals["lone"][1],
+            **{name: int(self.counter(name)) for name in COUNTERS},
+            "max_priority": self.counter("max_priority"),
+        }
+
+    def rewards(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, float]]]:
+        """(key, float32 rewards of its completions) of every group and (key, reward) of every lone experience."""
+        groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
+        return groups, self.db.execute("SELECT key, reward FROM experiences ORDER BY key").fetchall()
+
+    def blob_at(self, key: int) -> bytes:
+        (data,) = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
+        return bytes(data)
+
+    def experience_at(self, key: int) -> tuple[str, str, float, str | None]:
+        query = "SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = ?"
+        prompt, response, reward, ground_truth = self.db.execute(query, (key,)).fetchone()
+        return prompt, response, reward, ground_truth
+
+
+def unknown(group_id: str) -> NotFound:
+    """The error for an id that is not in the buffer."""
+    return NotFound("there is no such group", field="id", value=group_id, remedy="GET /groups lists those there are")

@@ -1,0 +1,277 @@
+"""The durable side of the replay buffer: one SQLite file, every change one transaction, synced before it returns.
+
+A group is a row of `groups` (what decisions need) and a row of `blobs` (the group as msgpack; apart, so that a change of
+state does not rewrite it). Lone experiences, which have no tokens, are in a table of their own: nothing that hands out
+groups can reach them. All methods are synchronous and belong to one thread.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.errors import InvalidInput
+from common.schemas import TakeRequest
+from services.replay.database import Full
+from services.replay.reading import Reading, unknown
+
+_REMEMBERED_IDS = 100_000
+"""Ids of groups that have left: a late retry of an add must not bring them back."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group to store."""
+
+    id: str
+    version: int
+    position: int
+    completions: int
+    rewards: bytes
+    """float32 of each completion, for sampling by reward."""
+    reward_sum: float
+    positive: int
+    """Completions with a reward above zero."""
+    created: float
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    added: int
+    duplicates: int
+    removed_until: int
+    """The last consumption number that left to make room; 0 when none did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Groups as they were stored, leased to one request."""
+
+    blobs: list[bytes]
+    evicted: int
+
+
+class Store(Reading):
+    """What can be done with the stored groups."""
+
+    # ------------------------------------------------------------ adding
+
+    def add(self, rows: Iterable[GroupRow], capacity: int) -> Added:
+        """Stores the groups whose ids are new. Raises Full when there is no room even without the consumed ones."""
+        with self.transaction():
+            new: dict[str, GroupRow] = {}
+            duplicates = 0
+            for row in rows:
+                if row.id in new or self._known(row.id):
+                    duplicates += 1
+                else:
+                    new[row.id] = row
+            removed_until = self._make_room(sum(row.completions for row in new.values()), capacity)
+            for row in new.values():
+                cursor = self.db.execute(
+                    "INSERT INTO groups (id, version, position, completions, rewards, reward_sum, positive, created) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        row.id,
+                        row.version,
+                        row.position,
+                        row.completions,
+                        row.rewards,
+                        row.reward_sum,
+                        row.positive,
+                        row.created,
+                    ),
+                )
+                self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, row.data))
+            self.count("added", len(new))
+            self.count("duplicates", duplicates)
+        return Added(len(new), duplicates, removed_until)
+
+    def add_experiences(self, rows: list[tuple[str, str, float, str | None]], capacity: int) -> int:
+        """Stores lone experiences (prompt, response, reward, ground truth); returns as `Added.removed_until`."""
+        with self.transaction():
+            removed_until = self._make_room(len(rows), capacity)
+            self.db.executemany("INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, ?, ?)", rows)
+        return removed_until
+
+    def _known(self, group_id: str) -> bool:
+        query = "SELECT 1 FROM groups WHERE id = ?1 UNION ALL SELECT 1 FROM gone WHERE id = ?1"
+        return self.db.execute(query, (group_id,)).fetchone() is not None
+
+    def _make_room(self, needed: int, capacity: int) -> int:
+        totals = self.totals()
+        excess = sum(completions for _, completions in totals.values()) + needed - capacity
+        if excess > totals["consumed"][1] + totals["lone"][1]:
+            waiting = totals["fresh"][1] + totals["leased"][1]
+            raise Full(
+                f"no room for {needed} completions: {waiting} of {capacity} wait to be trained on",
+                field="replay.capacity",
+                value=capacity,
+                remedy="try again when groups were acknowledged, or raise replay.capacity",
+            )
+        leaving: list[tuple[int, int]] = []
+        for key, order, completions in self.db.execute(
+            "SELECT key, consumed, completions FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
+        ):
+            if excess <= 0:
+                break
+            leaving.append((key, order))
+            excess -= completions
+        self._remove([key for key, _ in leaving], "removed")
+        if excess > 0:
+            self.db.execute(
+                "DELETE FROM experiences WHERE key IN (SELECT key FROM experiences ORDER BY key LIMIT ?)", (excess,)
+            )
+        return leaving[-1][1] if leaving else 0
+
+    def _remove(self, keys: list[int], counter: str) -> None:
+        """Deletes groups, remembering their ids."""
+        if not keys:
+            return
+        parameters = [(key,) for key in keys]
+        self.db.executemany("INSERT INTO gone (id) SELECT id FROM groups WHERE key = ?", parameters)
+        self.db.executemany("DELETE FROM groups WHERE key = ?", parameters)
+        self.db.execute("DELETE FROM gone WHERE key <= (SELECT MAX(key) FROM gone) - ?", (_REMEMBERED_IDS,))
+        self.count(counter, len(keys))
+
+    # ------------------------------------------------------------ the queue
+
+    def take(self, request: TakeRequest, now: float, lease_s: float) -> Taken | None:
+        """Leases the first `count` fresh groups, or finds those this request has leased; None when too few are there.
+
+        Raises InvalidInput when the request id belongs to a lease of another count or version.
+        """
+        with self.transaction():
+            self._expire(now)
+            rows = self.db.execute(
+                "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, id", (request.request_id,)
+            ).fetchall()
+            if rows and (len(rows) != request.count or rows[0][1] < request.min_version):
+                raise InvalidInput(
+                    f"request_id has leased {len(rows)} groups of version {rows[0][1]} on with another request",
+                    field="request_id",
+                    value=request.request_id,
+                    remedy="make a new id for every request; only a retry of the same request uses it again",
+                )
+            if not rows:
+                self._evict(request)
+                rows = self.db.execute(
+                    "SELECT key FROM groups WHERE state = 'fresh' ORDER BY version, position, id LIMIT ?", (request.count,)
+                ).fetchall()
+            if len(rows) < request.count:
+                return None
+            self.db.executemany(
+                "UPDATE groups SET state = 'leased', request_id = ?, lease_until = ? WHERE key = ?",
+                [(request.request_id, now + lease_s, row[0]) for row in rows],
+            )
+            blobs = [self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0] for row in rows]
+            return Taken(blobs, self._evicted_for(request.request_id))
+
+    def expire(self, now: float) -> None:
+        """Makes groups fresh again whose lease has ended."""
+        with self.transaction():
+            self._expire(now)
+
+    def end_take(self, request_id: str) -> int:
+        """The request gets no groups: how many were evicted for it, told once."""
+        evicted = self._evicted_for(request_id)
+        if evicted:
+            with self.transaction():
+                self.db.execute("DELETE FROM takes WHERE request_id = ?", (request_id,))
+        return evicted
+
+    def next_expiry(self) -> float | None:
+        """When the first lease ends, in seconds since 1970."""
+        (until,) = self.db.execute("SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL").fetchone()
+        return None if until is None else float(until)
+
+    def _evict(self, request: TakeRequest) -> None:
+        query = "SELECT key FROM groups WHERE state = 'fresh' AND version < ?"
+        old = [key for (key,) in self.db.execute(query, (request.min_version,))]
+        self._remove(old, "evicted")
+        if old:
+            self.db.execute(
+                "INSERT INTO takes VALUES (?, ?) ON CONFLICT DO UPDATE SET evicted = evicted + excluded.evicted",
+                (request.request_id, len(old)),
+            )
+
+    def _evicted_for(self, request_id: str) -> int:
+        row = self.db.execute("SELECT evicted FROM takes WHERE request_id = ?", (request_id,)).fetchone()
+        return int(row[0]) if row else 0
+
+    def _expire(self, now: float) -> None:
+        where = "FROM groups WHERE request_id IS NOT NULL AND lease_until <= ?"
+        if self.db.execute(f"SELECT 1 {where}", (now,)).fetchone():
+            self.db.execute(f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})", (now,))  # noqa: S608
+            self.db.execute(
+                f"UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE key IN (SELECT key {where})",  # noqa: S608
+                (now,),
+            )
+
+    def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:
+        """Marks groups as consumed; those that are or that have left stay so.
+
+        Returns (order, version, priority, times_sampled) of the newly consumed. Raises NotFound for an unknown id and
+        then changes nothing.
+        """
+        consumed = []
+        with self.transaction():
+            (order,) = self.db.execute("SELECT COALESCE(MAX(consumed), 0) FROM groups").fetchone()
+            priority = self.counter("max_priority")
+            for group_id in ids:
+                query = "SELECT key, state, version, COALESCE(priority, ?), request_id FROM groups WHERE id = ?"
+                row = self.db.execute(query, (priority, group_id)).fetchone()
+                if row is None and not self._known(group_id):
+                    raise unknown(group_id)
+                if row is None or row[1] == "consumed":
+                    continue
+                order += 1
+                self.db.execute(
+                    "UPDATE groups SET state = 'consumed', request_id = NULL, lease_until = NULL, consumed = ?, priority = ? "
+                    "WHERE key = ?",
+                    (order, row[3], row[0]),
+                )
+                self.db.execute("DELETE FROM takes WHERE request_id = ?", (row[4],))
+                consumed.append((order, row[2], row[3], 0))
+        return consumed
+
+    def reset_fresh(self) -> int:
+        """Drops every group that was not consumed; their ids may be added again."""
+        with self.transaction():
+            dropped = self.db.execute("DELETE FROM groups WHERE state != 'consumed'").rowcount
+            self.db.execute("DELETE FROM takes")
+            self.count("dropped", dropped)
+        return dropped
+
+    # ------------------------------------------------------------ reuse
+
+    def consumed_rows(self) -> list[tuple[int, int, float, int]]:
+        """(order, version, priority, times_sampled) of every consumed group, by order."""
+        query = "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
+        return self.db.execute(query).fetchall()
+
+    def reuse(self, orders: list[int]) -> list[bytes]:
+        """The consumed groups with these numbers, each counted as sampled once more."""
+        with self.transaction():
+            query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
+            self.db.executemany(query, [(order,) for order in orders])
+            query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
+            return [self.db.execute(query, (order,)).fetchone()[0] for order in orders]
+
+    def set_priorities(self, priorities: list[tuple[str, float]]) -> list[tuple[int, float]]:
+        """Sets priorities by id; unknown ids are skipped. Returns (order, priority) of the consumed groups among them."""
+        changed = []
+        with self.transaction():
+            for group_id, priority in priorities:
+                query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING consumed"
+                rows = self.db.execute(query, (priority, group_id)).fetchall()
+                changed += [(order, priority) for (order,) in rows if order is not None]
+            largest = max(self.counter("max_priority"), *(priority for _, priority in priorities))
+            self.db.execute("UPDATE counters SET value = ? WHERE name = 'max_priority'", (largest,))
+        return changed
+
+    def clear(self) -> None:
+        """Forgets everything but the counters."""
+        with self.transaction():
+            for table in ("groups", "experiences", "takes", "gone"):
+                self.db.execute(f"DELETE FROM {table}")  # noqa: S608
+            self.db.execute("UPDATE counters SET value = 1.0 WHERE name = 'max_priority'")

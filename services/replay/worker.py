@@ -1,0 +1,65 @@
+"""The one thread that owns the buffer, and takes that wait without occupying it."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from common.schemas import Group, TakeRequest
+from services.replay.buffer import ReplayBuffer
+from services.replay.store import Added, Taken
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Worker:
+    """Runs the buffer's calls one after the other in a thread, so that the event loop stays free while disks sync."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replay")
+        self._arrivals = 0
+        self._arrived = asyncio.Condition()
+
+    async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """`function(*args, **kwargs)` in the thread. Once begun it is finished, also when the caller is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    async def add(self, groups: list[Group]) -> Added:
+        """`ReplayBuffer.add`, then wakes the takes that wait."""
+        added = await self.call(self.buffer.add, groups)
+        async with self._arrived:
+            self._arrivals += 1
+            self._arrived.notify_all()
+        return added
+
+    async def take(self, request: TakeRequest) -> Taken:
+        """`ReplayBuffer.take`, waiting up to `wait_s` for `count` groups; none when fewer are there then.
+
+        While it waits nothing is leased, so a cancelled take holds no group.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.wait_s
+        while True:
+            seen = self._arrivals
+            taken = await self.call(self.buffer.take, request)
+            if taken is not None:
+                return taken
+            left = deadline - loop.time()
+            if left <= 0:
+                return await self.call(self.buffer.end_take, request.request_id)
+            expiry = await self.call(self.buffer.next_expiry_s)
+            await self._arrival(seen, left if expiry is None else min(left, expiry + 0.001))
+
+    async def _arrival(self, seen: int, timeout_s: float) -> None:
+        """Returns when groups have arrived since `seen` was read, or after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._arrived:
+                await self._arrived.wait_for(lambda: self._arrivals != seen)
+
+    async def close(self) -> None:
+        """Closes the buffer and ends the thread."""
+        await self.call(self.buffer.close)
+        self._thread.shutdown()

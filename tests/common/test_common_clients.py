@@ -1,0 +1,210 @@
+"""The client keeps trying until its deadline, then says which service did not answer and why."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Response
+
+from common.clients import (
+    Client,
+    DataClient,
+    GenerationFailed,
+    RewardClient,
+    Unreachable,
+    completion_from_answer,
+    wait_healthy,
+)
+from common.errors import InvalidInput, ServiceError
+from common.schemas import RewardItem
+from services.server import create_app, listen
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def in_process(app: FastAPI, deadline_s: float = 20, service: str = "thing") -> Client:
+    return Client(service, "http://thing", transport=httpx.ASGITransport(app), deadline_s=deadline_s)
+
+
+@pytest.fixture
+async def late_port() -> AsyncIterator[int]:
+    """A port where a service begins to listen only after half a second."""
+    port = closed_port()
+
+    async def start() -> None:
+        await asyncio.sleep(0.5)
+        with listen("127.0.0.1", port) as sock:
+            await server.serve(sockets=[sock])
+
+    server = uvicorn.Server(uvicorn.Config(create_app("late"), log_config=None))
+    task = asyncio.create_task(start())
+    yield port
+    server.should_exit = True
+    await asyncio.wait_for(task, 30)
+
+
+async def test_a_call_waits_for_a_service_that_starts_later(late_port: int) -> None:
+    async with Client("late", f"http://127.0.0.1:{late_port}", deadline_s=30) as client:
+        assert (await client.request("GET", "/health")).json()["status"] == "healthy"
+
+
+async def test_wait_healthy_waits_and_says_for_whom(late_port: int) -> None:
+    said: list[str] = []
+    async with Client("late", f"http://127.0.0.1:{late_port}") as client:
+        await wait_healthy([client], 30, said.append, every_s=0)
+    assert said
+    assert f"late at http://127.0.0.1:{late_port}" in said[0]
+
+
+async def test_unreachable_names_the_service_and_the_reason() -> None:
+    port = closed_port()
+    async with DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=0.3) as client:
+        with pytest.raises(Unreachable, match="data-server did not answer GET /stats in time: ConnectError") as caught:
+            await client.total()
+    assert caught.value.value == f"http://127.0.0.1:{port}"
+    assert caught.value.remedy == "look at the log of data-server"
+
+
+async def test_wait_healthy_names_everyone_who_is_not() -> None:
+    ready, loading = create_app("ready"), create_app("loading", not_ready=lambda: "loads its model")
+    clients = [
+        in_process(ready, service="ready"),
+        in_process(loading, service="loading"),
+        Client("gone", f"http://127.0.0.1:{closed_port()}"),
+    ]
+    with pytest.raises(Unreachable) as caught:
+        await wait_healthy(clients, 0.1)
+    text = str(caught.value)
+    assert "loading at http://thing (loads its model)" in text
+    assert "gone at http://127.0.0.1" in text
+    assert "ready at" not in text
+    for client in clients:
+        await client.close()
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_passing_failures_are_retried(status: int) -> None:
+    app, calls = create_app("thing"), list[int]()
+
+    @app.get("/work")
+    def work() -> Response:
+        calls.append(1)
+        return Response("later", status) if len(calls) < 3 else Response("done")
+
+    async with in_process(app) as client:
+        assert (await client.request("GET", "/work")).text == "done"
+    assert len(calls) == 3
+
+
+async def test_a_service_that_never_recovers_is_named_with_its_last_answer() -> None:
+    app = create_app("thing")
+
+    @app.get("/work")
+    def work() -> Response:
+        return Response("disk full", 503)
+
+    async with in_process(app, deadline_s=0.3) as client:
+        with pytest.raises(Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"):
+            await client.request("GET", "/work")
+
+
+async def test_a_refusal_is_not_retried_and_keeps_its_parts() -> None:
+    app, calls = create_app("thing"), list[int]()
+
+    @app.get("/work")
+    def work() -> None:
+        calls.append(1)
+        raise InvalidInput("no", field="size", value=7, remedy="send 8")
+
+    async with in_process(app) as client:
+        with pytest.raises(ServiceError, match="thing: no") as caught:
+            await client.request("GET", "/work")
+        error = caught.value
+        assert (error.status, error.code, error.field, error.value, error.remedy) == (
+            422,
+            "invalid_input",
+            "size",
+            "7",
+            "send 8",
+        )
+        with pytest.raises(ServiceError, match="thing: Not Found"):
+            await client.request("GET", "/absent")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("content", ["<html>teapot</html>", "[]", '{"error": "text"}', '{"error": {}}'])
+async def test_a_refusal_in_another_shape_is_shown(content: str) -> None:
+    app = create_app("thing")
+
+    @app.get("/work")
+    def work() -> Response:
+        return Response(content, 418)
+
+    async with in_process(app) as client:
+        with pytest.raises(ServiceError, match="thing: HTTP 418") as caught:
+            await client.request("GET", "/work")
+    assert caught.value.status == 418
+    assert content in caught.value.message
+
+
+async def test_an_answer_of_another_kind_is_an_error() -> None:
+    app = create_app("reward-server")
+
+    @app.post("/batch_reward")
+    def grade() -> dict[str, Any]:
+        return {"rewards": [1.0]}
+
+    async with RewardClient("reward-server", "http://r", transport=httpx.ASGITransport(app), deadline_s=5) as client:
+        with pytest.raises(ServiceError, match="reward-server: unexpected answer to /batch_reward"):
+            await client.batch_reward([RewardItem(response="#### 1", ground_truth="1")])
+
+
+async def test_flush_returns_when_the_service_has_flushed() -> None:
+    flushed: list[int] = []
+    async with in_process(create_app("thing", flush=lambda: flushed.append(1))) as client:
+        await client.flush()
+    assert flushed == [1]
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    """As SGLang answers `/generate`."""
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-0.5, 5, None], [-1.0, 6, None]],
+        "weight_version": "3",
+    }
+    return {"text": "ab", "output_ids": [5, 6], "meta_info": meta | changes}
+
+
+def test_a_completion_keeps_what_training_needs() -> None:
+    completion = completion_from_answer(answer())
+    assert completion.token_ids.tolist() == [5, 6]
+    assert completion.logprobs.tolist() == [-0.5, -1.0]
+    assert completion.weight_versions == [(3, 0, 2)]
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+    assert completion_from_answer(answer(weight_versions=spans)).weight_versions == [(3, 0, 1), (4, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": {"type": "abort", "message": "shut down"}},
+        {"finish_reason": None},
+        {"output_token_logprobs": []},
+        {"output_token_logprobs": None},
+        {"output_token_logprobs": [[None, 5, None], [-1.0, 6, None]]},
+        {"output_token_logprobs": [[float("nan"), 5, None], [-1.0, 6, None]]},
+        {"output_token_logprobs": [[-0.5, 5, None], [-1.0, 7, None]]},
+        {"weight_version": "default"},
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_never_an_empty_one(changes: dict[str, Any]) -> None:
+    with pytest.raises(GenerationFailed):
+        completion_from_answer(answer(**changes))

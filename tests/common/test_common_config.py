@@ -1,0 +1,143 @@
+"""One declaration of every setting; four places to set it; every typo refused by name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import SHORT_NAMES, Config, load
+from common.errors import ConfigError
+
+
+def refused(argv: list[str] | None = None, env: dict[str, str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(argv or [], env or {})
+    return caught.value
+
+
+def in_file(folder: Path, text: str) -> list[str]:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return ["--config", str(path)]
+
+
+def test_defaults_are_what_the_job_group_promises() -> None:
+    config = load([], {})
+    assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == ("Qwen/Qwen2.5-0.5B-Instruct", 3, 4)
+    assert (config.data.port, config.reward.port, config.replay.port) == (8000, 8002, 8003)
+    assert (config.rollout.router_port, config.rollout.engine_port) == (30000, 30001)
+
+
+def test_later_places_win(tmp_path: Path) -> None:
+    file = in_file(tmp_path, "seed: 1\ntrainer: {batch_size: 11, num_epochs: 11, max_steps: 11}\n")
+    env = {"RLHF_TRAINER__BATCH_SIZE": "12", "RLHF_TRAINER__NUM_EPOCHS": "12"}
+    config = load([*file, "--trainer.batch_size", "13"], env)
+    trainer = config.trainer
+    assert (trainer.batch_size, trainer.num_epochs, trainer.max_steps, config.seed) == (13, 12, 11, 1)
+    assert trainer.eval_samples == Config().trainer.eval_samples
+    assert load(["--seed=2", *file], {}).seed == 2
+    assert load([], {"RUN_CONFIG": file[1]}).seed == 1
+    assert load([f"--config={file[1]}"], {"RUN_CONFIG": "/absent"}).seed == 1
+
+
+def test_short_names_set_what_they_say() -> None:
+    env = {"MODEL_NAME": "tiny", "NUM_EPOCHS": "5", "BATCH_SIZE": "6", "MAX_STEPS": "7", "SEED": "8"}
+    config = load([], env | {"STATE_DIR": "here", "RUN_DIR": "there"})
+    assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == ("tiny", 5, 6)
+    assert (config.trainer.max_steps, config.seed) == (7, 8)
+    assert (config.state_dir, config.trainer.run_dir) == (Path("here"), Path("there"))
+    assert load([], {"MODEL_NAME": ""}).model.name == Config().model.name
+    assert len(SHORT_NAMES) == 7
+
+
+def test_the_long_name_wins_over_the_short_one() -> None:
+    assert load([], {"BATCH_SIZE": "5", "RLHF_TRAINER__BATCH_SIZE": "6"}).trainer.batch_size == 6
+
+
+def test_lists_and_unset_values(tmp_path: Path) -> None:
+    assert load([], {"RLHF_ROLLOUT__ENGINE_ARGS": '["--a", "b c"]'}).rollout.engine_args == ["--a", "b c"]
+    assert load(in_file(tmp_path, "trainer: {adam_betas: [0.8, 0.9], max_steps: null}"), {}).trainer.adam_betas == (0.8, 0.9)
+    assert load(in_file(tmp_path, ""), {}) == Config()
+
+
+def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    assert refused(in_file(tmp_path, "trainer: {bach_size: 4}")).field == "trainer.bach_size"
+    assert refused(in_file(tmp_path, "trainr: {batch_size: 4}")).field == "trainr"
+    assert refused(env={"RLHF_TRAINER__BACH_SIZE": "4"}).field == "RLHF_TRAINER__BACH_SIZE"
+    assert refused(env={"RLHF_TRAINR__BATCH_SIZE": "4"}).field == "RLHF_TRAINR__BATCH_SIZE"
+    assert refused(env={"RLHF_TRAINER__BATCH_SIZE__MORE": "4"}).field == "RLHF_TRAINER__BATCH_SIZE__MORE"
+    assert "--trainer.bach_size" in str(refused(["--trainer.bach_size", "4"]))
+    assert "extra" in str(refused(["extra"]))
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--trainer.batch_size", "0"], "trainer.batch_size"),
+        (["--trainer.batch_size", "many"], "trainer.batch_size"),
+        (["--trainer.learning_rate", "nan"], "trainer.learning_rate"),
+        (["--trainer.learning_rate", "inf"], "trainer.learning_rate"),
+        (["--data.port", "65536"], "data.port"),
+        (["--sampling.group_size", "1"], "sampling.group_size"),
+        (["--replay.reuse_ratio", "1"], "replay.reuse_ratio"),
+        (["--seed", "-1"], "seed"),
+    ],
+)
+def test_a_wrong_value_is_named(argv: list[str], field: str) -> None:
+    error = refused(argv)
+    assert error.field == field
+    assert error.value is not None
+    assert argv[1] in error.value
+    assert error.remedy
+    name = "RLHF_" + field.upper().replace(".", "__")
+    assert refused(env={name: argv[1]}).field == field
+
+
+@pytest.mark.parametrize("text", ["trainer: {learning_rate: .nan}", "trainer: {learning_rate: .inf}", "max_body_mb: [1]"])
+def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, text: str) -> None:
+    assert refused(in_file(tmp_path, text)).field in ("trainer.learning_rate", "max_body_mb")
+
+
+def test_settings_that_do_not_fit_together_say_so() -> None:
+    argv = ["--rollout.engine", "embedded", "--rollout.max_context_tokens", "64", "--sampling.max_new_tokens", "64"]
+    assert "leaves no room for a prompt" in str(refused(argv))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    assert "cannot be read" in str(refused(["--config", str(tmp_path / "absent.yaml")]))
+    assert "cannot be read" in str(refused(in_file(tmp_path, "trainer: [")))
+    assert "not a mapping" in str(refused(in_file(tmp_path, "- 1")))
+    (tmp_path / "run.yaml").write_bytes(b"model: {name: \xff}")
+    assert refused(["--config", str(tmp_path / "run.yaml")]).field == "--config"
+    assert "--config needs a file" in str(refused(["--config"]))
+
+
+def test_an_environment_that_cannot_be_read_is_named() -> None:
+    assert refused(env={"RLHF_ROLLOUT__ENGINE_ARGS": "[a"}).field == "RLHF_ROLLOUT__ENGINE_ARGS"
+    error = refused(env={"RLHF_TRAINER": "x", "RLHF_TRAINER__BATCH_SIZE": "4"})
+    assert (error.field, "is a section" in error.message) == ("RLHF_TRAINER", True)
+
+
+def test_help_lists_every_setting_with_its_meaning() -> None:
+    done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name, section in Config.model_fields.items():
+        fields = getattr(section.annotation, "model_fields", None)
+        for setting in [f"--{name}.{field}" for field in fields] if fields else [f"--{name}"]:
+            assert setting in done.stdout
+    assert "Completions per prompt" in done.stdout
+
+
+def test_a_program_ends_with_status_2_and_the_name_of_the_setting() -> None:
+    arguments = [sys.executable, "-m", "services.data", "--data.prot", "1"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "--data.prot" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_configuration_survives_the_round_trip_as_json() -> None:
+    config = load(["--trainer.max_steps", "3", "--data.source", "tiny"], {})
+    assert Config.model_validate_json(config.model_dump_json()) == config

@@ -1,0 +1,44 @@
+"""Imports run one way, and the light services stay light."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers")
+
+
+def modules_of(package: str) -> list[str]:
+    found = importlib.import_module(package)
+    return [package, *(info.name for info in pkgutil.walk_packages(found.__path__, f"{package}."))]
+
+
+def test_the_import_rules_hold() -> None:
+    linter = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("package", ["common", "services.data", "services.reward", "services.replay"])
+def test_light_packages_import_no_torch(package: str) -> None:
+    modules = [*modules_of(package), "services.server"]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert len(modules) > 2
+
+
+def test_no_module_is_named_like_one_of_the_standard_library() -> None:
+    for package in ("common", "services", "trainer", "jobgroup"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert path.stem.startswith("__") or path.stem not in sys.stdlib_module_names, path

@@ -1,0 +1,106 @@
+"""Where every task is: on a cluster, under the local runner, and outside a job group."""
+
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import ConfigError
+from common.topology import DATA, REWARD, ROLLOUT, LocalHost, Topology, format_hosts, parse_hosts
+
+CLUSTER = {
+    "SKYPILOT_JOBGROUP_NAME": "rlhf-math",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+}
+HOSTS = {
+    "data-server-0.rlhf-math": LocalHost("127.0.0.2"),
+    "rollout-server-0.rlhf-math": LocalHost("127.0.0.3"),
+    "rollout-server-1.rlhf-math": LocalHost("127.0.0.4", 100),
+}
+
+
+def test_on_a_cluster_tasks_have_names_and_listen_everywhere() -> None:
+    topology = Topology.from_env(CLUSTER)
+    assert topology.url(DATA, 8000) == "http://data-server-0.rlhf-math:8000"
+    assert topology.url(ROLLOUT, 30001, node=1) == "http://rollout-server-1.rlhf-math:30001"
+    assert topology.bind(ROLLOUT, 30001) == ("0.0.0.0", 30001)  # noqa: S104
+    assert topology.own_name(ROLLOUT) == "rollout-server-1"
+
+
+def test_the_local_runner_gives_names_loopback_addresses_and_shifts() -> None:
+    topology = Topology.from_env(CLUSTER | {"JOBGROUP_HOSTS": format_hosts(HOSTS)})
+    assert topology.local_hosts == HOSTS
+    assert topology.url(DATA, 8000) == "http://127.0.0.2:8000"
+    assert topology.url(ROLLOUT, 30001, node=1) == "http://127.0.0.4:30101"
+    assert topology.bind(ROLLOUT, 30001) == ("127.0.0.4", 30101)
+
+
+def test_outside_a_job_group_everything_is_on_this_machine() -> None:
+    topology = Topology.from_env({})
+    assert topology.group is None
+    assert topology.url(REWARD, 8002) == "http://127.0.0.1:8002"
+    assert topology.bind(REWARD, 8002) == ("127.0.0.1", 8002)
+    assert topology.own_name(REWARD) == "reward-server-0"
+
+
+def test_a_node_that_does_not_run_is_named() -> None:
+    topology = Topology.from_env(CLUSTER | {"JOBGROUP_HOSTS": format_hosts(HOSTS)})
+    with pytest.raises(ConfigError, match=r"reward-server-0\.rlhf-math is not a node of this run") as caught:
+        topology.url(REWARD, 8002)
+    assert "data-server-0.rlhf-math" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="rollout-server-2"):
+        topology.url(ROLLOUT, 30001, node=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK"),
+        ({"SKYPILOT_NODE_RANK": "-1"}, "SKYPILOT_NODE_RANK"),
+        ({"SKYPILOT_NUM_NODES": "two"}, "SKYPILOT_NUM_NODES"),
+        ({"SKYPILOT_NODE_IPS": "10.0.0.4"}, "SKYPILOT_NODE_IPS"),
+        ({"SKYPILOT_NUM_GPUS_PER_NODE": "1.5"}, "SKYPILOT_NUM_GPUS_PER_NODE"),
+        ({"JOBGROUP_HOSTS": "data-server-0.rlhf-math"}, "JOBGROUP_HOSTS"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(change: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Topology.from_env(CLUSTER | change)
+    assert field in str(caught.value.field)
+
+
+@pytest.mark.parametrize("entry", ["name", "=127.0.0.1", "name=", "name=127.0.0.1:x", "name=127.0.0.1:-1"])
+def test_a_malformed_host_is_named(entry: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hosts(f"a=127.0.0.2,{entry}")
+    assert caught.value.value == entry
+
+
+def test_hosts_survive_the_round_trip() -> None:
+    assert parse_hosts(format_hosts(HOSTS)) == HOSTS
+    assert parse_hosts("") == {}
+
+
+def test_torchrun_spans_the_nodes_of_the_task() -> None:
+    command = Topology.from_env(CLUSTER).torchrun(["-m", "trainer", "--trainer.batch_size", "4"])
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    options = dict(zip(command[3:13:2], command[4:13:2], strict=True))
+    assert options == {
+        "--nnodes": "2",
+        "--node-rank": "1",
+        "--nproc-per-node": "8",
+        "--master-addr": "10.0.0.4",
+        "--master-port": "29500",
+    }
+    assert command[13:] == ["-m", "trainer", "--trainer.batch_size", "4"]
+    assert "--nproc-per-node 1 --master-addr 127.0.0.1" in " ".join(Topology.from_env({}).torchrun([]))
+
+
+@pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
+def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "usage: python -m common.topology torchrun" in done.stderr

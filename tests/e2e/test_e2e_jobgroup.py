@@ -1,0 +1,144 @@
+"""The real job group on this machine: the YAML as it is, two rollout nodes behind the real router, two trainer ranks.
+
+The run is started once and looked at from several sides.
+"""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.record import read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 30
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@dataclass
+class Run:
+    """What a finished run left behind."""
+
+    directory: Path
+    output: str
+    status: int
+    mark: str
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return read_lines(self.directory / f"{name}.jsonl")
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of the processes that inherited the mark."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                if mark.encode() in (directory / "environ").read_bytes():
+                    found.append((directory / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it ended meanwhile
+                continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def base_model() -> Path:
+    """The cached tiny base model; made when it is not there."""
+    path = ROOT / ".cache" / "tiny-base"
+    if not (path / "config.json").exists():
+        subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory, mark = tmp_path_factory.mktemp("e2e"), f"e2e-{uuid.uuid4()}"
+    settings = {
+        "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
+        "MODEL_NAME": str(base_model),
+        "NUM_EPOCHS": "",
+        "BATCH_SIZE": "",
+        "MAX_STEPS": str(STEPS),
+        "RUN_DIR": str(directory / "run"),
+        "STATE_DIR": str(directory / "state"),
+        "RLHF_TRAINER__CHECKPOINT_EVERY": "10",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(directory / "logs")]
+    for name, value in settings.items():
+        command += ["--env", f"{name}={value}"]
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "E2E_MARK": mark}, capture_output=True, text=True, timeout=500, check=False
+    )
+    return Run(directory / "run", result.stdout + result.stderr, result.returncode, mark)
+
+
+def test_it_ends_well_and_leaves_no_process(run: Run) -> None:
+    assert run.status == 0, run.output[-6000:]
+    assert processes_with(run.mark) == []
+
+
+def test_it_learns(run: Run) -> None:
+    before, after = (run.lines("evaluations")[i] for i in (0, -1))
+    assert (before["step"], after["step"]) == (0, STEPS)
+    assert after["accuracy"] >= 0.6
+    assert after["accuracy"] > before["accuracy"] + 0.15
+    assert before["pass_at_k"] is not None
+    assert after["pass_at_k"] is not None
+
+
+def test_every_step_is_on_policy_and_every_prompt_is_trained_on_once(run: Run) -> None:
+    metrics = run.lines("metrics")
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert all(line["staleness"] == 0 for line in metrics)
+    assert all(line["dropped"] == {} for line in metrics)
+    assert all(line["update"]["delta_logprob"] < 1e-3 for line in metrics)
+    assert all(abs(line["update"]["ratio"] - 1) < 1e-3 for line in metrics)
+    with sqlite3.connect(run.directory.parent / "state" / "replay" / "replay.db") as db:
+        states = dict(db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
+    db.close()
+    assert sum(states.values()) == 32 * STEPS
+    assert len(states) == 1, "every group was acknowledged"
+
+
+def test_both_engines_and_both_trainer_ranks_worked(run: Run) -> None:
+    logs = {path.name: path.read_text() for path in (run.directory.parent / "logs").iterdir() if path.is_file()}
+    names = " ".join(logs)
+    for node in (
+        *("data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0"),
+        *("replay-buffer-0", "ppo-trainer-0", "ppo-trainer-1"),
+    ):
+        assert node in names
+    assert "rollout-server-0" in run.output
+    assert "rollout-server-1" in run.output
+
+
+def test_the_checkpoint_is_a_hugging_face_model(run: Run) -> None:
+    newest = sorted((run.directory / "checkpoints").iterdir())[-1]
+    assert newest.name == f"step_{STEPS:06d}"
+    model = AutoModelForCausalLM.from_pretrained(newest)
+    tokenizer = AutoTokenizer.from_pretrained(newest)
+    chat = [{"role": "user", "content": "Ann has 4 bags with 5 pens each and 3 more. How many pens now?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert "####" in tokenizer.decode(answer[0])
+
+
+def test_the_run_directory_tells_the_whole_story(run: Run) -> None:
+    config = json.loads((run.directory / "config.json").read_text())
+    assert config["trainer"]["max_steps"] == STEPS
+    assert config["sampling"]["group_size"] == 8
+    assert (run.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+    samples = run.lines("samples")
+    assert len(samples) == STEPS
+    assert all(len(sample["completions"]) == 8 for sample in samples)
+    for phrase in ("greedy accuracy", "pass@8", "before", "after", "checkpoint", "seconds of a step"):
+        assert phrase in run.output
