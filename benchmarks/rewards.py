@@ -1,0 +1,104 @@
+"""Answers graded per second: our grader and plain math-verify on the same cases.
+
+    python -m benchmarks.rewards [--cases 1000]
+
+Plain math-verify parses the gold and the whole response, and verifies, in one process, as its documentation shows. The
+cases are GSM8K-like responses made here, half of them wrong, and real GSM8K solutions where the files are at hand.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from math_verify import parse, verify
+
+from common.config import RewardSection
+from common.schemas import RewardItem
+from services.reward.grade import MathGrader
+
+GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+NOTATIONS = ("{}", "{:,}", "\\${}", "{}.00", "\\frac{{{}}}{{1}}", "{}\\text{{ dollars}}")
+
+
+@dataclass
+class Case:
+    """A response, its gold answer, and whether it is right."""
+
+    item: RewardItem
+    right: bool
+
+
+def generated(count: int, rng: random.Random) -> list[Case]:
+    """Sums in the style of GSM8K, the answer boxed in one of several notations, every second one off by a little."""
+    cases = []
+    for i in range(count):
+        a, b, price = rng.randint(2, 400), rng.randint(2, 400), rng.randint(2, 20)
+        total = (a + b) * price
+        said = total if i % 2 == 0 else total + rng.choice([-10, -1, 1, 10])
+        answer = rng.choice(NOTATIONS).format(said)
+        text = f"She has {a} + {b} = {a + b} eggs and sells each for ${price}: {a + b} * {price} = {said}. \\boxed{{{answer}}}"
+        cases.append(Case(RewardItem(response=text, ground_truth=str(total)), said == total))
+    return cases
+
+
+def real(count: int, rng: random.Random) -> list[Case]:
+    """GSM8K's own solutions, every second one with another final answer."""
+    cases = []
+    for i, line in enumerate(GSM8K.read_text(encoding="utf-8").splitlines()[:count]):
+        reasoning, _, gold = json.loads(line)["answer"].rpartition("####")
+        value = int(gold.replace(",", ""))
+        said = value if i % 2 == 0 else value + rng.choice([-10, -1, 1, 10])
+        cases.append(Case(RewardItem(response=f"{reasoning}#### {said:,}", ground_truth=gold.strip()), said == value))
+    return cases
+
+
+def plain(cases: Sequence[Case]) -> list[bool]:
+    """math-verify as documented."""
+    return [bool(verify(parse(case.item.ground_truth), parse(case.item.response))) for case in cases]
+
+
+async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
+    """(seconds, verdicts) of our grader, without the start of its workers."""
+    async with MathGrader(RewardSection()) as grader:
+        await grader.ready()
+        start, verdicts = time.perf_counter(), list[bool]()
+        for i in range(0, len(cases), batch):
+            verdicts += [result.correct for result in await grader.grade([case.item for case in cases[i : i + batch]])]
+        return time.perf_counter() - start, verdicts
+
+
+def compare(name: str, cases: Sequence[Case], batch: int) -> None:
+    """Runs both on the same cases and prints a row each."""
+    plain(cases[:20])  # its caches
+    start = time.perf_counter()
+    theirs = plain(cases)
+    seconds = time.perf_counter() - start
+    our_seconds, mine = asyncio.run(ours(cases, batch))
+    print(f"\n{name}: {len(cases)} cases, batches of {batch}")
+    print(f"{'':24}{'answers/s':>12}{'right verdicts':>18}")
+    for label, took, verdicts in (("math-verify", seconds, theirs), ("reward-server's grader", our_seconds, mine)):
+        good = sum(verdict == case.right for verdict, case in zip(verdicts, cases, strict=True))
+        print(f"{label:24}{len(cases) / took:12,.0f}{good:>11} / {len(cases)}")
+    print(f"ratio {seconds / our_seconds:.1f}")
+
+
+def main() -> None:
+    """Prints the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=64)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    compare("generated", generated(arguments.cases, random.Random(0)), arguments.batch)
+    if GSM8K.is_file():
+        compare("GSM8K", real(arguments.cases, random.Random(0)), arguments.batch)
+
+
+if __name__ == "__main__":
+    main()

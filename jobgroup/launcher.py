@@ -1,0 +1,208 @@
+"""Runs one node's command as init runs a pod: nothing of it outlives this process. Standard library only.
+
+`python launcher.py GRACE_S SCRIPT [HOSTS_FILE]`, with a pipe as stdin. The runner holds the other end and closes it to
+end the node; the system closes it when the runner dies, even by `kill -9`. Then the command's process group gets SIGTERM,
+and SIGKILL after GRACE_S seconds. On Linux this process is the "subreaper" of all it starts: a daemon that left its
+session and lost its parent becomes its child, so it is found and ended too.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LEFTOVER_S = 1.0
+"""Seconds that processes get which the command left behind when it ended by itself."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+
+
+def adopt_orphans() -> None:
+    """Descendants of this process that lose their parent become its children (Linux; nothing elsewhere)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of the living processes that `pid` started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for child, parent in _living():
+        children.setdefault(parent, []).append(child)
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def orphans(known: set[int]) -> list[int]:
+    """Children of this process that it did not start itself (Linux; elsewhere it never gets any)."""
+    if sys.platform != "linux":
+        return []
+    return [pid for pid, parent in _living() if parent == os.getpid() and pid not in known]
+
+
+def end_descendants() -> None:
+    """Kills everything this process started, until nothing is left."""
+    while below := descendants(os.getpid()):
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        time.sleep(0.01)
+    reap()
+
+
+def reap() -> dict[int, int]:
+    """Collects children that ended: exit status by process id."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = exit_status(os.waitstatus_to_exitcode(found[1]))
+    return ended
+
+
+def exit_status(code: int) -> int:
+    """A status as shells show it: 128 + N for a process that signal N ended."""
+    return code if code >= 0 else 128 - code
+
+
+def use_hosts_file(path: Path) -> None:
+    """Lets this process and its children, and nobody else, read `path` as /etc/hosts. Raises OSError where it cannot.
+
+    Linux: a mount namespace; who is not root needs a user namespace for it, in which the user stays who they are.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", _CLONE_NEWNS if user == 0 else _CLONE_NEWNS | _CLONE_NEWUSER)
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _call("mount", os.fsencode(path), b"/etc/hosts", None, _MS_BIND, None)
+
+
+def why_no_hosts_file(path: Path) -> str | None:
+    """Tries `use_hosts_file` in a child: None when it works here, else the reason."""
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return os.strerror(code) if code else None
+    try:
+        use_hosts_file(path)
+    except OSError as error:
+        os._exit(error.errno or errno.EIO)
+    os._exit(0)
+
+
+def _living() -> list[tuple[int, int]]:
+    """(id, parent's id) of every process that is not a zombie."""
+    if not Path("/proc/self/stat").exists():
+        ps = subprocess.Popen(["ps", "-axo", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True)
+        rows = [line.split() for line in ps.communicate()[0].splitlines()]
+        return [(int(pid), int(above)) for pid, above, state in rows if state[0] != "Z" and int(pid) != ps.pid]
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                state, parent, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if state != "Z":
+                    found.append((int(entry.name), int(parent)))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _call(name: str, *arguments: bytes | int | None) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+
+
+class _Init:
+    """The command, everything below it, and when it has to be gone."""
+
+    def __init__(self, script: str) -> None:
+        self.status: int | None = None
+        self.deadline: float | None = None
+        self.main = subprocess.Popen(
+            ["bash", "-c", script],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            # So that a kill -9 of this process ends at least the command itself.
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+
+    def end(self, grace_s: float) -> None:
+        """Asks the command's group to end within `grace_s` seconds; once."""
+        if self.deadline is None:
+            self.deadline = time.monotonic() + grace_s
+            self._signal_group(signal.SIGTERM)
+
+    def advance(self) -> bool:
+        """Looks after what has ended; False when nothing is left."""
+        ended = reap()
+        if self.main.pid in ended:
+            self.status = self.main.returncode = ended[self.main.pid]
+            self.end(LEFTOVER_S)
+            self._signal_group(signal.SIGTERM, only_strays=True)
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self._signal_group(signal.SIGKILL)
+            self._signal_group(signal.SIGKILL, only_strays=True)
+        return self.status is None or self._group_lives() or bool(descendants(os.getpid()))
+
+    def _group_lives(self) -> bool:
+        try:
+            os.killpg(self.main.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def _signal_group(self, number: signal.Signals, only_strays: bool = False) -> None:
+        """Signals the command's process group, or those below that are no longer in it."""
+        if not only_strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.main.pid, number)
+            return
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) != self.main.pid:
+                    os.kill(pid, number)
+
+
+def run(script: str, grace_s: float) -> int:
+    """Runs `script` with bash until it and all that it started are gone; its exit status."""
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    adopt_orphans()
+    init = _Init(script)
+    watched = [0, wake_read]
+    while init.advance():
+        # While something is being ended, looks again soon: a stray's end may bring no SIGCHLD here.
+        ready, _, _ = select.select(watched, [], [], None if init.deadline is None else 0.05)
+        if 0 in ready and not os.read(0, 1):
+            watched.remove(0)
+            init.end(grace_s)
+        if wake_read in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(wake_read, 4096)):
+            init.end(grace_s)
+    assert init.status is not None
+    return init.status
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        use_hosts_file(Path(sys.argv[3]))
+    sys.exit(run(sys.argv[2], float(sys.argv[1])))

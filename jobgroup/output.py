@@ -1,0 +1,103 @@
+"""What a local run shows: the merged stream of all nodes, or one node as it is, and a table at the end."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_RED, _BOLD = 31, 1
+TAIL_LINES = 20
+
+
+class Screen:
+    """Writes to stdout: lines with the name of their node, or raw bytes of the node that is followed.
+
+    The runner's own lines go into the merged stream too, or to stderr while a node is followed.
+
+    Args:
+        names: of all nodes, for the width of the prefix and the colours.
+        follow: the node whose bytes are shown as they come; other nodes are in their log files only.
+        quiet: shows the runner's own lines only.
+    """
+
+    def __init__(self, names: Sequence[str], *, follow: str | None = None, quiet: bool = False) -> None:
+        self.follow, self.quiet = follow, quiet
+        self._own = sys.stderr if follow else sys.stdout
+        self._colourful = self._own.isatty() and not os.environ.get("NO_COLOR")
+        self._width = max(len(name) for name in (*names, "jobgroup"))
+        self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+    @property
+    def merged(self) -> bool:
+        """Whether every node's lines are shown."""
+        return self.follow is None and not self.quiet
+
+    def line(self, name: str, text: bytes) -> None:
+        """One line of a node, in the merged stream."""
+        if self.merged:
+            shown = text.rstrip(b"\r\n").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
+            self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
+
+    def raw(self, data: bytes) -> None:
+        """Bytes of the node that is followed."""
+        if not self.quiet:
+            self._write(data, sys.stdout)
+
+    def say(self, text: str, *, loud: bool = False) -> None:
+        """The runner's own words; in red when `loud`."""
+        for line in text.splitlines():
+            shown = self._coloured(line, _RED) if loud else line
+            clear = b"\r\x1b[K" if self.follow and self._own.isatty() else b""  # over a progress bar
+            self._write(clear + self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
+
+    def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
+        """The last lines of a node that failed."""
+        self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
+        for line in lines:
+            self._write(b"    " + line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n")
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Rows of texts, in columns."""
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows:
+            text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self._write(text.rstrip().encode(errors="replace") + b"\n")
+
+    def _prefix(self, name: str, colour: int) -> bytes:
+        return self._coloured(f"{name.ljust(self._width)} | ", colour).encode()
+
+    def _coloured(self, text: str, colour: int) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._colourful else text
+
+    def _write(self, data: bytes, stream: TextIO | None = None) -> None:
+        stream = stream or self._own
+        try:
+            stream.buffer.write(data)
+            stream.buffer.flush()
+        except BrokenPipeError:  # the reader went away (`| head`): as if the terminal had been closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.kill(os.getpid(), signal.SIGHUP)
+
+
+def open_terminal() -> tuple[int, int]:
+    """(our end, the program's end) of a pseudo terminal of the size of ours that passes bytes through unchanged."""
+    ours, theirs = os.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST
+    attributes[3] &= ~termios.ECHO
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    resize_terminal(ours)
+    return ours, theirs
+
+
+def resize_terminal(terminal: int) -> None:
+    """Gives a pseudo terminal the size of the real one."""
+    columns, rows = shutil.get_terminal_size()
+    with contextlib.suppress(OSError):  # it was closed meanwhile
+        termios.tcsetwinsize(terminal, (rows, columns))

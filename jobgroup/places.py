@@ -1,0 +1,106 @@
+"""Where the nodes of a local run are: addresses that no other run on this machine has, and GPUs."""
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.topology import LocalHost, format_hosts
+from jobgroup.spec import JobGroup, Task
+
+_LOCK_PORT = 29499
+_SHIFTED_NODES = 30
+
+
+@dataclass(frozen=True)
+class Places:
+    """Addresses of every node of a group, held until `lock` is closed (the system closes it when the process dies)."""
+
+    group: str
+    hosts: dict[str, LocalHost]
+    lock: socket.socket
+
+    def of(self, task: Task) -> list[LocalHost]:
+        """The places of a task's nodes, by rank."""
+        return [self.hosts[f"{task.name}-{rank}.{self.group}"] for rank in range(task.num_nodes)]
+
+    def text(self) -> str:
+        """`JOBGROUP_HOSTS`, which `common.topology` reads."""
+        return format_hosts(self.hosts)
+
+
+def choose(group: JobGroup) -> Places:
+    """Gives every node a place.
+
+    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes have the ports of the YAML;
+    elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket marks the block as taken, across
+    the machine and without a file. Raises ConfigError when no block is free.
+    """
+    own_address = _can_bind("127.254.254.253", 0)
+    blocks = range(1, 255) if own_address else range(100)
+    for block in random.sample(blocks, len(blocks)):
+        lock = _bind(f"127.{block}.255.254", _LOCK_PORT) if own_address else _bind("127.0.0.1", _LOCK_PORT - block)
+        if lock is not None:
+            return Places(group.name, _hosts(group, block, own_address), lock)
+    raise ConfigError("no block of loopback addresses is free", remedy="end other runs of jobgroup.local")
+
+
+def _hosts(group: JobGroup, block: int, own_address: bool) -> dict[str, LocalHost]:
+    hosts: dict[str, LocalHost] = {}
+    nodes = sum(task.num_nodes for task in group.tasks)
+    if not own_address and nodes > _SHIFTED_NODES:
+        raise ConfigError("too many nodes for one address", field="num_nodes", value=nodes, remedy=f"at most {_SHIFTED_NODES}")
+    for number, task in enumerate(group.tasks, start=1):
+        for rank in range(task.num_nodes):
+            # Shifts of ten keep neighbouring ports (8000, 8002, 8003) apart.
+            shifted = LocalHost("127.0.0.1", (block * _SHIFTED_NODES + len(hosts)) * 10)
+            place = LocalHost(f"127.{block}.{number}.{rank + 1}") if own_address else shifted
+            hosts[f"{task.name}-{rank}.{group.name}"] = place
+    return hosts
+
+
+def _bind(address: str, port: int) -> socket.socket | None:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.bind((address, port))
+    except OSError:
+        sock.close()
+        return None
+    return sock
+
+
+def _can_bind(address: str, port: int) -> bool:
+    sock = _bind(address, port)
+    if sock is not None:
+        sock.close()
+    return sock is not None
+
+
+def gpus_of_machine() -> list[str]:
+    """The GPUs that processes started here may use: `CUDA_VISIBLE_DEVICES` when set, else what `nvidia-smi` lists."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
+        return [str(i) for i, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))]
+    return []
+
+
+def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[list[str]]]:
+    """GPUs of every node, by task and rank: in turn, so that they are shared only when there are too few."""
+    shares: dict[str, list[list[str]]] = {}
+    given = 0
+    for task in tasks:
+        shares[task.name] = []
+        for _ in range(task.num_nodes):
+            count = min(task.gpus, len(gpus))
+            shares[task.name].append([gpus[(given + i) % len(gpus)] for i in range(count)])
+            given += count
+    return shares

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Makes the environment of one role in the working directory. Done again only when the pins or the role change.
+#
+#   bash jobgroup/setup.sh services|rollout|trainer|sglang
+#
+#   services   .venv with the light services (no torch)
+#   rollout    .venv with the router; on a machine with an NVIDIA GPU also .venv-sglang, elsewhere what the CPU engine needs
+#   trainer    .venv with torch and transformers
+#   sglang     .venv-sglang alone
+set -euo pipefail
+cd "$(dirname "$0")/.."
+role="${1:-}"
+uv="$(command -v uv || true)"
+if [ -z "$uv" ] && [ -x "$HOME/.local/bin/uv" ]; then # where SkyPilot puts it
+  uv="$HOME/.local/bin/uv"
+fi
+
+# make_env FOLDER "PINNED FILES" INSTALL-ARGUMENTS…
+make_env() {
+  local folder="$1" pins="$2" stamp
+  shift 2
+  # shellcheck disable=SC2086  # a list of files
+  stamp="$(cat $pins | cksum) $*"
+  if [ "$(cat "$folder/.made-from" 2>/dev/null || true)" = "$stamp" ]; then
+    echo "setup: $folder is up to date"
+    return
+  fi
+  echo "setup: making $folder"
+  if [ -n "$uv" ]; then
+    [ -x "$folder/bin/python" ] || "$uv" venv --quiet --python 3.11 "$folder"
+    "$uv" pip install --quiet --python "$folder/bin/python" "$@"
+  else
+    [ -x "$folder/bin/python" ] || "$(find_python)" -m venv "$folder"
+    "$folder/bin/python" -m pip install --quiet "$@"
+  fi
+  echo "$stamp" >"$folder/.made-from"
+}
+
+find_python() {
+  local candidate
+  for candidate in python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "setup: Python 3.11 is missing. Install python3.11 with venv, or uv (https://docs.astral.sh/uv), which brings its own." >&2
+  return 1
+}
+
+# make_role EXTRAS
+make_role() {
+  make_env .venv "pyproject.toml constraints.txt" -c constraints.txt -e ".[$1]"
+}
+
+make_sglang() {
+  make_env .venv-sglang jobgroup/sglang-requirements.txt -r jobgroup/sglang-requirements.txt
+}
+
+case "$role" in
+services | trainer) make_role "$role" ;;
+rollout)
+  if command -v nvidia-smi >/dev/null; then
+    make_role rollout
+    make_sglang
+  else
+    make_role rollout,trainer
+  fi
+  ;;
+sglang) make_sglang ;;
+*)
+  echo "usage: bash jobgroup/setup.sh services|rollout|trainer|sglang   (got '$role')" >&2
+  exit 2
+  ;;
+esac

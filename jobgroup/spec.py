@@ -1,0 +1,262 @@
+"""A job-group YAML as SkyPilot reads it, checked more strictly: what SkyPilot would ignore or find out late is refused."""
+
+import math
+import os
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import ConfigError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_M = TypeVar("_M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: what runs on each of its nodes."""
+
+    name: str
+    num_nodes: int
+    workdir: Path
+    setup: str | None
+    run: str
+    env: Mapping[str, str]
+    """`envs` and `secrets` with their overrides."""
+    gpus: int
+    """GPUs that one node asks for."""
+    max_restarts: int
+    restart_codes: frozenset[int]
+    """Exit statuses after which a restart is not counted."""
+    primary: bool
+    termination_delay_s: float
+    ignored: tuple[str, ...]
+    """What the YAML says that only a cluster can give (volumes, file mounts)."""
+
+
+@dataclass(frozen=True)
+class JobGroup:
+    """A job group: tasks that run at once."""
+
+    name: str
+    tasks: tuple[Task, ...]
+
+    def task(self, name: str, option: str) -> Task:
+        """The task of that name. Raises ConfigError that names `option` when there is none."""
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise ConfigError(
+            f"there is no task {name} in {self.name}",
+            field=option,
+            value=name,
+            remedy=f"the tasks are {', '.join(task.name for task in self.tasks)}",
+        )
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Header(_Document):
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)
+    execution: Literal["parallel"]
+    primary_tasks: list[str] = []
+    termination_delay: str | int | dict[str, str | int] = 0
+    inter_connection: bool = True
+
+
+class _TaskDocument(_Document):
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)
+    run: str = Field(min_length=1)
+    setup: str | None = None
+    num_nodes: int = Field(1, ge=1, le=250)
+    workdir: str | None = None
+    resources: dict[str, Any] = {}
+    envs: dict[str | int, Any] = {}
+    secrets: dict[str, Any] | list[str] = {}
+    volumes: dict[str, Any] = {}
+    file_mounts: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+
+
+def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]) -> JobGroup:
+    """Reads a job group; `env`, `secrets` (both reach every task) and `num_nodes` (by task) override what the file says.
+
+    Raises ConfigError naming the field, its value and the remedy.
+    """
+    header, *documents = _documents(path)
+    if "execution" not in header:
+        raise ConfigError(
+            "the first document lacks `execution: parallel`: SkyPilot would run the tasks one after the other",
+            field="execution",
+            remedy="add it beside `name`",
+        )
+    head = _validated(_Header, header, "header")
+    tasks = [_validated(_TaskDocument, content, f"task {i + 1}") for i, content in enumerate(documents)]
+    names = [task.name for task in tasks]
+    _check_names(head, names)
+    group = JobGroup(head.name, tuple(_task(task, head, env, secrets, num_nodes) for task in tasks))
+    for name in num_nodes:
+        group.task(name, "--num-nodes")
+    return group
+
+
+def seconds(text: str | int, field: str) -> float:
+    """`10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot counts them. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", str(text).lower())
+    if match is None:
+        raise ConfigError("this is no duration", field=field, value=text, remedy="write 10s, 1m or 2h")
+    return math.ceil(float(match[1]) * _SECONDS[match[2] or "s"])
+
+
+def variable(name: str, field: str) -> str:
+    """`name` if it can be the name of an environment variable, else ConfigError."""
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigError(
+            "this is no name of a variable", field=field, value=name, remedy="letters, digits and _, no digit first"
+        )
+    return name
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that comes twice: YAML would keep the last and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError("this key comes twice in one mapping", field=f"line {line}", value=key, remedy="keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    try:
+        documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the job group cannot be read: {error}", field="YAML", value=str(path)) from None
+    documents = [document for document in documents if document is not None]
+    for document in documents:
+        if not isinstance(document, dict):
+            raise ConfigError("a document of a job group is a mapping", field="YAML", value=document, remedy="see the README")
+    if len(documents) < 2:
+        raise ConfigError(
+            "a job group is a header and at least one task, separated by ---",
+            field="YAML",
+            value=str(path),
+            remedy="give the YAML of a job group, for example jobgroup/rlhf-math-jobgroup.yaml",
+        )
+    return documents
+
+
+def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
+    try:
+        return model.model_validate({key: value for key, value in content.items() if value is not None})
+    except ValidationError as error:
+        problems = error.errors()  # a misspelt field is told before the field that it leaves missing
+        first = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
+        where = content["name"] if isinstance(content.get("name"), str) and model is _TaskDocument else where
+        field = ".".join([where, *(str(part) for part in first["loc"])])
+        known = f"known here: {', '.join(model.model_fields)}"
+        unknown = first["type"] == "extra_forbidden"
+        message = "this field is not one of a job group that can run here" if unknown else first["msg"]
+        raise ConfigError(message, field=field, value=first["input"], remedy=known if unknown else None) from None
+
+
+def _check_names(head: _Header, names: list[str]) -> None:
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ConfigError("two tasks have the same name", field="name", value=name, remedy="rename one")
+    delays = head.termination_delay if isinstance(head.termination_delay, dict) else {}
+    mentioned = [("primary_tasks", name) for name in head.primary_tasks]
+    mentioned += [("termination_delay", name) for name in delays if name != "default"]
+    for field, name in mentioned:
+        if name not in names:
+            raise ConfigError("there is no such task", field=field, value=name, remedy=f"the tasks are {', '.join(names)}")
+
+
+def _task(
+    task: _TaskDocument, head: _Header, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]
+) -> Task:
+    delay = head.termination_delay
+    if isinstance(delay, dict):
+        delay = delay.get(task.name, delay.get("default", 0))
+    restarts, codes = _recovery(task)
+    return Task(
+        name=task.name,
+        num_nodes=num_nodes.get(task.name, task.num_nodes),
+        workdir=_workdir(task),
+        setup=task.setup,
+        run=task.run,
+        env=_environment(task, env, secrets),
+        gpus=_gpus(task),
+        max_restarts=restarts,
+        restart_codes=codes,
+        primary=not head.primary_tasks or task.name in head.primary_tasks,
+        termination_delay_s=seconds(delay, "termination_delay"),
+        ignored=tuple(key for key in ("volumes", "file_mounts") if getattr(task, key)),
+    )
+
+
+def _environment(task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """Values are taken literally. A secret that the file leaves empty comes from `--secret` or from this environment."""
+    values: dict[str, Any] = {str(key): value for key, value in task.envs.items()} | dict(env)
+    declared = task.secrets if isinstance(task.secrets, dict) else dict.fromkeys(task.secrets)
+    for key, default in declared.items():
+        name = key.removeprefix("secrets:")
+        values[name] = secrets.get(name, default or os.environ.get(name, default))
+    values |= secrets
+    for name, value in values.items():
+        variable(name, f"{task.name}.envs")
+        if value is None:
+            raise ConfigError(
+                f"{name} has no value", field=f"{task.name}.envs", value=name, remedy=f"give it with --env {name}=… or --secret"
+            )
+    return {name: str(value) for name, value in values.items()}
+
+
+def _workdir(task: _TaskDocument) -> Path:
+    workdir = Path(task.workdir or ".").expanduser().resolve()
+    if not workdir.is_dir():
+        raise ConfigError(
+            "this folder does not exist",
+            field=f"{task.name}.workdir",
+            value=str(workdir),
+            remedy="it is relative to where the command is started: start it in the root of the project",
+        )
+    return workdir
+
+
+def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
+    recovery = task.resources.get("job_recovery")
+    if not isinstance(recovery, dict):  # only the name of a strategy
+        return 0, frozenset()
+    restarts, codes = recovery.get("max_restarts_on_errors", 0), recovery.get("recover_on_exit_codes", [])
+    codes = codes if isinstance(codes, list) else [codes]
+    if not all(isinstance(number, int) and number >= 0 for number in [restarts, *codes]):
+        raise ConfigError("restarts and exit codes are whole numbers", field=f"{task.name}.job_recovery", value=recovery)
+    return restarts, frozenset(codes)
+
+
+def _gpus(task: _TaskDocument) -> int:
+    """GPUs a node asks for: `H100:2`, `{H100: 2}`, or the first of a list of such."""
+    wanted = task.resources.get("accelerators")
+    if isinstance(wanted, list) and wanted:
+        wanted = wanted[0]
+    if isinstance(wanted, dict) and wanted:
+        wanted = "{}:{}".format(*next(iter(wanted.items())))
+    if not wanted:
+        return 0
+    match = re.fullmatch(r"[^:]+(?::(\d+(?:\.\d+)?|None))?", str(wanted))
+    if match is None:
+        raise ConfigError("these accelerators cannot be read", field=f"{task.name}.accelerators", value=wanted, remedy="H100:1")
+    return 1 if match[1] in (None, "None") else math.ceil(float(match[1]))

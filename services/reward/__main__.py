@@ -1,0 +1,17 @@
+"""`python -m services.reward`: the reward-server of a job group, or of this machine."""
+
+from common import config, topology
+from common.observe import setup_logging
+from services.reward.app import create_reward_app
+from services.server import serve
+
+
+def run(settings: config.Config) -> None:
+    """Serves until SIGTERM."""
+    setup_logging(topology.REWARD, settings.state_dir / "logs")
+    host, port = topology.Topology.from_env().bind(topology.REWARD, settings.reward.port)
+    serve(create_reward_app(settings.reward, settings.max_body_mb << 20), host, port)
+
+
+if __name__ == "__main__":
+    config.main(run, "services.reward")

@@ -1,0 +1,124 @@
+"""Finds the final answer in a response: a box, a `####` line, or else the last number.
+
+Every step is linear in the length of the text, whatever the text is: responses are not trusted.
+"""
+
+import re
+
+MAX_ANSWER_CHARS = 1024
+"""A longer answer is none: cutting it could turn it into another one."""
+
+_THINK = re.compile(r"(</?think>)", re.IGNORECASE)
+# `\\` before anything but a box is a line break, so that the brace after it is a brace; `\{` and `\}` are characters.
+_TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
+_HEADING = re.compile(r"[\s*_]*[A-Za-z]{2,}")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_NUMBER = re.compile(
+    rf"(?:(?<![\w)}}.])[-−])?\$?(?:\\[dt]?frac\{{-?[0-9]+\}}\{{-?[0-9]+\}}"
+    rf"|(?:{_DIGITS}|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?:/[0-9]+(?![0-9.]))?)(?:\s?\\?%)?"
+)
+_TAIL_CHARS = 4096
+_WRAPPERS = ((r"\(", r"\)"), (r"\[", r"\]"))
+_SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~")
+_PERCENT_WORD = re.compile(r"(?<=[0-9])\s*percent$", re.IGNORECASE)
+
+
+def extract_answer(response: str) -> str | None:
+    """The final answer of a response, cleaned, or None when there is none (or one of over `MAX_ANSWER_CHARS`).
+
+    Thoughts (`<think>`) do not count, closed or not. Of several marked answers the last one counts.
+    """
+    text = _without_thoughts(response)
+    found, answer = _last_marked(text)
+    return answer if found else _last_number(text)
+
+
+def gold_answer(ground_truth: str) -> str | None:
+    """The answer that a ground truth states: its marked answer, else all of it. None when it is empty or over-long."""
+    found, answer = _last_marked(ground_truth)
+    if found:
+        return answer
+    return clean(ground_truth) or None if len(ground_truth) <= MAX_ANSWER_CHARS else None
+
+
+def clean(answer: str) -> str:
+    """An answer without what only decorates it: math mode, currency signs, bold type, thin spaces, a final full stop."""
+    text = answer.replace("\\$", "").replace("$", "").replace("−", "-").replace("{,}", ",")
+    text = _SPACES.sub("", text)
+    for _ in range(3):  # decorations nest: **\(42\).**
+        before = text
+        text = text.strip().strip("*_`").strip()
+        if text.endswith(".") and not text.endswith(".."):
+            text = text[:-1]
+        for opening, closing in _WRAPPERS:
+            if text.startswith(opening) and text.endswith(closing):
+                text = text[len(opening) : -len(closing)]
+        if text == before:
+            break
+    return _PERCENT_WORD.sub("%", text.strip())
+
+
+def _without_thoughts(text: str) -> str:
+    kept: list[str] = []
+    thinking = False
+    for piece in _THINK.split(text):
+        tag = piece.lower()
+        if tag == "<think>":
+            thinking = True
+        elif tag == "</think>":
+            if not thinking:  # a chat template that opens <think> in the prompt: all before was thought
+                kept.clear()
+            thinking = False
+        elif not thinking:
+            kept.append(piece)
+    return "".join(kept)
+
+
+def _last_marked(text: str) -> tuple[bool, str | None]:
+    """(whether there is a marked answer, the last one: None when it is over-long)."""
+    for start, end in reversed(_marks(text)):
+        if end is None:
+            line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
+            if _HEADING.match(line):
+                continue
+            end, raw = start + len(line), line
+        else:
+            raw = text[start : min(end, start + MAX_ANSWER_CHARS)]
+        if end - start > MAX_ANSWER_CHARS:
+            return True, None
+        if raw and (answer := clean(raw)):
+            return True, answer
+    return False, None
+
+
+def _marks(text: str) -> list[tuple[int, int | None]]:
+    """Where marked answers are, in the order they end: (start, end) of a balanced box, (start, None) of a `####` line."""
+    if "####" not in text and "\\boxed" not in text and "\\fbox" not in text:
+        return []
+    marks: list[tuple[int, int | None]] = []
+    open_braces: list[int | None] = []  # start of the content for the brace of a box, None for another brace
+    for match in _TOKEN.finditer(text):
+        found = match.group()
+        if found == "####":
+            marks.append((match.end(), None))
+        elif found == "{":
+            open_braces.append(None)
+        elif found == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None:
+                marks.append((start, match.start()))
+        elif found[1] in "bf":
+            open_braces.append(match.end())
+    return marks
+
+
+def _last_number(text: str) -> str | None:
+    last = None
+    for part in (text[-_TAIL_CHARS:], text):
+        for match in _NUMBER.finditer(part):
+            last = match
+        if last is not None and (last.start() > 0 or part is text):
+            break  # a number at the very start of the tail may have been cut
+    if last is None or len(last.group()) > MAX_ANSWER_CHARS:
+        return None
+    return clean(last.group())

@@ -1,0 +1,28 @@
+"""`python -m services.rollout`: this node's engine, its agent, and on node 0 the router, until SIGTERM.
+
+Ends with status 2 for a wrong setting, and with 1 when the engine does not start, several times in a row.
+"""
+
+from common.config import Config, fail, main
+from common.observe import Metrics, setup_logging
+from common.topology import ROLLOUT, Topology
+from services.rollout.agent import Agent
+from services.rollout.app import create_agent_app
+from services.rollout.engine import engine_command
+from services.server import serve
+
+
+def run(config: Config) -> None:
+    """Serves until SIGTERM. Raises ConfigError when a setting or a port cannot be used."""
+    topology = Topology.from_env()
+    setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs")
+    engine_command(config, topology, config.model.name, "default")  # a wrong setting ends the start, not the first child
+    metrics = Metrics("rollout_server")
+    agent = Agent(config, topology, metrics)
+    serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port))
+    if agent.fatal is not None:
+        fail(agent.fatal, status=1)
+
+
+if __name__ == "__main__":
+    main(run, "services.rollout")

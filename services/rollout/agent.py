@@ -1,0 +1,264 @@
+"""The agent of a rollout node: keeps the engine alive, on the newest weights, and in the router exactly when it may serve.
+
+Four loops share one `NodeState`: the engine is supervised; weights are followed; the router's list is reconciled; the
+trainer is told. On node 0 a fifth keeps the router alive.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel
+
+from common.config import Config
+from common.errors import ServiceError
+from common.observe import Metrics
+from common.schemas import WorkerReport
+from common.topology import ROLLOUT, TRAINER, Topology
+from services.rollout.engine import BASE_VERSION, ENGINE_ENV, EngineClient, engine_command
+from services.rollout.follow import Quiet, WeightFollower, wait_event
+from services.rollout.process import Supervised, Timing
+from services.rollout.router import RouterClient, router_command
+from services.rollout.state import NodeState
+from services.rollout.weights import TrainerClient, WeightId, WeightStore
+from services.server import listen
+
+log = logging.getLogger(__name__)
+_HEARTBEAT_S, _RECONCILE_S = 5.0, 1.0
+
+
+class AgentStatus(BaseModel):
+    """Answer of `GET /status`."""
+
+    report: WorkerReport
+    wanted: int | None
+    """Newest version of the trainer."""
+    registered: bool
+    """Whether the router lists the engine as healthy."""
+    engine_pid: int | None
+    """Of the process group."""
+    engine_starts: int
+    router_pid: int | None
+    """Of the process group, on node 0."""
+
+
+class Agent:
+    """One rollout node.
+
+    Args:
+        config: of the run.
+        topology: where this node is.
+        metrics: get the agent's numbers.
+        end: called once when the agent cannot go on; `fatal` then says why.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        metrics: Metrics,
+        end: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM),
+    ) -> None:
+        rollout = config.rollout
+        self.name = topology.own_name(ROLLOUT)
+        self.url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
+        self.state = NodeState()
+        self.fatal: ServiceError | None = None
+        self._config, self._topology, self._end = config, topology, end
+        self._registered = False
+        self._started_with: WeightId | None = None
+        self._wake_report, self._wake_router, self._quiet = asyncio.Event(), asyncio.Event(), Quiet()
+        self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
+        self._engine_api = EngineClient("engine", self.url)
+        self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
+        self.engine = Supervised(
+            "engine",
+            self._launch_engine,
+            self._engine_api.unhealthy_reason,
+            env=ENGINE_ENV,
+            log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
+            timing=Timing(startup_s=rollout.startup_timeout_s),
+            on_up=self._engine_up,
+            on_down=self._engine_down,
+        )
+        self.router = self._supervised_router() if topology.node_rank == 0 else None
+        self._follower = WeightFollower(
+            self.state,
+            WeightStore(config.state_dir / "rollout" / self.name / "weights"),
+            self._trainer,
+            self._engine_api,
+            self.engine,
+            load_timeout_s=config.trainer.publish_timeout_s,
+            changed=self._changed,
+            metrics=metrics,
+        )
+        self._version = metrics.gauge("weight_version", "Weights the engine serves; -1 is the base model")
+        metrics.gauge("engine_starts", "How often the engine was started").set_function(lambda: self.engine.starts)
+        metrics.gauge("in_traffic", "1 when the router sends requests here").set_function(lambda: self._registered)
+
+    def _supervised_router(self) -> Supervised:
+        def launch() -> list[str]:
+            listen(*self._topology.bind(ROLLOUT, self._config.rollout.router_port)).close()
+            return router_command(self._config, self._topology)
+
+        async def up() -> None:
+            self._wake_router.set()
+
+        return Supervised(
+            "router",
+            launch,
+            self._router_api.unhealthy_reason,
+            env={},
+            log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
+            timing=Timing(max_backoff_s=5),
+            on_up=up,
+            on_down=lambda _: self._wake_router.set(),
+        )
+
+    # ------------------------------------------------------------ what others see
+
+    def problem(self) -> str | None:
+        """Why this node does not serve as it should, or None."""
+        if self.router is not None and not self.router.up:
+            return "the router is starting"
+        if (reason := self.state.problem()) is not None:
+            return reason
+        return None if self._registered else "the router does not list this engine as healthy yet"
+
+    def report(self) -> WorkerReport:
+        """What the trainer is told."""
+        serves = self.state.serves
+        return WorkerReport(
+            name=self.name,
+            url=self.url,
+            num_nodes=self._topology.num_nodes,
+            state=self.state.worker_state,
+            version=None if serves is None else serves.version,
+            run_id=None if serves is None else serves.run_id,
+            detail=self.state.detail,
+        )
+
+    def status(self) -> AgentStatus:
+        """What a person wants to know of this node."""
+        return AgentStatus(
+            report=self.report(),
+            wanted=None if self.state.wanted is None else self.state.wanted.version,
+            registered=self._registered,
+            engine_pid=self.engine.pid,
+            engine_starts=self.engine.starts,
+            router_pid=None if self.router is None else self.router.pid,
+        )
+
+    def _changed(self) -> None:
+        """Something that trainer and router have to know."""
+        self._version.set(-1 if self.state.serves is None else self.state.serves.version)
+        self._wake_report.set()
+        self._wake_router.set()
+
+    # ------------------------------------------------------------ life
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The node is alive inside; on leaving, traffic is sent elsewhere first, then engine and router are stopped."""
+        talk = [self._start(self._report()), self._start(self._reconcile())]
+        routers = [] if self.router is None else [self._start(self.router.run())]
+        engine = [self._start(self._run_engine())]
+        try:
+            yield
+        finally:
+            self.state.draining = True
+            await _stop(talk)
+            await self._leave_router()
+            await _stop(engine)
+            await _stop(routers)
+            for client in (self._trainer, self._engine_api, self._router_api):
+                await client.close()
+
+    def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a loop; if it ends with an error, so does the agent."""
+
+        async def guarded() -> None:
+            try:
+                await loop
+            except Exception as error:
+                if not isinstance(error, ServiceError):
+                    log.exception("a loop of the agent failed")
+                    error = ServiceError(f"internal error: {error!r}", remedy="see the log above")
+                self.fatal = self.fatal or error
+                self._end()
+
+        return asyncio.create_task(guarded())
+
+    async def _run_engine(self) -> None:
+        await self._follower.first()
+        follow = self._start(self._follower.run())
+        try:
+            await self.engine.run()
+        finally:
+            await _stop([follow])
+
+    async def _leave_router(self) -> None:
+        """Requests go to the other nodes from now on. The router may be ending too, so nobody waits long for it."""
+        try:
+            async with asyncio.timeout(3):
+                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.05)
+        except (ServiceError, TimeoutError) as error:
+            log.warning("the router was not told that this engine ends: %s", str(error) or "no answer")
+
+    # ------------------------------------------------------------ the engine
+
+    def _launch_engine(self) -> list[str]:
+        # A foreign process on the port would answer in the engine's place.
+        listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
+        self._started_with, path = self._follower.newest or (None, self._config.model.name)
+        return engine_command(self._config, self._topology, str(path), _version_name(self._started_with))
+
+    async def _engine_up(self) -> None:
+        await self._engine_api.confirm(_version_name(self._started_with))
+        self.state.engine_up(self._started_with)
+        log.info("the engine serves %s", self._started_with or "the base model")
+        self._follower.engine_up()
+        self._changed()
+
+    def _engine_down(self, reason: str) -> None:
+        self.state.engine_down(reason)
+        self._follower.engine_down()
+        self._changed()
+
+    # ------------------------------------------------------------ router and trainer
+
+    async def _reconcile(self) -> None:
+        while True:
+            self._wake_router.clear()
+            wanted, done = self.state.in_traffic, False
+            try:
+                done = await self._router_api.reconcile(self.url, wanted)
+            except ServiceError as error:
+                self._quiet.warn("router", f"the router does not answer: {error}")
+            if (done and wanted) != self._registered:
+                log.info("the router %s %s", "sends traffic to" if done and wanted else "does not list", self.url)
+            self._registered = done and wanted
+            await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
+
+    async def _report(self) -> None:
+        while True:
+            self._wake_report.clear()
+            try:
+                await self._trainer.report(self.report())
+            except ServiceError as error:
+                self._quiet.warn("report", f"the trainer was not told the state of this node: {error}")
+            await wait_event(self._wake_report, _HEARTBEAT_S)
+
+
+def _version_name(weights: WeightId | None) -> str:
+    return BASE_VERSION if weights is None else str(weights.version)
+
+
+async def _stop(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

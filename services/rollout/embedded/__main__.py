@@ -1,0 +1,68 @@
+"""`python -m services.rollout.embedded --model-path DIR`: a CPU engine that answers SGLang's HTTP API."""
+
+import argparse
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from common.config import fail
+from common.errors import ConfigError, NotReady
+from common.observe import setup_logging
+from services.rollout.embedded.app import make_app
+from services.rollout.embedded.engine import Engine
+from services.rollout.embedded.model import Model
+from services.server import serve
+
+_CRASHED = 70  # EX_SOFTWARE
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m services.rollout.embedded", description=__doc__)
+    parser.add_argument("--model-path", type=Path, required=True, help="local Hugging Face directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30001)
+    parser.add_argument("--weight-version", default="default", help="label of these weights in every answer")
+    parser.add_argument("--max-running-requests", type=_positive, default=256, help="completions decoded at once")
+    parser.add_argument("--max-context-tokens", type=_positive, default=2048, help="prompt plus completion")
+    parser.add_argument("--seed", type=int, default=0, help="of requests without sampling_seed")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _die() -> None:
+    """An engine without its thread serves nobody: its supervisor starts a new one."""
+    logging.shutdown()
+    os._exit(_CRASHED)
+
+
+def main() -> None:
+    """Serves until SIGTERM."""
+    arguments = parse()
+    log = setup_logging("rollout-engine")
+    torch.manual_seed(arguments.seed)
+    try:
+        model = Model(arguments.model_path, arguments.max_context_tokens)
+        engine = Engine(
+            model,
+            max_running=arguments.max_running_requests,
+            seed=arguments.seed,
+            weight_version=arguments.weight_version,
+            on_crash=_die,
+        )
+        log.info("loaded %s, weight version %s, %d threads", model.path, engine.weight_version, torch.get_num_threads())
+        shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        serve(make_app(engine, shown), arguments.host, arguments.port)
+    except (ConfigError, NotReady) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""New weights from safetensors files: everything is checked before anything is copied, so a bad update changes nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.errors import ServiceError
+
+
+class BadWeights(ServiceError):
+    """The directory does not hold weights of this model (400); the old ones stay."""
+
+    status = 400
+    code = "bad_weights"
+
+
+def load_into(module: Any, directory: Path) -> None:
+    """Copies the safetensors of `directory` into the model in place.
+
+    Raises BadWeights when a file is missing or damaged, a name is missing or unknown, a shape differs, or a number is
+    not finite; the model is then unchanged.
+    """
+    everything = module.state_dict()
+    wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in everything}
+    found = _read(directory)
+    if missing := sorted(wanted - found.keys()):
+        raise BadWeights(f"{len(missing)} tensors are missing", field="model_path", value=missing[0])
+    if unknown := sorted(found.keys() - everything.keys()):
+        raise BadWeights(f"{len(unknown)} tensors are not of this model", field="model_path", value=unknown[0])
+    for name, tensor in found.items():
+        if tensor.shape != everything[name].shape:
+            wrong, right = list(tensor.shape), list(everything[name].shape)
+            raise BadWeights(f"{name} has shape {wrong}, the model has {right}", field="model_path", value=directory)
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadWeights(f"{name} holds numbers that are not finite", field="model_path", value=directory)
+    for name in wanted:
+        everything[name].copy_(found[name])
+
+
+def _read(directory: Path) -> dict[str, Tensor]:
+    if not directory.is_dir():
+        raise BadWeights("no such directory", field="model_path", value=directory)
+    index = directory / "model.safetensors.index.json"
+    try:
+        names = {"model.safetensors"}
+        if index.is_file():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(names):
+            with safe_open(directory / Path(name).name, framework="pt") as file:
+                tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise BadWeights(f"the weights cannot be read: {error}", field="model_path", value=directory) from None
+    return tensors

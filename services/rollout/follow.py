@@ -1,0 +1,180 @@
+"""Follows the trainer's weights: poll, download, load into the engine, confirm; always the newest, skipping ones in between."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from common.clients import Unreachable
+from common.errors import ServiceError
+from common.observe import Metrics
+from common.schemas import WeightManifest
+from services.rollout.engine import EngineClient
+from services.rollout.process import Supervised
+from services.rollout.state import NodeState
+from services.rollout.weights import TrainerClient, WeightId, WeightsGone, WeightStore
+
+log = logging.getLogger(__name__)
+_POLL_S = 20.0
+_LOST_BEFORE_STALE = 3
+"""Downloads in a row that the connection or a newer version cut short, each after the trainer had just answered."""
+
+
+class WeightFollower:
+    """Brings the engine to the newest weights and records in `state` how that went.
+
+    Args:
+        state: of the node.
+        store: verified versions on disk.
+        trainer: where they come from.
+        api: of the engine.
+        engine: the process; restarted after repeated refusals.
+        load_timeout_s: for the engine to load one version.
+        changed: called when the state has changed.
+        metrics: get counts and seconds.
+    """
+
+    def __init__(
+        self,
+        state: NodeState,
+        store: WeightStore,
+        trainer: TrainerClient,
+        api: EngineClient,
+        engine: Supervised,
+        *,
+        load_timeout_s: float,
+        changed: Callable[[], None],
+        metrics: Metrics,
+    ) -> None:
+        self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
+        self._load_timeout_s, self._changed = load_timeout_s, changed
+        self.newest: tuple[WeightId, Path] | None = None
+        """Newest weights verified in the life of this process, and their directory: what an engine is started with."""
+        self._lost = 0
+        self._load: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._quiet = Quiet()
+        self._updates = metrics.counter("weight_updates_total", "Attempts to get to a new weight version", ["result"])
+        self._seconds = metrics.gauge("weight_update_seconds", "Seconds of the newest update by stage", ["stage"])
+
+    def engine_up(self) -> None:
+        """The engine answers: what it does not serve yet can be loaded."""
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """The engine is gone: a load into it is over."""
+        if self._load is not None:
+            self._load.cancel()
+
+    async def first(self) -> None:
+        """One attempt before the engine is started, so that it starts with the trainer's weights if there are any."""
+        if (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
+            await self._adopt(manifest)
+
+    async def run(self) -> None:
+        """Follows until cancelled."""
+        while True:
+            manifest = await self._ask(_POLL_S, _POLL_S + 10)
+            if manifest is None or WeightId.of(manifest) == self._state.serves:
+                await asyncio.sleep(0.2)
+                continue
+            await self._adopt(manifest)
+            if self._state.serves == self._state.wanted:
+                continue
+            self._wake.clear()
+            pause = max(0.2, self._state.backoff_s) if self._engine.up else 2.0
+            await wait_event(self._wake, pause)
+
+    async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
+        """The trainer's newest version; None when it has none or does not answer."""
+        try:
+            return await self._trainer.latest(self._state.serves, wait_s, deadline_s)
+        except Unreachable as error:
+            self._quiet.warn("unreachable", f"serving goes on without the trainer: {error}")
+        except ServiceError as error:
+            self._quiet.warn("refused", f"the trainer's answer cannot be used, serving goes on: {error}")
+        return None
+
+    async def _adopt(self, manifest: WeightManifest) -> None:
+        """One attempt to get to this version; afterwards the state says whether it worked."""
+        wanted = WeightId.of(manifest)
+        self._state.found(wanted)
+        self._state.update_began()
+        self._changed()
+        stage = "download"
+        try:
+            begin = time.monotonic()
+            path = await self._store.fetch(manifest, self._trainer)
+            self._seconds.labels(stage).set(time.monotonic() - begin)
+            self.newest, self._lost = (wanted, path), 0
+            stage = "load"
+            if not self._engine.up or not await self._load_into_engine(wanted, path):
+                self._state.update_stopped()  # the next engine starts with these weights
+            else:
+                self._state.update_done(wanted)
+                self._updates.labels("done").inc()
+                log.info("the engine serves weights %d of run %s", wanted.version, wanted.run_id)
+        except (httpx.HTTPError, WeightsGone) as error:
+            self._download_lost(wanted, error)
+        except (ServiceError, OSError) as error:
+            self._failed(wanted, stage, error)
+        finally:
+            self._changed()
+
+    async def _load_into_engine(self, wanted: WeightId, path: Path) -> bool:
+        """False when the engine ended meanwhile. Raises ServiceError when it refused."""
+        life = self._engine.starts
+        begin = time.monotonic()
+        self._load = asyncio.create_task(self._api.load(path, str(wanted.version), self._load_timeout_s))
+        try:
+            await asyncio.wait({self._load})
+            if self._load.cancelled() or not self._engine.up or self._engine.starts != life:
+                return False
+            self._load.result()
+        finally:
+            self._load.cancel()
+            self._load = None
+        self._seconds.labels("load").set(time.monotonic() - begin)
+        return True
+
+    def _download_lost(self, wanted: WeightId, error: Exception) -> None:
+        """The trainer may have ended, or gone on: asking it again tells. If it says the same, this node is stale."""
+        self._lost += 1
+        if self._lost >= _LOST_BEFORE_STALE:
+            self._failed(wanted, "download", error)
+        else:
+            self._state.update_stopped()
+            log.warning("download of weights %d was cut short: %s %s", wanted.version, type(error).__name__, error)
+
+    def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
+        reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
+        self._updates.labels("failed").inc()
+        self._state.update_failed(reason, engine_failed=stage == "load")
+        log.error("this node is stale and gets no traffic: %s", reason)
+        if self._state.must_restart:
+            self._engine.restart(f"restarted after {self._state.failed_loads} failed weight updates; {reason}")
+
+
+class Quiet:
+    """Warnings that repeat, logged once a minute."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+
+    def warn(self, topic: str, text: str) -> None:
+        """Logs `text` unless something of this topic was logged in the last minute."""
+        now = time.monotonic()
+        if now - self._said.get(topic, -60.0) >= 60:
+            self._said[topic] = now
+            log.warning("%s", text)
+
+
+async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for the event, at most `timeout_s` seconds."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

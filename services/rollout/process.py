@@ -1,0 +1,228 @@
+"""Child processes: one process group each, output to a log file and to stderr, ended with this process."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from common.errors import ServiceError
+
+log = logging.getLogger(__name__)
+_TAIL_BYTES = 4000
+_STOP_S = 10.0
+
+
+class ChildFailed(ServiceError):
+    """A child process did not become healthy, several times in a row."""
+
+    code = "child_failed"
+
+
+class Child:
+    """One running process group. Use `start`; its output is copied by a task until it ends."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log_file: Path) -> None:
+        self.name, self._process = name, process
+        self.pid = process.pid
+        self._tail = b""
+        self._log, self._log_failed = log_file.open("ab"), False
+        self._pump = asyncio.create_task(self._copy_output())
+
+    @classmethod
+    async def start(cls, name: str, command: list[str], env: Mapping[str, str], log_file: Path) -> Self:
+        """Starts `command` with `env` added to the environment; its output is appended to `log_file`."""
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), *command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+        return cls(name, process, log_file)
+
+    async def _copy_output(self) -> None:
+        assert self._process.stdout is not None
+        prefix, rest = f"{self.name} | ", b""
+        while chunk := await self._process.stdout.read(65536):
+            self._append(chunk)
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > 65536:
+                lines, rest = [*lines, rest], b""
+            if not lines:
+                continue
+            with contextlib.suppress(OSError):  # nobody reads our stderr any more; the log file has it all
+                print(*(prefix + line.decode("utf-8", "replace") for line in lines), sep="\n", file=sys.stderr, flush=True)
+
+    def _append(self, chunk: bytes) -> None:
+        """A full disk must not stop the reading: a child whose output nobody reads stands still."""
+        try:
+            self._log.write(chunk)
+            self._log.flush()
+        except OSError as error:
+            if not self._log_failed:
+                log.error("the output of %s is no longer written to its log file: %s", self.name, error)
+            self._log_failed = True
+
+    async def wait(self) -> int:
+        """Exit status of the command, 128 + n when signal n ended it.
+
+        asyncio's own `wait` may go on until the last grandchild has closed the output: the status is looked at instead.
+        """
+        while (status := self._process.returncode) is None:  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.05)
+        return status if status >= 0 else 128 - status
+
+    def tail(self) -> str:
+        """The last lines of the output."""
+        return self._tail.decode("utf-8", "replace")
+
+    async def end(self, grace_s: float) -> None:
+        """Ends the whole group: SIGTERM to the command, SIGKILL to all that is left after `grace_s` seconds."""
+        if grace_s > 0 and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, only zombies left
+            os.killpg(self.pid, signal.SIGKILL)
+        await self.wait()
+        with contextlib.suppress(TimeoutError):  # a process that left the group may still hold the pipe
+            await asyncio.wait_for(self._pump, 2)
+        with contextlib.suppress(OSError):
+            self._log.close()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the supervision of one child."""
+
+    probe_s: float = 1.0
+    hang_s: float = 30.0
+    """A child that was healthy and then is not for this long is killed and started again."""
+    startup_s: float = 60.0
+    """A child that is not healthy this long after its start is killed and started again."""
+    stable_s: float = 60.0
+    """After this long in health a crash counts as the first again."""
+    max_backoff_s: float = 30.0
+    first_backoff_s: float = 0.5
+    max_failed_starts: int = 5
+    """So many starts in a row without ever becoming healthy are fatal."""
+
+
+class Supervised:
+    """A child that is kept alive: started, probed, killed when it hangs, started again with growing pauses.
+
+    Args:
+        name: of the child, in logs.
+        launch: called before every start; returns the command.
+        probe: asks the child whether it is healthy: None, or why not.
+        env: added to the environment.
+        log_file: gets the output.
+        timing: how patient to be.
+        on_up: called when the child has become healthy; an error it raises counts as a failed start.
+        on_down: called with the reason when the child has ended or was killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[[], list[str]],
+        probe: Callable[[], Awaitable[str | None]],
+        *,
+        env: Mapping[str, str],
+        log_file: Path,
+        timing: Timing,
+        on_up: Callable[[], Awaitable[None]],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self.name, self._launch, self._probe = name, launch, probe
+        self._env, self._log_file, self._timing = env, log_file, timing
+        self._on_up, self._on_down = on_up, on_down
+        self.up = False
+        self.starts = 0
+        self.pid: int | None = None
+        self._crashes = self._failed_starts = 0
+        self._restart_reason: str | None = None
+
+    def restart(self, reason: str) -> None:
+        """Has the child killed and started again."""
+        self._restart_reason = reason
+
+    async def run(self) -> None:
+        """Keeps the child alive until cancelled; then it gets SIGTERM, and SIGKILL after 10 seconds.
+
+        Raises ChildFailed, with the end of its output, when it does not become healthy several times in a row.
+        """
+        while True:
+            tail, reason = await self._live()
+            log.error("%s: %s", self.name, reason)
+            if self._failed_starts >= self._timing.max_failed_starts:
+                raise ChildFailed(
+                    f"{self.name} failed to start {self._failed_starts} times in a row, at last: {reason}\n"
+                    f"the end of its output:\n{tail}",
+                    remedy=f"all of it is in {self._log_file}",
+                )
+            pause = min(self._timing.max_backoff_s, self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1))
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> tuple[str, str]:
+        """One life of the child: the end of its output and why it ended."""
+        self._restart_reason = None
+        self.starts += 1
+        self._failed_starts += 1  # until it is healthy
+        grace_s, tail, started = 0.0, "", time.monotonic()
+        child: Child | None = None
+        try:
+            command = self._launch()
+            log.info("starting %s: %s", self.name, " ".join(command))
+            child = await Child.start(self.name, command, self._env, self._log_file)
+            self.pid = child.pid
+            reason = await self._watch(child)
+        except asyncio.CancelledError:
+            grace_s = _STOP_S
+            raise
+        except (ServiceError, OSError) as error:
+            reason = str(error)
+        finally:
+            was_up, self.up, self.pid = self.up, False, None
+            if child is not None:
+                await child.end(grace_s)
+                tail = child.tail()
+        stable = was_up and time.monotonic() - started > self._timing.stable_s
+        self._crashes = 1 if stable else self._crashes + 1
+        self._on_down(reason)
+        return tail, reason
+
+    async def _watch(self, child: Child) -> str:
+        """Returns why the child has to be replaced."""
+        ended = asyncio.create_task(child.wait())
+        started = healthy_at = time.monotonic()
+        try:
+            while True:
+                await asyncio.wait({ended}, timeout=self._timing.probe_s if self.up else min(0.1, self._timing.probe_s))
+                if ended.done():
+                    return f"the process ended with status {ended.result()}"
+                if self._restart_reason is not None:
+                    return self._restart_reason
+                problem, now = await self._probe(), time.monotonic()
+                if problem is None:
+                    healthy_at = now
+                    if not self.up and not ended.done():
+                        await self._on_up()
+                        self.up, self._failed_starts = True, 0
+                elif self.up and now - healthy_at > self._timing.hang_s:
+                    return f"not healthy for {now - healthy_at:.0f} s, killed: {problem}"
+                elif not self.up and now - started > self._timing.startup_s:
+                    return f"not healthy {now - started:.0f} s after its start, killed: {problem}"
+        finally:
+            ended.cancel()

@@ -1,0 +1,202 @@
+"""Weight versions on this node: pulled from the trainer over HTTP, verified, kept on disk as model directories.
+
+A directory `v000012` exists only when every file of the version is in it with the right size and SHA-256: it is filled
+under another name, synced to disk, and renamed last. Files that did not change are hard links to the previous version.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from common.clients import Client
+from common.errors import ServiceError, shorten
+from common.schemas import WeightFile, WeightManifest, WorkerReport
+
+log = logging.getLogger(__name__)
+_MANIFEST = ".manifest.json"
+"""Beside the files of a version; a `WeightFile` cannot have this name."""
+_KEEP = 2
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class WeightId:
+    """Which weights: a version number alone does not tell two runs apart."""
+
+    run_id: str
+    version: int
+
+    @classmethod
+    def of(cls, manifest: WeightManifest) -> "WeightId":
+        return cls(manifest.run_id, manifest.version)
+
+
+class BadWeights(ServiceError):
+    """The files of a version are not what its manifest says."""
+
+    status = 502
+    code = "bad_weights"
+
+
+class WeightsGone(ServiceError):
+    """The trainer has this version no more (404 or 410): there is a newer one."""
+
+    status = 404
+    code = "weights_gone"
+
+
+class TrainerClient(Client):
+    """The trainer as rollout nodes see it."""
+
+    async def latest(self, held: WeightId | None, wait_s: float, deadline_s: float) -> WeightManifest | None:
+        """The newest version, as soon as it is not `held`, at the latest after `wait_s` seconds; None before the first.
+
+        Raises Unreachable when the trainer does not answer within `deadline_s` seconds.
+        """
+        parameters: dict[str, str | float] = {"wait_s": wait_s}
+        if held is not None:
+            parameters |= {"after_run": held.run_id, "after_version": held.version}
+        try:
+            return await self.json("GET", "/weights/latest", WeightManifest, params=parameters, deadline_s=deadline_s)
+        except ServiceError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def report(self, report: WorkerReport) -> None:
+        """Tells the trainer what this node serves."""
+        await self.request("POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5)
+
+    async def download(self, version: int, file: WeightFile, target: Path) -> None:
+        """Writes one file to `target`, which must not exist yet, synced to disk.
+
+        Raises BadWeights when size or checksum is wrong, WeightsGone when the trainer removed it, and
+        httpx.TransportError when the connection fails.
+        """
+        timeout = httpx.Timeout(30, connect=10, pool=None)
+        digest, size = hashlib.sha256(), 0
+        async with self.http.stream("GET", f"/weights/{version}/files/{file.name}", timeout=timeout) as response:
+            if response.status_code in (404, 410):
+                raise WeightsGone("the trainer has this file no more", field="name", value=f"{version}/{file.name}")
+            if not response.is_success:
+                raise BadWeights(f"HTTP {response.status_code} for a weight file", field="name", value=f"{version}/{file.name}")
+            with target.open("xb") as stream:  # "x": never write into what may be a link to another version's file
+                async for chunk in response.aiter_bytes(1 << 20):
+                    size += len(chunk)
+                    if size > file.size:
+                        break
+                    digest.update(chunk)
+                    stream.write(chunk)
+                stream.flush()
+                await asyncio.to_thread(os.fsync, stream.fileno())
+        if size != file.size:
+            raise BadWeights(
+                f"{file.name} has {size} bytes or more, the manifest says {file.size}", field=file.name, value=size
+            )
+        if digest.hexdigest() != file.sha256:
+            raise BadWeights("the checksum does not match the manifest", field=file.name, value=digest.hexdigest())
+
+
+class WeightStore:
+    """The verified weight versions on the disk of this node.
+
+    Args:
+        directory: holds one directory per version.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self.directory.glob("*.partial"):
+            shutil.rmtree(leftover)
+        self._stored = self._scan()
+
+    def _scan(self) -> list[tuple[WeightManifest, Path]]:
+        """Complete versions, the one stored last at the end."""
+        stored: list[tuple[float, WeightManifest, Path]] = []
+        for path in self.directory.glob(f"v*/{_MANIFEST}"):
+            try:
+                manifest = WeightManifest.model_validate_json(path.read_bytes())
+                complete = all((path.parent / file.name).stat().st_size == file.size for file in manifest.files)
+            except (OSError, ValidationError) as error:
+                log.warning("%s is not used: %s", path.parent, shorten(str(error)))
+                continue
+            if complete:
+                stored.append((path.stat().st_mtime, manifest, path.parent))
+        return [(manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])]
+
+    async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
+        """The directory of this version, downloaded unless it is there.
+
+        Raises BadWeights, WeightsGone, httpx.TransportError (after a few attempts) or OSError; then nothing has changed.
+        """
+        for known, path in self._stored:
+            if known == manifest and path.is_dir():
+                return path
+        target = self.directory / f"v{manifest.version:06d}"
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            for file in manifest.files:
+                if not self._link(file, partial / file.name):
+                    await _download(trainer, manifest.version, file, partial / file.name)
+            (partial / _MANIFEST).write_text(manifest.model_dump_json())
+            _sync(partial / _MANIFEST, partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._forget(target)  # of another run, or of other content
+        partial.rename(target)
+        _sync(self.directory)
+        self._stored.append((manifest, target))
+        for _, old in self._stored[:-_KEEP]:
+            self._forget(old)
+        return target
+
+    def _link(self, file: WeightFile, target: Path) -> bool:
+        """Makes `target` a hard link to the same file of another version, if there is one."""
+        for manifest, path in reversed(self._stored):
+            for known in manifest.files:
+                if (known.sha256, known.size) == (file.sha256, file.size):
+                    with contextlib.suppress(OSError):  # no hard links here, or too many: download it
+                        target.hardlink_to(path / known.name)
+                        return True
+        return False
+
+    def _forget(self, path: Path) -> None:
+        self._stored = [entry for entry in self._stored if entry[1] != path]
+        if path.exists():
+            shutil.rmtree(path)
+
+
+async def _download(trainer: TrainerClient, version: int, file: WeightFile, target: Path) -> None:
+    """Downloads one file; a failure of the connection or of the content is tried again a few times."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            await trainer.download(version, file, target)
+            return
+        except (httpx.TransportError, BadWeights) as error:
+            if attempt == _ATTEMPTS:
+                raise
+            log.warning("download of %s of weights %d failed, trying again: %s", file.name, version, error)
+            await asyncio.to_thread(target.unlink, missing_ok=True)
+            await asyncio.sleep(0.1 * 2**attempt)
+
+
+def _sync(*paths: Path) -> None:
+    """Makes files, or the entries of directories, durable."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,132 @@
+"""Pause, abort, weights and information, asked of the engine itself."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+PROMPT = [20, 21, 22, 23]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+@pytest.fixture(autouse=True)
+def _continued(worker: httpx.Client) -> Iterator[None]:
+    yield
+    worker.post("/abort_request", json={"abort_all": True})
+    worker.post("/continue_generation", json={})
+
+
+def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str) -> "Future[Any]":
+    """A request of 240 tokens that has begun."""
+    body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
+    body["sampling_params"] = {"max_new_tokens": 240, "ignore_eos": True}
+    future = pool.submit(lambda: worker.post("/generate", json=body).json())
+    limit = time.monotonic() + 60
+    while worker.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
+        assert time.monotonic() < limit, "the request does not start"
+        assert not future.done(), "the request was over too soon"
+    return future
+
+
+def version(worker: httpx.Client) -> str:
+    return str(worker.get("/model_info").json()["weight_version"])
+
+
+def test_contract_pause_abort_answers_with_what_there_is(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    running = long_request(worker, pool, "pause-abort")
+    assert worker.post("/pause_generation", json={}).status_code == 200
+    answer = running.result(60)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answer["output_ids"]) < 240
+    assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
+
+
+def test_contract_paused_is_not_ready_and_new_requests_wait(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    worker.post("/pause_generation", json={"mode": "abort"})
+    assert worker.get("/ready").status_code == 503
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    waiting = pool.submit(lambda: worker.post("/generate", json=body).json())
+    time.sleep(0.3)
+    assert not waiting.done()
+    assert worker.post("/continue_generation", json={}).status_code == 200
+    assert len(waiting.result(60)["output_ids"]) == 2
+    assert worker.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize(("mode", "flushes"), [("retract", True), ("in_place", False)])
+def test_contract_an_update_in_a_pause_shows_in_the_spans(
+    worker: httpx.Client, pool: ThreadPoolExecutor, model_dir: Path, mode: str, flushes: bool
+) -> None:
+    before = version(worker)
+    running = long_request(worker, pool, f"update-{mode}")
+    worker.post("/pause_generation", json={"mode": mode})
+    assert (worker.post("/flush_cache").status_code == 200) is flushes
+    path = worker.get("/model_info").json()["model_path"]
+    after = str(int(before) + 1) if before.isdigit() else "1"
+    update = {"model_path": path, "weight_version": after, "flush_cache": flushes}
+    response = worker.post("/update_weights_from_disk", json=update)
+    assert response.status_code == 200, response.text
+    assert response.json()["success"] is True
+    worker.post("/continue_generation", json={})
+    meta = running.result(60)["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == [before, after]
+    first, second = meta["weight_versions"]
+    assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 240
+    assert meta["num_retractions"] == (1 if mode == "retract" else 0)
+    assert meta["weight_version"] == after == version(worker)
+
+
+def test_contract_abort_by_rid(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    running = long_request(worker, pool, "victim")
+    assert worker.post("/abort_request", json={"rid": "victim"}).status_code == 200
+    answer = running.result(60)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert answer["meta_info"]["id"] == "victim"
+
+
+def test_contract_an_update_waits_for_running_requests(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    before = version(worker)
+    running = long_request(worker, pool, "writer-lock")
+    path = worker.get("/model_info").json()["model_path"]
+    response = worker.post("/update_weights_from_disk", json={"model_path": path, "weight_version": "91"})
+    assert response.status_code == 200
+    assert running.result(60)["meta_info"]["weight_versions"] == [{"version": before, "start": 0, "end": 240}]
+    assert version(worker) == "91"
+
+
+def test_contract_a_bad_path_is_400_and_changes_nothing(worker: httpx.Client, tmp_path: Path) -> None:
+    before = version(worker)
+    response = worker.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "666"})
+    assert response.status_code == 400
+    assert response.json()["success"] is False
+    assert response.json()["message"]
+    assert version(worker) == before
+
+
+def test_contract_the_version_can_be_renamed(worker: httpx.Client) -> None:
+    response = worker.post("/update_weight_version", json={"new_version": "92"})
+    assert response.json()["success"] is True
+    assert response.json()["new_version"] == "92"
+    assert version(worker) == "92"
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"]
+)
+def test_contract_information(worker: httpx.Client, path: str) -> None:
+    assert worker.get(path).status_code == 200
+    assert worker.get(path).json()
+
+
+def test_contract_a_control_call_without_a_body_is_400(worker: httpx.Client) -> None:
+    assert worker.post("/pause_generation").status_code == 400
+    assert worker.post("/continue_generation").status_code == 400

@@ -1,0 +1,144 @@
+"""What every rollout endpoint answers, whether the embedded engine, the router in front of it, or a real SGLang."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from common.clients import completion_from_answer
+
+PROMPT = [20, 21, 22, 23, 24, 25]
+LONG = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+def generate(client: httpx.Client, **body: Any) -> Any:
+    response = client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_contract_one_prompt_gives_an_object_with_tokens_logprobs_and_version(target: httpx.Client) -> None:
+    answer = generate(target, input_ids=PROMPT, sampling_params=LONG, return_logprob=True)
+    meta = answer["meta_info"]
+    assert len(answer["output_ids"]) == meta["completion_tokens"] == 12
+    assert meta["prompt_tokens"] == len(PROMPT)
+    assert meta["finish_reason"] == {"type": "length", "length": 12}
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(logprob <= 0 for logprob, *_ in meta["output_token_logprobs"])
+    assert isinstance(meta["weight_version"], str)
+    assert meta["weight_versions"] == [{"version": meta["weight_version"], "start": 0, "end": 12}]
+    assert meta["num_retractions"] == 0
+    assert isinstance(meta["id"], str)
+    assert isinstance(answer["text"], str)
+
+
+def test_contract_n_gives_a_list_of_different_completions_the_client_reads(target: httpx.Client) -> None:
+    found = generate(target, input_ids=PROMPT, sampling_params=LONG | {"n": 4}, return_logprob=True)
+    assert len(found) == 4
+    assert len({tuple(answer["output_ids"]) for answer in found}) > 1
+    assert len({answer["meta_info"]["id"] for answer in found}) == 4
+    for answer in found:
+        if answer["meta_info"]["weight_version"].isdigit():
+            completion = completion_from_answer(answer)
+            assert list(completion.token_ids) == answer["output_ids"]
+
+
+def test_contract_a_batch_is_flat_and_grouped_by_prompt(target: httpx.Client) -> None:
+    prompts = [PROMPT, PROMPT[:3]]
+    found = generate(target, input_ids=prompts, sampling_params={"max_new_tokens": 2, "n": 2, "ignore_eos": True})
+    assert [answer["meta_info"]["prompt_tokens"] for answer in found] == [6, 6, 3, 3]
+
+
+def test_contract_a_batch_of_one_is_a_list(target: httpx.Client) -> None:
+    assert len(generate(target, input_ids=[PROMPT], sampling_params={"max_new_tokens": 1})) == 1
+
+
+def test_contract_greedy_repeats(target: httpx.Client) -> None:
+    greedy = LONG | {"temperature": 0}
+    first, second = (generate(target, input_ids=PROMPT, sampling_params=greedy) for _ in range(2))
+    assert first["output_ids"] == second["output_ids"]
+
+
+def test_contract_the_stop_token_is_in_the_ids_and_not_in_the_text(target: httpx.Client) -> None:
+    greedy = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    free = generate(target, input_ids=PROMPT, sampling_params=greedy)["output_ids"]
+    stop = free[4]
+    sampling = {"max_new_tokens": 12, "temperature": 0, "stop_token_ids": [stop]}
+    stopped = generate(target, input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+    end = stopped["output_ids"].index(stop) + 1
+    assert stopped["output_ids"] == free[:end]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert len(stopped["meta_info"]["output_token_logprobs"]) == end
+    kept = generate(target, input_ids=PROMPT, sampling_params=sampling | {"no_stop_trim": True, "skip_special_tokens": False})
+    assert len(kept["text"]) > len(stopped["text"])
+
+
+def test_contract_text_in_and_out(target: httpx.Client) -> None:
+    answer = generate(target, text="Tom has 3 apples", sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    assert answer["meta_info"]["prompt_tokens"] > 1
+    assert len(answer["output_ids"]) == 3
+
+
+def test_contract_prompt_logprobs(target: httpx.Client) -> None:
+    sampling = {"max_new_tokens": 1, "temperature": 0}
+    answer = generate(target, input_ids=PROMPT, sampling_params=sampling, return_logprob=True, logprob_start_len=0)
+    scored = answer["meta_info"]["input_token_logprobs"]
+    assert [token for _, token, _ in scored] == PROMPT
+    assert scored[0][0] is None
+    assert all(logprob <= 0 for logprob, *_ in scored[1:])
+
+
+def test_contract_streaming_is_cumulative_and_ends_with_done(target: httpx.Client) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "stream": True}
+    with target.stream("POST", "/generate", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    counts = [event["meta_info"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_contract_too_long_prompts_and_bad_ids_are_400(target: httpx.Client) -> None:
+    for ids in ([5] * 100_000, [10**7]):
+        response = target.post("/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 1}})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"]
+
+
+def test_contract_an_unknown_sampling_parameter_is_400(worker: httpx.Client) -> None:
+    response = worker.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"temprature": 1}})
+    assert response.status_code == 400
+    assert "unknown field" in response.json()["error"]["message"]
+
+
+def test_contract_unknown_top_level_keys_are_ignored(worker: httpx.Client) -> None:
+    answer = generate(worker, input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, model=None, some_new_flag=3)
+    assert answer["meta_info"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_contract_openai_calls(target: httpx.Client, path: str) -> None:
+    model = target.get("/v1/models").json()["data"][0]["id"]
+    prompt: dict[str, Any] = (
+        {"prompt": "Tom has"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    response = target.post(path, json={"model": model, **prompt, "n": 2, "max_tokens": 3, "temperature": 0.5})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
+    assert answer["usage"]["completion_tokens"] <= 6
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    assert isinstance(answer["metadata"]["weight_version"], str)
+
+
+def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
+    outputs = [
+        httpx.post(f"{url}/generate", json=body, trust_env=False).json()["output_ids"] for url in (engine_url, router_url)
+    ]
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,100 @@
+"""Wrong YAML and wrong options: status 2, and a message that names field, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from jobgroup import local, spec
+
+GOOD = "name: small\nexecution: parallel\nprimary_tasks: [main]\n---\nname: main\nrun: echo ran > ran\n"
+
+
+def _load(folder: Path, text: str) -> spec.JobGroup:
+    (folder / "group.yaml").write_text(text)
+    return spec.load(folder / "group.yaml", {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field", "words"),
+    [
+        ("execution: parallel\n", "", "execution", "one after the other"),
+        ("execution: parallel", "execution: serial", "header.execution", "parallel"),
+        ("name: small", "name: Small_Group", "header.name", "pattern"),
+        ("name: small\n", "name: small\ntermination_dely: 3s\n", "header.termination_dely", "known here: name"),
+        ("name: small\n", "name: small\ntermination_delay: soon\n", "termination_delay", "10s"),
+        ("name: small\n", "name: small\ntermination_delay: {mian: 1s}\n", "termination_delay", "the tasks are main"),
+        ("[main]", "[mian]", "primary_tasks", "the tasks are main"),
+        ("run: echo", "rum: echo", "main.rum", "known here"),
+        ("run: echo ran > ran\n", "setup: x\n", "main.run", "required"),
+        ("name: main\n", "name: main\nname: main\n", "line 6", "twice"),
+        ("name: main\n", "name: main\nnum_nodes: 0\n", "main.num_nodes", "greater"),
+        ("name: main\n", "name: main\nnum_nodes: many\n", "main.num_nodes", "integer"),
+        ("name: main\n", "name: main\nworkdir: nowhere\n", "main.workdir", "does not exist"),
+        ("name: main\n", "name: main\nenvs: {A: }\n", "main.envs", "--env A="),
+        ("name: main\n", "name: main\nenvs: {A-B: 1}\n", "main.envs", "no name of a variable"),
+        ("name: main\n", "name: main\nsecrets: {NOT_SET_ANYWHERE: }\n", "main.envs", "--secret"),
+        ("name: main\n", "name: main\nresources: {accelerators: 'H100:x'}\n", "main.accelerators", "H100:1"),
+        ("name: main\n", "name: main\nresources: {job_recovery: {max_restarts_on_errors: -1}}\n", "main.job_recovery", "whole"),
+        ("---\nname: main", "---\nname: main\nrun: x\n---\nname: main", "name", "same name"),
+        ("---\n", "---\n- list\n---\n", "YAML", "mapping"),
+        ("name: main\n", "name: [main\n", "YAML", "cannot be read"),
+    ],
+)
+def test_a_wrong_yaml_is_refused_by_name(tmp_path: Path, old: str, new: str, field: str, words: str) -> None:
+    assert _load(tmp_path, GOOD).tasks[0].run == "echo ran > ran"
+    assert old in GOOD
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path, GOOD.replace(old, new, 1))
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "mian"], ["--only", "mian", "the tasks are main"]),
+        (["--only", ""], ["--only", "the tasks are main"]),
+        (["--follow", "mian"], ["--follow", "mian", "the tasks are main"]),
+        (["--num-nodes", "mian=2"], ["--num-nodes", "mian", "the tasks are main"]),
+        (["--num-nodes", "main=0"], ["--num-nodes", "main=0", "TASK=N"]),
+        (["--num-nodes", "main"], ["--num-nodes", "TASK=N"]),
+        (["--env", "=3"], ["--env", "no name of a variable"]),
+        (["--env", "NOT_SET_ANYWHERE"], ["--env", "NOT_SET_ANYWHERE=VALUE"]),
+        (["--secret", "1A=3"], ["--secret", "1A"]),
+        (["--grace", "never"], ["--grace", "never", "10s"]),
+        (["--log-dir", "group.yaml/logs"], ["--log-dir", "group.yaml/logs"]),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "group.yaml").write_text(GOOD)
+    with pytest.raises(SystemExit) as caught:
+        local.main(["group.yaml", *arguments])
+    assert caught.value.code == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert all(word in error for word in words), error
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_is_no_job_group_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "task.yaml").write_text("name: task\nrun: echo\n")
+    for path in (tmp_path / "task.yaml", tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(SystemExit) as caught:
+            local.main([str(path)])
+        assert caught.value.code == 2
+        assert str(path) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("10s", 10), ("1m", 60), ("1.5m", 90), ("2h", 7200), (7, 7), ("7", 7), ("0s", 0), ("1d", 86400)]
+)
+def test_durations_are_read_as_skypilot_reads_them(text: str | int, expected: float) -> None:
+    assert spec.seconds(text, "termination_delay") == expected

@@ -1,0 +1,239 @@
+"""The local runner as SkyPilot would decide: environments, results, restarts, delays, output."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.topology import parse_hosts
+from jobgroup.launcher import why_no_hosts_file
+
+if TYPE_CHECKING:
+    from tests.jobgroup.conftest import LocalRun
+
+HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
+
+
+def test_every_node_gets_the_environment_of_its_pod(local: "LocalRun") -> None:
+    show = 'printf "%s|" "$SKYPILOT_JOBGROUP_NAME" "$SKYPILOT_NODE_RANK" "$SKYPILOT_NUM_NODES" $SKYPILOT_NODE_IPS "$A" "$B"'
+    more = '; echo "$SKYPILOT_NUM_GPUS_PER_NODE|$SKYPILOT_TASK_ID|$OMP_WAIT_POLICY|$JOBGROUP_HOSTS"'
+    task = f"num_nodes: 2\nenvs: {{A: x, B: literal $HOME}}\nrun: '{show}{more}'\n"
+    status, _, _ = local.run(
+        f"{HEADER}---\nname: main\n{task}---\nname: other\n{task}", "--env", "A=y=z", "--num-nodes", "other=3"
+    )
+    assert status == 0
+    addresses = set()
+    for name, count in (("main", 2), ("other", 3)):
+        for rank in range(count):
+            fields = local.log(f"{name}-{rank}").strip().split("|")
+            assert fields[:3] == ["small", str(rank), str(count)]
+            ips, rest = fields[3 : 3 + count], fields[3 + count :]
+            assert rest[:3] == ["y=z", "literal $HOME", "0"]
+            assert rest[3].endswith(f"_small_{name}")
+            assert rest[4] == "passive"
+            hosts = parse_hosts(rest[5])
+            assert len(hosts) == 5
+            assert hosts[f"{name}-{rank}.small"].address == ips[rank]
+            addresses.add(ips[rank])
+    assert len(addresses) == 5
+    assert all(address.startswith("127.") for address in addresses)
+
+
+def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "LocalRun") -> None:
+    auxiliary = (
+        "trap 'echo told; exit 0' TERM; touch $FOLDER/{0}; while true; do date +%s.%N > $FOLDER/{0}-alive; sleep 0.05; done"
+    )
+    status, out, _ = local.run(
+        HEADER
+        + "termination_delay: {default: 1s, quick: 0s}\n"
+        + f'---\nname: slow\nrun: "{auxiliary.format("slow")}"\n---\nname: quick\nrun: "{auxiliary.format("quick")}"\n'
+        + "---\nname: main\nrun: until [ -e $FOLDER/slow -a -e $FOLDER/quick ]; do sleep 0.02; done; echo trained\n"
+    )
+    assert status == 0
+    assert "told" in local.log("slow-0")
+    assert "told" in local.log("quick-0")
+    lived = {name: float((local.folder / f"{name}-alive").read_text()) for name in ("slow", "quick")}
+    assert lived["slow"] - lived["quick"] > 0.5  # the clock of the nodes themselves
+    assert [line.split()[2] for line in out.splitlines()[-3:]] == ["CANCELLED", "CANCELLED", "SUCCEEDED"]
+    assert local.marked() == []
+
+
+def test_a_failed_primary_ends_the_auxiliaries_at_once_with_its_status(local: "LocalRun") -> None:
+    status, out, _ = local.run(
+        HEADER + "termination_delay: 10m\n---\nname: other\nrun: sleep 600\n---\nname: main\nrun: echo broken; exit 7\n"
+    )
+    assert status == 7
+    assert "main-0 ended with status 7: main FAILED after 0 restarts" in out
+    assert local.marked() == []
+
+
+def test_a_failed_task_is_restarted_whole_at_the_same_addresses(local: "LocalRun") -> None:
+    script = (
+        'echo "start $SKYPILOT_NODE_IPS" | tr "\\n" " "; n=$(ls $FOLDER | grep -c once-$SKYPILOT_NODE_RANK); '
+        "touch $FOLDER/once-$SKYPILOT_NODE_RANK-$n; "
+        'if [ $SKYPILOT_NODE_RANK = 1 -a $n -lt 2 ]; then echo "failure $n"; exit 5; fi; [ $n -ge 2 ] || sleep 600'
+    )
+    task = "num_nodes: 2\nresources: {job_recovery: {max_restarts_on_errors: 2}}"
+    status, out, _ = local.run(f"{HEADER}---\nname: main\n{task}\nrun: |\n  {script}\n")
+    assert status == 0, out
+    assert "restart 1 of main" in out
+    assert "restart 2 of main" in out
+    for rank in (0, 1):
+        starts = [line for line in local.log(f"main-{rank}").replace("start", "\nstart").splitlines() if "start" in line]
+        assert len(starts) == 3  # node 0 too, though only node 1 failed
+        assert len({line.split("failure")[0].strip() for line in starts}) == 1
+
+
+def test_an_auxiliary_beyond_its_restarts_fails_alone(local: "LocalRun") -> None:
+    status, out, _ = local.run(
+        HEADER
+        + "---\nname: flaky\nresources: {job_recovery: {max_restarts_on_errors: 1}}\n"
+        + "run: echo again >> $FOLDER/tries; echo its last words; exit 4\n"
+        + "---\nname: fine\nrun: echo nothing to do\n"
+        + '---\nname: main\nrun: until [ "$(grep -c again $FOLDER/tries)" = 2 ]; do sleep 0.02; done; sleep 0.2\n',
+        "--quiet",
+    )
+    assert status == 0, out
+    assert "flaky FAILED after 1 restarts" in out
+    assert "    its last words" in out
+    assert {line.split()[0]: line.split()[2:4] for line in out.splitlines()[-3:]} == {
+        "flaky": ["FAILED", "1"],
+        "fine": ["SUCCEEDED", "0"],
+        "main": ["SUCCEEDED", "0"],
+    }
+
+
+def test_fail_fast_ends_the_group_with_the_status_of_the_auxiliary(local: "LocalRun") -> None:
+    status, _, _ = local.run(HEADER + "---\nname: other\nrun: exit 4\n---\nname: main\nrun: sleep 600\n", "--fail-fast")
+    assert status == 4
+    assert local.marked() == []
+
+
+def test_without_primary_tasks_all_are_primary(local: "LocalRun") -> None:
+    text = "name: small\nexecution: parallel\n---\nname: one\nrun: exit 3\n---\nname: two\nrun: sleep 0.3; echo whole\n"
+    status, _, _ = local.run(text)
+    assert status == 3
+    assert "whole" in local.log("two-0")  # as SkyPilot: the other primaries run to their end
+
+
+def test_only_runs_some_tasks_and_still_names_all(local: "LocalRun") -> None:
+    status, out, _ = local.run(
+        HEADER + "---\nname: helper\nrun: echo $JOBGROUP_HOSTS; echo $ONE\n---\nname: main\nrun: sleep 600\n",
+        *("--only", "helper", "--env", "ONE=1"),
+    )
+    assert status == 0, out
+    assert "main-0.small=" in local.log("helper-0")
+    assert not (local.logs / "main-0.log").exists()
+
+
+def test_two_runs_side_by_side_have_addresses_of_their_own(make_run: "Callable[[str], LocalRun]") -> None:
+    server = (
+        "python3 -c \"import os,socket,time; s=socket.create_server((os.environ['SKYPILOT_NODE_IPS'], 8000)); "
+        "print('listening', s.getsockname()[0], flush=True); time.sleep(600)\""
+    )
+    text = f"{HEADER}---\nname: main\nrun: |\n  {server}\n"
+    runs = [make_run("a"), make_run("b")]
+    for run in runs:
+        run.start(text)
+    for run in runs:
+        run.wait_for(lambda run=run: "listening" in run.log("main-0"))  # type: ignore[misc]
+    assert runs[0].log("main-0") != runs[1].log("main-0")
+    for run in runs:
+        assert run.process is not None
+        run.process.terminate()
+        assert run.finish()[0] == 143
+
+
+def test_the_merged_stream_has_prefixes_and_no_colours_outside_a_terminal(local: "LocalRun") -> None:
+    _, out, _ = local.run(
+        f"{HEADER}---\nname: longer-name\nrun: printf 'a\\rb\\n'; touch $FOLDER/said; sleep 600\n"
+        "---\nname: main\nrun: until [ -e $FOLDER/said ]; do sleep 0.02; done; printf 'one\\ntwo\\nno end'\n"
+    )
+    lines = [line for line in out.splitlines() if line.startswith(("main-0", "longer-name-0"))]
+    assert sorted(lines, key=lambda line: line[0]) == [
+        "longer-name-0 | b",  # as a terminal would show it
+        "main-0        | one",
+        "main-0        | two",
+        "main-0        | no end",
+    ]
+    assert "\x1b" not in out
+    assert local.log("main-0") == "one\ntwo\nno end"
+    assert (local.logs / "longer-name-0.log").read_bytes() == b"a\rb\n"
+
+
+def test_follow_relays_bytes_as_they_are(local: "LocalRun") -> None:
+    _, out, err = local.run(
+        HEADER
+        + "---\nname: noisy\nrun: echo not on the screen; touch $FOLDER/said; sleep 600\n"
+        + "---\nname: main\nrun: until [ -e $FOLDER/said ]; do sleep 0.02; done; "
+        + "printf '10%%\\r20%%\\r'; test -t 1 || echo pipe\n",
+        *("--follow", "main"),
+    )
+    assert out == "10%\r20%\rpipe\n"
+    assert "not on the screen" in local.log("noisy-0")
+    assert "SUCCEEDED" in err
+
+
+def test_follow_gives_a_terminal_of_the_same_size_when_there_is_one(local: "LocalRun") -> None:
+    ours, theirs = pty.openpty()
+    subprocess.run(["stty", "rows", "33", "cols", "101"], stdin=theirs, check=True)
+    show = "python3 -c 'import os, sys; print(os.get_terminal_size(), sys.stderr.isatty())'"
+    process = local.start(f"{HEADER}---\nname: main\nrun: |\n  {show}\n", "--follow", "main", stdout=theirs)
+    os.close(theirs)
+    process.wait(timeout=60)
+    assert b"os.terminal_size(columns=101, lines=33) True" in os.read(ours, 4096)
+    os.close(ours)
+    assert local.log("main-0") == "os.terminal_size(columns=101, lines=33) True\n"  # no carriage returns of the terminal
+
+
+def test_setup_runs_only_when_asked_for_and_its_failure_is_told(local: "LocalRun") -> None:
+    text = f"{HEADER}---\nname: main\nsetup: echo preparing; exit 6\nrun: echo ran\n"
+    status, out, _ = local.run(text)
+    assert status == 0
+    assert "setup is not run" in out
+    status, out, _ = local.run(text, "--setup", "--quiet")
+    assert status == 6
+    assert "main-setup ended with status 6" in out
+    assert "    preparing" in out
+
+
+def test_secrets_come_from_the_option_or_the_environment(local: "LocalRun", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_HERE", "h1")
+    monkeypatch.setenv("NAMED", "n1")
+    text = f"{HEADER}---\nname: main\nsecrets: {{FROM_HERE: '', GIVEN: '', NAMED: x}}\nrun: echo $FROM_HERE $GIVEN $NAMED\n"
+    assert local.run(text, "--secret", "GIVEN=g=1", "--secret", "NAMED")[0] == 0
+    assert local.log("main-0") == "h1 g=1 n1\n"
+
+
+def test_a_port_in_use_is_named_with_the_log_of_the_node(local: "LocalRun") -> None:
+    serve = (
+        "import os, sys; sys.path.insert(0, os.environ['PYTHONPATH']); from services.server import listen; "
+        "from common.config import fail; from common.errors import ConfigError\n"
+        "    s = listen(os.environ['SKYPILOT_NODE_IPS'], 8000)\n    try: listen(os.environ['SKYPILOT_NODE_IPS'], 8000)\n"
+        "    except ConfigError as error: fail(error)"
+    )
+    text = f'{HEADER}---\nname: main\nrun: |\n    exec "$PYTHON" -c "{serve}"\n'
+    status, out, _ = local.run(text, "--env", f"PYTHON={sys.executable}", "--quiet")
+    assert status == 2
+    assert "Address already in use" in out
+    assert "value: 8000" in out
+
+
+def test_names_resolve_for_any_program_on_request(local: "LocalRun", tmp_path: Path) -> None:
+    (tmp_path / "hosts").touch()
+    if why := why_no_hosts_file(tmp_path / "hosts"):
+        pytest.skip(f"this machine does not let a process have its own /etc/hosts: {why}")
+    before = Path("/etc/hosts").read_text()
+    text = f"{HEADER}---\nname: main\nnum_nodes: 2\nrun: getent hosts main-1.$SKYPILOT_JOBGROUP_NAME localhost; id -u\n"
+    status, out, _ = local.run(text, "--resolve-names")
+    assert status == 0, out
+    address, name, *rest = local.log("main-0").split()
+    assert (name, address.split(".")[3]) == ("main-1.small", "2")
+    assert rest[1] == "localhost"
+    assert rest[-1] == str(os.getuid())
+    assert Path("/etc/hosts").read_text() == before

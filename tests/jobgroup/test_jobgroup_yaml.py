@@ -1,0 +1,187 @@
+"""The project's own job group: what it promises, and the traps it must not fall into."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common import topology
+from common.config import SHORT_NAMES, Config
+from jobgroup import spec
+from jobgroup.places import choose, share_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
+TASKS = [topology.DATA, topology.ROLLOUT, topology.REWARD, topology.REPLAY, topology.TRAINER]
+TEXT = PATH.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> spec.JobGroup:
+    monkeypatch.chdir(ROOT)
+    return spec.load(PATH, {}, {}, {})
+
+
+def _commands(group: spec.JobGroup) -> str:
+    return "\n".join(f"{task.setup}\n{task.run}" for task in group.tasks)
+
+
+def _with_volumes() -> str:
+    return re.sub(r"(?m)^( *)# (.* # volume)$", r"\1\2", TEXT)
+
+
+def test_header_and_tasks_are_the_promised_ones(group: spec.JobGroup) -> None:
+    assert next(yaml.safe_load_all(TEXT)) == {
+        "name": "rlhf-math",
+        "execution": "parallel",
+        "primary_tasks": ["ppo-trainer"],
+        "termination_delay": "10s",
+        "inter_connection": True,
+    }
+    assert [task.name for task in group.tasks] == TASKS
+    assert {task.name: (task.num_nodes, task.gpus) for task in group.tasks} == {
+        "data-server": (1, 0),
+        "rollout-server": (2, 1),
+        "reward-server": (1, 0),
+        "replay-buffer": (1, 0),
+        "ppo-trainer": (2, 1),
+    }
+    assert [task.name for task in group.tasks if task.primary] == ["ppo-trainer"]
+    assert all(task.max_restarts == 3 and task.termination_delay_s == 10 for task in group.tasks)
+
+
+def test_the_ports_told_in_the_comments_are_the_configured_ones() -> None:
+    config = Config()
+    told = {int(port) for port in re.findall(r"\b[Pp]ort (\d+)", TEXT)}
+    used = {config.data.port, config.reward.port, config.replay.port, config.rollout.router_port, config.rollout.engine_port}
+    assert told == used == {8000, 8002, 8003, 30000, 30001}
+
+
+def test_every_command_starts_a_module_that_exists(group: spec.JobGroup) -> None:
+    for task in group.tasks:
+        assert len(task.run.strip().splitlines()) == 1
+        module = task.run.split()[-1]
+        assert task.run.startswith("exec .venv/bin/python -m ")
+        assert importlib.util.find_spec(f"{module}.__main__") is not None, module
+
+
+def test_an_env_of_the_command_line_reaches_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    group = spec.load(PATH, {"MODEL_NAME": "tiny", "SEED": "3"}, {"HF_TOKEN": "given"}, {"rollout-server": 4})
+    assert all(task.env["MODEL_NAME"] == "tiny" and task.env["SEED"] == "3" for task in group.tasks)
+    assert dict(group.task("ppo-trainer", "").env).get("HF_TOKEN") == "given"
+    assert group.task("rollout-server", "").num_nodes == 4
+
+
+def test_the_defaults_of_the_yaml_are_those_of_the_configuration(group: spec.JobGroup) -> None:
+    config = Config().model_dump()
+    for task in group.tasks:
+        assert {"MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "RUN_CONFIG"} <= set(task.env)
+        for name, (*sections, field) in SHORT_NAMES.items():
+            if name in task.env:
+                value: Any = config[sections[0]] if sections else config
+                assert task.env[name] == str(value[field])
+
+
+def test_trap_no_sleep_for_readiness(group: spec.JobGroup) -> None:
+    scripts = _commands(group) + (ROOT / "jobgroup" / "setup.sh").read_text(encoding="utf-8")
+    assert not re.search(r"\bsleep\b|\bwait\b|\buntil\b", scripts)
+
+
+def test_trap_every_trainer_node_trains(group: spec.JobGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = group.task("ppo-trainer", "")
+    assert trainer.num_nodes == 2
+    assert trainer.run == "exec .venv/bin/python -m common.topology torchrun -m trainer"  # no branch on the rank
+    commands = []
+    for rank in (0, 1):
+        env = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+        command = topology.Topology.from_env(env).torchrun(["-m", "trainer"])
+        place = command.index("--node-rank")
+        assert command[place + 1] == str(rank)
+        commands.append(command[:place] + command[place + 2 :])
+    assert commands[0] == commands[1]
+
+
+def test_names_are_made_by_the_topology_alone(group: spec.JobGroup) -> None:
+    commands = _commands(group)
+    assert "SKYPILOT_" not in commands
+    assert not re.search(r"\d+\.\d+\.\d+\.\d+|://|-\d+\.", commands)
+
+
+def test_secrets_have_no_value_in_the_file() -> None:
+    for document in list(yaml.safe_load_all(TEXT))[1:]:
+        assert all(value == "" for value in document.get("secrets", {}).values())
+        assert not any(re.search("TOKEN|KEY|PASSWORD", name) for name in document["envs"])
+
+
+def test_the_volumes_can_be_switched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "volumes.yaml").write_text(_with_volumes())
+    group = spec.load(tmp_path / "volumes.yaml", {}, {}, {})
+    volumes = {}
+    for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml")):
+        volume = yaml.safe_load(path.read_text(encoding="utf-8"))
+        volumes[volume["name"]] = volume
+    mounting: dict[str, list[spec.Task]] = {}
+    for document in list(yaml.safe_load_all(_with_volumes()))[1:]:
+        task = group.task(document["name"], "")
+        for mount, name in document.get("volumes", {}).items():
+            mounting.setdefault(name, []).append(task)
+            folder = task.env["RUN_DIR" if task.primary else "STATE_DIR"]
+            assert Path(folder).is_relative_to(mount)
+    assert mounting.keys() == volumes.keys()
+    for name, tasks in mounting.items():
+        several = sum(task.num_nodes for task in tasks) > 1
+        assert volumes[name]["config"]["access_mode"] == ("ReadWriteMany" if several else "ReadWriteOnce")
+    for name in ("data-server", "replay-buffer"):  # SQLite
+        assert any([task.name for task in tasks] == [name] for tasks in mounting.values())
+
+
+def test_every_node_has_a_place_of_its_own_and_gpus_go_round(group: spec.JobGroup) -> None:
+    places = choose(group)
+    with places.lock:
+        assert len({(host.address, host.port_shift) for host in places.hosts.values()}) == 7
+        assert set(topology.parse_hosts(places.text())) == set(places.hosts)
+    shares = share_gpus(group.tasks, ["0", "1", "2", "3"])
+    assert shares["rollout-server"] + shares["ppo-trainer"] == [["0"], ["1"], ["2"], ["3"]]
+    assert shares["data-server"] == [[]]
+    assert share_gpus(group.tasks, ["7"])["ppo-trainer"] == [["7"], ["7"]]
+    assert share_gpus(group.tasks, [])["ppo-trainer"] == [[], []]
+
+
+def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: Path) -> None:
+    (tmp_path / "jobgroup").mkdir()
+    (tmp_path / "bin").mkdir()
+    for name in ("jobgroup/setup.sh", "jobgroup/sglang-requirements.txt", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    uv = tmp_path / "bin" / "uv"  # an installer that only writes down what it is asked for
+    uv.write_text('#!/bin/sh\necho "$@" >> calls\nif [ "$1" = venv ]; then mkdir -p "$5/bin"; fi\n')
+    uv.chmod(0o755)
+    gpu = tmp_path / "bin" / "nvidia-smi"
+
+    def setup(role: str) -> tuple[int, list[str]]:
+        (tmp_path / "calls").write_text("")
+        env = os.environ | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+        script = subprocess.run(
+            ["bash", "jobgroup/setup.sh", role], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        return script.returncode, (tmp_path / "calls").read_text().splitlines()
+
+    status, calls = setup("services")
+    assert status == 0
+    assert calls[0] == "venv --quiet --python 3.11 .venv"
+    assert calls[1].endswith("-c constraints.txt -e .[services]")
+    assert setup("services") == (0, [])
+    (tmp_path / "constraints.txt").write_text("httpx==0.28.1\n")
+    assert len(setup("services")[1]) >= 1
+    assert setup("trainer")[1][-1].endswith("-e .[trainer]")
+    assert setup("rollout")[1][-1].endswith("-e .[rollout,trainer]")  # no GPU: the CPU engine
+    gpu.symlink_to("/bin/true")
+    assert setup("rollout")[1][-1].endswith("-r jobgroup/sglang-requirements.txt")
+    assert setup("tariner") == (2, [])

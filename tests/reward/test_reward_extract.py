@@ -1,0 +1,115 @@
+"""Extraction and the exact path on hand-made and on random text."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from services.reward.exact import parse_number, same_answer
+from services.reward.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer
+
+PIECES = st.sampled_from(
+    ["\\boxed{", "\\fbox{", "{", "}", "\\{", "\\\\", "####", "\n", "<think>", "</think>", "\\frac", "$", "1,080", "-", ".", "%",
+     "/", "e99", "e999999999", "٣", "²", "\ud800", "𝟙", "**", "\\(", "\\)", " ", "0"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("#### $42", "42"),
+        ("####42", "42"),
+        ("#### **42**", "42"),
+        ("#### 42.", "42"),
+        ("#### 1,080", "1,080"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{1} then \\boxed{2}", "2"),
+        ("<think>\\boxed{1}</think>", None),
+        ("\\boxed{}", None),
+        ("", None),
+        ("no number", None),
+        ("-5", "-5"),
+        ("7 - 5", "5"),
+        ("\\boxed{" + "1" * MAX_ANSWER_CHARS + "}", "1" * MAX_ANSWER_CHARS),
+        ("\\boxed{" + "1" * (MAX_ANSWER_CHARS + 1) + "}", None),
+        ("#### " + "1" * (MAX_ANSWER_CHARS + 1), None),
+        ("1" * 100_000, None),
+        ("7 " + "x" * 100_000, "7"),
+    ],
+)
+def test_extract_answer(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize("gold", ["", "  ", "$", ".", "****", "x" * (MAX_ANSWER_CHARS + 1)])
+def test_a_gold_without_an_answer_is_none(gold: str) -> None:
+    assert gold_answer(gold) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,080.50", Fraction(2161, 2)),
+        ("-.5", Fraction(-1, 2)),
+        ("1e-3", Fraction(1, 1000)),
+        ("12.5\\%", Fraction(1, 8)),
+        ("-\\dfrac{6}{-4}", Fraction(3, 2)),
+        ("2\\frac{1}{4}", Fraction(9, 4)),
+        ("1e9999", None),
+        ("1/0", None),
+        ("1,08", None),
+        (".", None),
+        ("", None),
+        ("inf", None),
+        ("nan", None),
+        ("٣", None),
+        ("²", None),
+    ],
+)
+def test_parse_number(text: str, value: Fraction | None) -> None:
+    assert parse_number(text) == value
+
+
+@given(st.one_of(st.text(), st.lists(PIECES).map("".join)))
+@example("\\boxed{\ud800}")
+@example("1e999999999")
+def test_no_text_makes_extraction_or_comparison_raise(text: str) -> None:
+    answer = extract_answer(text)
+    assert answer is None or (0 < len(answer) <= MAX_ANSWER_CHARS and answer == answer.strip())
+    gold = gold_answer(text)
+    same_answer(gold or "1", answer or "2")
+    same_answer(clean(text), "1")
+    parse_number(text[:MAX_ANSWER_CHARS])
+
+
+@given(st.fractions(), st.fractions())
+def test_fractions_are_equal_exactly_when_they_are(a: Fraction, b: Fraction) -> None:
+    assert same_answer(f"\\frac{{{a.numerator}}}{{{a.denominator}}}", f"{b.numerator}/{b.denominator}") is (a == b)
+
+
+@given(st.integers(), st.integers(-2, 2))
+def test_integers_are_equal_exactly_when_they_are(value: int, more: int) -> None:
+    assert same_answer(str(value), extract_answer(f"\\boxed{{\\${value + more:,}}}") or "") is (more == 0)
+
+
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "{", "}", "\\", "####", "#### a\n", "\\boxed{}", "<think>", "1,", "1 ", "-", "\\boxed {", "1.1", "$"]
+)
+def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:
+    """Anything quadratic would take minutes on a million characters."""
+    start = time.monotonic()
+    for text in (piece * (1_000_000 // len(piece)), "\\boxed" + piece * 100_000 + "}" * 100_000):
+        extract_answer(text)
+        gold_answer(text)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("piece", ["1,", "1", "\\frac{1}", " ", "1 ", "a ", "ab ", "-", "\\,", "*", "1/", "\\(", "**a"])
+def test_answers_at_the_cap_are_compared_quickly(piece: str) -> None:
+    start = time.monotonic()
+    text = (piece * MAX_ANSWER_CHARS)[:MAX_ANSWER_CHARS]
+    for answer in (text, "1 " + text, "1" + text + "!", "\\frac{" + text + "}{2}"):
+        same_answer("18", clean(answer))
+    assert time.monotonic() - start < 5

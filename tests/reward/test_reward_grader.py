@@ -1,0 +1,210 @@
+"""The grader in process: hostile answers, statuses, dead workers, cancellation, limits."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from common.config import RewardSection
+from common.errors import InvalidInput, NotReady, TooLarge
+from common.schemas import RewardItem
+from services.reward.grade import MathGrader
+
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "9**9**9**9",
+    "1000000!",
+    "100000!!",
+    "\\frac{1}{" * 50 + "2" + "}" * 50,
+    "\\sqrt{" * 80 + "2" + "}" * 80,
+    "(" * 500 + "1" + ")" * 500,
+    "(x+1)^{100000}",
+    "10^{10^{10}}",
+    "2^{1000000000}",
+    "\\sum_{i=1}^{10000000} \\frac{1}{i}",
+    "\\prod_{i=1}^{1000000} i",
+    "\\int_0^1 x^{x^{x}} dx",
+    "x^{x^{x^{x}}}",
+    "\\left" * 100,
+    "{" * 1000,
+    "1e999999999",
+    "\\infty",
+    "nan",
+    "1/0",
+]
+WRAPPED_HOSTILE = ["(" * 2000 + "1" + ")" * 2000, "9" * 100_000, "\\frac{1}{" * 20_000, "x" * 100_000, "\\boxed{" * 10_000]
+
+
+def boxed(answer: str, gold: str = "18") -> RewardItem:
+    return RewardItem(response=f"\\boxed{{{answer}}}", ground_truth=gold)
+
+
+def descendants() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def workers() -> list[psutil.Process]:
+    """Graders: children of the process that forks them."""
+    return [p for p in descendants() if p.ppid() != os.getpid()]
+
+
+async def until(condition: object, limit_s: float = 60) -> None:
+    assert callable(condition)
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def grader() -> AsyncIterator[MathGrader]:
+    async with MathGrader(RewardSection(workers=2, timeout_s=1)) as started:
+        assert started.not_ready()
+        await started.ready()
+        assert started.not_ready() is None
+        yield started
+    assert not descendants()
+
+
+async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
+    async with MathGrader(RewardSection(workers=4, timeout_s=1.5)) as grader:
+        await grader.ready()
+        hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
+        hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
+        good = [boxed("18"), boxed("x+1", "1+x"), boxed("\\sqrt{12}", "2\\sqrt{3}"), boxed("19")] * len(hostile)
+        items = [item for trio in zip(hostile, good[::2], good[1::2], strict=False) for item in trio]
+        start = time.monotonic()
+        results = await grader.grade(items)
+        assert time.monotonic() - start < len(hostile) * 1.5 / 4 * 3 + 20
+    for item, result in zip(items, results, strict=True):
+        assert result.ground_truth == item.ground_truth
+        assert (result.reward is None) == (result.status in ("timeout", "died"))
+        assert not (result.status == "unparsable" and result.reward)
+    for item, result in zip(items, results, strict=True):
+        if item in good:
+            assert (result.status, result.correct) == ("ok", item.response != "\\boxed{19}"), item.response[:50]
+        else:
+            assert not result.correct, item.response[:50]
+    assert sum(result.status == "timeout" for result in results) >= 5
+    assert grader.stats()["graded"]["timeout"] == sum(result.status == "timeout" for result in results)
+
+
+async def test_one_hostile_answer_is_back_soon_after_its_deadline(grader: MathGrader) -> None:
+    start = time.monotonic()
+    [result] = await grader.grade([boxed("9^{9^{9^9}}", "5")])
+    assert time.monotonic() - start < 6
+    assert (result.status, result.reward, result.correct) == ("timeout", None, False)
+
+
+async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: MathGrader) -> None:
+    [result] = await grader.grade([boxed("5", "9^{9^{9^9}}")])
+    assert (result.status, result.reward) == ("timeout", None)
+
+
+async def test_batch_means_are_over_the_graded_ones(grader: MathGrader) -> None:
+    hang = boxed("9^{9^{9^9}}")
+    mixed = await grader.grade_batch([boxed("18"), hang, boxed("19")])
+    assert (mixed.rewards, mixed.mean_reward, mixed.accuracy) == ([1.0, None, 0.0], 0.5, 0.5)
+    none = await grader.grade_batch([hang])
+    assert (none.rewards, none.mean_reward, none.accuracy) == ([None], 0.0, 0.0)
+
+
+async def test_no_answer_is_unparsable_and_graded_zero(grader: MathGrader) -> None:
+    [result] = await grader.grade([RewardItem(response="I cannot tell.", ground_truth="18")])
+    assert (result.status, result.reward, result.extracted_answer) == ("unparsable", 0.0, None)
+
+
+@pytest.mark.parametrize(("require_stop", "reward"), [(True, 0.0), (False, 1.0)])
+async def test_a_cut_completion_earns_nothing_when_stopping_is_required(require_stop: bool, reward: float) -> None:
+    async with MathGrader(RewardSection(require_stop=require_stop)) as grader:
+        item = RewardItem(response="\\boxed{18}", ground_truth="18", finish_reason="length")
+        [result] = await grader.grade([item])
+        [stopped] = await grader.grade([boxed("18")])
+    assert (result.status, result.reward, result.correct) == ("ok", reward, reward == 1.0)
+    assert stopped.reward == 1.0
+
+
+async def test_an_empty_ground_truth_is_named(grader: MathGrader) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await grader.grade([boxed("18"), boxed("18", " ")])
+    assert caught.value.field == "items[1].ground_truth"
+
+
+async def test_too_many_items_are_refused() -> None:
+    grader = MathGrader(RewardSection(max_batch_items=2))
+    with pytest.raises(TooLarge, match="max_batch_items"):
+        await grader.grade([boxed("18")] * 3)
+
+
+async def test_more_waiting_answers_than_the_queue_holds_are_refused() -> None:
+    async with MathGrader(RewardSection(workers=1, max_batch_items=2, timeout_s=30)) as grader:
+        await grader.ready()
+        busy = [asyncio.create_task(grader.grade([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
+        await until(lambda: grader.stats()["unfinished"] == 8)
+        with pytest.raises(NotReady):
+            await grader.grade([boxed("x+1", "1+x")])
+        [plain] = await grader.grade([boxed("18")])
+        assert plain.correct, "what needs no worker is graded even then"
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+
+async def test_cancelling_frees_the_workers() -> None:
+    async with MathGrader(RewardSection(workers=2, timeout_s=100)) as grader:
+        await grader.ready()
+        task = asyncio.create_task(grader.grade([boxed("9^{9^{9^9}}")] * 20))
+        await until(lambda: grader.stats()["unfinished"] == 20)
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert grader.stats()["unfinished"] == 0
+        async with asyncio.timeout(30):
+            results = await grader.grade([boxed("x+1", "1+x")] * 4)
+        assert all(result.correct for result in results)
+
+
+async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: MathGrader) -> None:
+    victims = workers()
+    assert len(victims) == 2
+    for victim in victims:
+        victim.kill()
+    await asyncio.sleep(0.5)
+    results = await grader.grade([boxed("x+1", "1+x")] * 4)
+    assert [result.status for result in results] == ["ok"] * 4
+    assert all(result.correct for result in results)
+    assert grader.stats()["worker_restarts"] == 2
+
+
+async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
+    async with MathGrader(RewardSection(workers=1, timeout_s=100)) as grader:
+        await grader.ready()
+        task = asyncio.create_task(grader.grade([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
+        await until(lambda: grader.stats()["unfinished"] == 2)
+        await asyncio.sleep(0.3)
+        [worker] = workers()
+        worker.kill()
+        died, good = await task
+    assert (died.status, died.reward) == ("died", None)
+    assert (good.status, good.correct) == ("ok", True)
+
+
+async def test_the_process_that_forks_graders_is_replaced_too(grader: MathGrader) -> None:
+    parents = {worker.ppid() for worker in workers()}
+    for process in [*parents, *(worker.pid for worker in workers())]:
+        os.kill(process, signal.SIGKILL)
+    await asyncio.sleep(0.5)
+    results = await grader.grade([boxed("x+1", "1+x")] * 2)
+    assert all(result.correct for result in results)
+
+
+async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer() -> None:
+    async with MathGrader(RewardSection(workers=1, timeout_s=60, memory_mb=256)) as grader:
+        bomb, good = await grader.grade([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
+    assert (bomb.status, bomb.reward) == ("died", None)
+    assert (good.status, good.correct) == ("ok", True)

@@ -1,0 +1,190 @@
+"""What the agent decides, without processes: traffic, fencing, restarts, router plans, command lines."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import Config, RolloutSection
+from common.errors import ConfigError
+from common.topology import Topology, parse_hosts
+from services.rollout.engine import engine_command
+from services.rollout.router import Plan, plan, router_command
+from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
+from services.rollout.weights import WeightId
+
+V1, V2 = WeightId("a", 1), WeightId("a", 2)
+
+
+def test_base_model_is_served_without_a_trainer() -> None:
+    state = NodeState()
+    assert (state.worker_state, state.in_traffic) == ("starting", False)
+    state.engine_up(None)
+    assert (state.worker_state, state.in_traffic, state.problem()) == ("ready", True, None)
+
+
+def test_engine_that_comes_up_behind_the_trainer_gets_no_traffic_until_it_has_caught_up() -> None:
+    state = NodeState()
+    state.found(V2)
+    state.engine_up(V1)
+    assert (state.worker_state, state.in_traffic) == ("updating", False)
+    state.update_began()
+    state.update_done(V2)
+    assert (state.worker_state, state.in_traffic) == ("ready", True)
+
+
+def test_engine_keeps_its_traffic_during_an_update() -> None:
+    state = NodeState()
+    state.engine_up(None)
+    state.found(V1)
+    state.update_began()
+    assert (state.worker_state, state.in_traffic) == ("updating", True)
+    state.update_done(V1)
+    assert (state.worker_state, state.serves, state.in_traffic) == ("ready", V1, True)
+
+
+def test_failed_update_fences_until_a_later_one_works() -> None:
+    state = NodeState()
+    state.engine_up(None)
+    state.found(V1)
+    state.update_began()
+    state.update_failed("checksum", engine_failed=False)
+    assert (state.worker_state, state.in_traffic, state.detail) == ("stale", False, "checksum")
+    assert "checksum" in str(state.problem())
+    state.found(V2)
+    state.update_began()
+    state.update_done(V2)
+    assert (state.worker_state, state.in_traffic, state.detail) == ("ready", True, "")
+
+
+def test_staleness_survives_an_engine_restart_on_old_weights() -> None:
+    state = NodeState()
+    state.engine_up(V1)
+    state.found(V2)
+    state.update_failed("checksum", engine_failed=False)
+    state.engine_down("ended")
+    assert (state.worker_state, state.in_traffic, state.serves) == ("failed", False, None)
+    state.engine_up(V1)
+    assert (state.worker_state, state.in_traffic) == ("stale", False)
+    state.engine_up(V2)
+    assert (state.worker_state, state.in_traffic) == ("ready", True)
+
+
+def test_engine_is_restarted_after_refusals_but_not_after_bad_downloads() -> None:
+    state = NodeState()
+    state.engine_up(None)
+    state.found(V1)
+    for _ in range(UPDATES_BEFORE_RESTART + 2):
+        state.update_failed("checksum", engine_failed=False)
+    assert not state.must_restart
+    for _ in range(UPDATES_BEFORE_RESTART):
+        assert not state.must_restart
+        state.update_failed("refused", engine_failed=True)
+    assert state.must_restart
+    state.engine_down("restarted")
+    state.engine_up(None)
+    assert not state.must_restart
+
+
+def test_backoff_grows_and_is_bounded() -> None:
+    state = NodeState()
+    pauses = [state.backoff_s]
+    for _ in range(50):
+        state.update_failed("x", engine_failed=True)
+        pauses.append(state.backoff_s)
+    assert pauses[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 30.0
+
+
+def test_interrupted_update_is_not_a_failure() -> None:
+    state = NodeState()
+    state.engine_up(V1)
+    state.found(V2)
+    state.update_began()
+    state.update_stopped()
+    assert (state.worker_state, state.in_traffic) == ("ready", True)
+
+
+def test_draining_node_gets_no_traffic() -> None:
+    state = NodeState()
+    state.engine_up(None)
+    state.draining = True
+    assert not state.in_traffic
+
+
+def test_same_version_number_of_another_run_is_not_the_same_weights() -> None:
+    state = NodeState()
+    state.found(WeightId("b", 1))
+    state.engine_up(V1)
+    assert not state.in_traffic
+
+
+def worker(url: str, healthy: bool = True, name: str = "id-1") -> dict[str, Any]:
+    return {"id": name, "url": url, "is_healthy": healthy}
+
+
+@pytest.mark.parametrize(
+    ("workers", "wanted", "expected"),
+    [
+        ([], True, Plan(add=True)),
+        ([worker("http://other:1")], True, Plan(add=True)),
+        ([worker("http://me:1")], True, Plan(done=True)),
+        ([worker("http://me:1/")], True, Plan(done=True)),
+        ([worker("http://me:1", healthy=False)], True, Plan()),
+        ([], False, Plan(done=True)),
+        ([worker("http://other:1")], False, Plan(done=True)),
+        ([worker("http://me:1"), worker("http://me:1", False, "id-2")], False, Plan(remove=("id-1", "id-2"))),
+    ],
+)
+def test_router_plan(workers: list[dict[str, Any]], wanted: bool, expected: Plan) -> None:
+    assert plan(workers, "http://me:1", wanted) == expected
+
+
+def pairs(command: list[str]) -> dict[str, str]:
+    return {word: command[i + 1] for i, word in enumerate(command[:-1]) if word.startswith("--")}
+
+
+def two_nodes(rank: int) -> Topology:
+    hosts = parse_hosts("rollout-server-0.g=127.0.3.1,rollout-server-1.g=127.0.3.2:50,ppo-trainer-0.g=127.0.3.3")
+    return Topology("g", rank, 2, ("127.0.3.1", "127.0.3.2"), local_hosts=hosts)
+
+
+def test_sglang_command_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    rollout = RolloutSection(engine_python=str(python), tensor_parallel_size=2, engine_args=["--dtype", "float32", "--x"])
+    command = engine_command(Config(rollout=rollout, seed=3), two_nodes(1), "/w/v000012", "12")
+    assert command[:3] == [str(python), "-m", "sglang.launch_server"]
+    assert command[-3:] == ["--dtype", "float32", "--x"]  # last: what a person adds wins
+    options = pairs(command)
+    assert options["--model-path"] == "/w/v000012"
+    assert options["--weight-version"] == "12"
+    assert (options["--host"], options["--port"]) == ("127.0.3.2", "30051")
+    assert (options["--tp-size"], options["--max-running-requests"]) == ("2", "256")
+    assert "--trust-remote-code" not in command
+
+
+def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:
+    config = Config(rollout=RolloutSection(engine_python=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match=r"rollout\.engine_python"):
+        engine_command(config, Topology(), "m", "default")
+
+
+def test_embedded_command_line_and_seeds_of_nodes_differ() -> None:
+    config = Config(rollout=RolloutSection(engine="embedded", max_context_tokens=999), seed=3)
+    commands = [engine_command(config, two_nodes(rank), "m", "default") for rank in (0, 1)]
+    assert commands[0][:3] == [sys.executable, "-m", "services.rollout.embedded"]
+    assert pairs(commands[0])["--max-context-tokens"] == "999"
+    assert pairs(commands[0])["--seed"] != pairs(commands[1])["--seed"]
+
+
+def test_router_command_line() -> None:
+    command = router_command(Config(), two_nodes(0))
+    options = pairs(command)
+    assert (options["--host"], options["--port"]) == ("127.0.3.1", "30000")
+    assert (options["--prometheus-host"], options["--prometheus-port"]) == ("127.0.3.1", "29000")
+    assert options["--request-timeout-secs"] == "600"
+    assert "--disable-circuit-breaker" in command
+    assert "--worker-urls" not in command

@@ -1,0 +1,194 @@
+"""Child processes with real processes: kept alive, killed when they hang, never left behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.errors import ServiceError
+from services.rollout.process import Child, ChildFailed, Supervised, Timing
+
+FAST = Timing(probe_s=0.05, hang_s=0.5, startup_s=20, first_backoff_s=0.01, max_backoff_s=0.02)
+SERVE = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); print('serving', flush=True); time.sleep(600)"
+FAMILY = """
+import subprocess, sys, time, pathlib, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(600)
+"""
+STARTER = """
+import asyncio, pathlib, sys
+from services.rollout.process import Child
+async def main():
+    await Child.start("family", sys.argv[2:], {}, pathlib.Path(sys.argv[1]))
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit, f"never: {what}"
+        await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class Rig:
+    """A supervised child that is healthy while the file `flag` exists (it makes it itself)."""
+
+    def __init__(self, directory: Path, code: str = SERVE, timing: Timing = FAST) -> None:
+        self.flag = directory / "flag"
+        self.log_file = directory / "logs" / "child.log"
+        self.ups, self.downs = 0, list[str]()
+        self.refuse_up = False
+        self.code = code
+        self.child = Supervised(
+            "child",
+            self.launch,
+            self.probe,
+            env={"GREETING": "hello"},
+            log_file=self.log_file,
+            timing=timing,
+            on_up=self.on_up,
+            on_down=self.downs.append,
+        )
+
+    def launch(self) -> list[str]:
+        self.flag.unlink(missing_ok=True)
+        return [sys.executable, "-c", self.code, str(self.flag)]
+
+    async def probe(self) -> str | None:
+        return None if self.flag.exists() else "no flag"
+
+    async def on_up(self) -> None:
+        if self.refuse_up:
+            raise ServiceError("serves something else")
+        self.ups += 1
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["asyncio.Task[None]"]:
+        task = asyncio.create_task(self.child.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_killed_child_is_started_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with rig.running():
+        await until(lambda: rig.child.up, "up")
+        first = rig.child.pid
+        assert first is not None
+        psutil.Process(first).children()[0].kill()
+        await until(lambda: rig.ups == 2, "up again")
+        assert rig.downs == ["the process ended with status 137"]
+        second = rig.child.pid
+        assert second is not None
+        assert not alive(first)
+    assert not alive(second)
+    assert rig.log_file.read_text().count("serving") == 2
+
+
+async def test_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with rig.running():
+        await until(lambda: rig.child.up, "up")
+        rig.flag.unlink()
+        await until(lambda: rig.ups == 2, "up again")
+        assert "killed: no flag" in rig.downs[0]
+
+
+async def test_end_of_the_command_is_noticed_while_its_children_live_on(tmp_path: Path) -> None:
+    command = ["/bin/sh", "-c", "sleep 600 & echo $!; exit 3"]
+    child = await Child.start("child", command, {}, tmp_path / "log")
+    assert await asyncio.wait_for(child.wait(), 60) == 3
+    await child.end(0)
+    grandchild = int(child.tail())
+    await until(lambda: not alive(grandchild), "grandchild ended")
+
+
+async def test_restart_on_request(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with rig.running():
+        await until(lambda: rig.child.up, "up")
+        rig.child.restart("wanted")
+        await until(lambda: rig.ups == 2, "up again")
+        assert rig.downs == ["wanted"]
+
+
+async def test_child_that_never_becomes_healthy_ends_it_with_its_last_words(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "import os; print(os.environ['GREETING'], 'out of memory', flush=True); raise SystemExit(3)")
+    with pytest.raises(ChildFailed, match=r"(?s)status 3.*hello out of memory"):
+        await asyncio.wait_for(rig.child.run(), 60)
+    assert rig.child.starts == FAST.max_failed_starts
+    assert rig.ups == 0
+
+
+async def test_child_that_is_too_slow_to_start_is_killed(tmp_path: Path) -> None:
+    slow = Timing(probe_s=0.05, startup_s=0.2, first_backoff_s=0.01, max_backoff_s=0.01, max_failed_starts=2)
+    rig = Rig(tmp_path, "import time; time.sleep(600)", slow)
+    with pytest.raises(ChildFailed, match="after its start, killed"):
+        await asyncio.wait_for(rig.child.run(), 60)
+
+
+async def test_child_that_comes_up_wrong_counts_as_failed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.refuse_up = True
+    with pytest.raises(ChildFailed, match="serves something else"):
+        await asyncio.wait_for(rig.child.run(), 60)
+    assert not rig.child.up
+
+
+async def test_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    child = await Child.start("child", ["/no/such/program"], {}, tmp_path / "log")
+    assert await child.wait() == 127
+    await child.end(0)
+    assert "/no/such/program" in child.tail()
+
+
+async def test_ending_takes_grandchildren_along_even_if_sigterm_is_ignored(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = await Child.start("family", [sys.executable, "-c", FAMILY, str(note)], {}, tmp_path / "log")
+    await until(lambda: note.exists() and note.read_text() != "", "grandchild")
+    grandchild = int(note.read_text())
+    assert alive(grandchild)
+    await child.end(grace_s=0.2)
+    await until(lambda: not alive(grandchild), "grandchild ended")
+    assert not alive(child.pid)
+
+
+async def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    command = [sys.executable, "-c", STARTER, str(tmp_path / "log"), sys.executable, "-c", FAMILY, str(note)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as starter:  # noqa: ASYNC220 - returns at once
+        await until(lambda: note.exists() and note.read_text() != "", "grandchild")
+        family = [process.pid for process in psutil.Process(starter.pid).children(recursive=True)]
+        assert len(family) == 3
+        os.kill(starter.pid, signal.SIGKILL)
+    await until(lambda: not any(alive(pid) for pid in family), f"{family} ended")
+
+
+async def test_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: Path) -> None:
+    code = "import sys; sys.stdout.write('x' * 1_000_000); sys.stdout.flush()"
+    child = await Child.start("child", [sys.executable, "-c", code], {}, tmp_path / "log")
+    assert await asyncio.wait_for(child.wait(), 60) == 0
+    await child.end(0)
+    assert (tmp_path / "log").stat().st_size == 1_000_000

@@ -1,0 +1,174 @@
+"""Weight versions pulled over HTTP from the trainer's own app, verified and kept on disk."""
+
+import hashlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from common.clients import Unreachable
+from common.observe import Metrics
+from common.schemas import WeightFile, WeightManifest
+from services.rollout.weights import BadWeights, TrainerClient, WeightId, WeightsGone, WeightStore
+from trainer.publish import WeightBoard
+from trainer.server import create_trainer_app
+
+
+def publish(board: WeightBoard, version: int, contents: dict[str, bytes], run_id: str = "a") -> WeightManifest:
+    directory = board.directory / f"v{version:06d}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    files = []
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+        files.append(WeightFile(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest()))
+    manifest = WeightManifest(version=version, run_id=run_id, files=files)
+    board.announce(manifest)
+    return manifest
+
+
+def board_file(board: WeightBoard, version: int, name: str) -> Path:
+    return board.directory / f"v{version:06d}" / name
+
+
+class Recorder(httpx.ASGITransport):
+    """Remembers the paths that were asked for."""
+
+    def __init__(self, board: WeightBoard) -> None:
+        super().__init__(create_trainer_app(board, Metrics("trainer")))
+        self.paths: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        return await super().handle_async_request(request)
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> WeightBoard:
+    return WeightBoard(tmp_path / "trainer")
+
+
+@pytest.fixture
+def transport(board: WeightBoard) -> Recorder:
+    return Recorder(board)
+
+
+@pytest.fixture
+async def client(transport: Recorder) -> AsyncIterator[TrainerClient]:
+    async with TrainerClient("trainer", "http://trainer", transport=transport) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path / "node")
+
+
+async def test_latest_is_none_before_the_first_version(client: TrainerClient, board: WeightBoard) -> None:
+    assert await client.latest(None, wait_s=0, deadline_s=5) is None
+    manifest = publish(board, 1, {"f": b"x"})
+    assert await client.latest(None, wait_s=0, deadline_s=5) == manifest
+    assert await client.latest(WeightId("a", 1), wait_s=0, deadline_s=5) == manifest
+
+
+async def test_trainer_that_is_not_there_is_unreachable() -> None:
+    async with TrainerClient("trainer", "http://127.0.0.1:9") as client:
+        with pytest.raises(Unreachable):
+            await client.latest(None, wait_s=0, deadline_s=0.2)
+
+
+async def test_version_is_downloaded_verified_and_complete(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    contents = {"config.json": b"{}", "model.safetensors": b"w" * 3_000_000, "empty": b""}
+    path = await store.fetch(publish(board, 12, contents), client)
+    assert path.name == "v000012"
+    assert {name: (path / name).read_bytes() for name in contents} == contents
+    assert not list(store.directory.glob("*.partial"))
+
+
+async def test_unchanged_files_are_linked_and_not_downloaded_again(
+    client: TrainerClient, board: WeightBoard, store: WeightStore, transport: Recorder
+) -> None:
+    first = await store.fetch(publish(board, 1, {"config.json": b"{}", "w": b"one"}), client)
+    transport.paths.clear()
+    second = await store.fetch(publish(board, 2, {"config.json": b"{}", "w": b"two"}), client)
+    assert transport.paths == ["/weights/2/files/w"]
+    assert (first / "config.json").samefile(second / "config.json")
+    assert (first / "w").read_bytes() == b"one"
+
+
+async def test_corrupted_file_is_refused_and_leaves_nothing(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    good = await store.fetch(publish(board, 1, {"w": b"one"}), client)
+    manifest = publish(board, 2, {"w": b"two"})
+    for content in (b"TWO", b"twotwo", b"t"):
+        board_file(board, 2, "w").write_bytes(content)
+        with pytest.raises(BadWeights, match=r"checksum|bytes"):
+            await store.fetch(manifest, client)
+        assert sorted(store.directory.iterdir()) == [good]
+    board_file(board, 2, "w").write_bytes(b"two")
+    assert ((await store.fetch(manifest, client)) / "w").read_bytes() == b"two"
+
+
+async def test_pruned_version_is_told_apart_from_a_bad_one(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    manifest = publish(board, 1, {"w": b"one"})
+    board_file(board, 1, "w").unlink()
+    with pytest.raises(WeightsGone):
+        await store.fetch(manifest, client)
+
+
+async def test_two_newest_versions_are_kept(client: TrainerClient, board: WeightBoard, store: WeightStore) -> None:
+    for version in range(1, 6):
+        await store.fetch(publish(board, version, {"w": b"%d" % version}), client)
+    assert sorted(path.name for path in store.directory.iterdir()) == ["v000004", "v000005"]
+
+
+async def test_same_version_of_another_run_replaces_the_weights(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    await store.fetch(publish(board, 3, {"w": b"old", "same": b"s"}), client)
+    path = await store.fetch(publish(board, 3, {"w": b"new", "same": b"s"}, run_id="b"), client)
+    assert (path / "w").read_bytes() == b"new"
+    assert (path / "same").read_bytes() == b"s"
+    assert [entry.name for entry in store.directory.iterdir()] == ["v000003"]
+
+
+async def test_store_survives_a_restart_and_clears_what_was_half_done(
+    client: TrainerClient, board: WeightBoard, store: WeightStore, transport: Recorder
+) -> None:
+    manifest = publish(board, 1, {"w": b"one"})
+    path = await store.fetch(manifest, client)
+    half = store.directory / "v000002.partial"
+    half.mkdir()
+    transport.paths.clear()
+    again = WeightStore(store.directory)
+    assert not half.exists()
+    assert await again.fetch(manifest, client) == path
+    assert transport.paths == []
+    (path / "w").write_bytes(b"on")  # torn: complete no more
+    await WeightStore(store.directory).fetch(manifest, client)
+    assert (path / "w").read_bytes() == b"one"
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/passwd", ".manifest.json", "..", "", "a\n"])
+def test_names_cannot_leave_the_directory(name: str) -> None:
+    with pytest.raises(ValidationError):
+        WeightFile(name=name, size=0, sha256="0" * 64)
+
+
+async def test_name_given_twice_never_writes_into_an_older_version(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    first = await store.fetch(publish(board, 1, {"w": b"one"}), client)
+    manifest = publish(board, 2, {"w": b"two"})
+    one = WeightFile(name="w", size=3, sha256=hashlib.sha256(b"one").hexdigest())
+    with pytest.raises(OSError, match="exists"):
+        await store.fetch(manifest.model_copy(update={"files": [one, *manifest.files]}), client)
+    assert (first / "w").read_bytes() == b"one"
