@@ -15,10 +15,9 @@ from common.errors import ConfigError, ServiceError
 from common.observe import Metrics, setup_logging
 from common.schemas import WorkerReport
 from common.topology import Topology
-from trainer import checkpoint
 from trainer.collect import LoopThread, Prompter, Services
 from trainer.distributed import Ranks
-from trainer.lead import Lead, new_run_id
+from trainer.lead import Lead, new_run_id, resumed_learner
 from trainer.learner import Learner
 from trainer.loop import train
 from trainer.model import load_tokenizer, stop_token_ids
@@ -55,7 +54,7 @@ def run(config: Config, topology: Topology) -> None:
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
     with Ranks.from_env(timeout_s=2 * settings.wait_timeout_s + settings.publish_timeout_s) as ranks, ExitStack() as stack:
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
-        learner, position = _learner(config, ranks, run_dir)
+        learner, position = resumed_learner(config, ranks, run_dir)
         lead, board = None, None
         if ranks.first:
             lead, board = _lead(config, topology, learner, run_dir, position, stack)
@@ -70,21 +69,6 @@ def run(config: Config, topology: Topology) -> None:
             assert board is not None
             lead.goodbye(_agents(config, topology, board))
         ranks.barrier()
-
-
-def _learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, int]:
-    """The learner, from rank 0's newest checkpoint when there is one, and the position in the prompt stream."""
-    path = checkpoint.newest(run_dir / "checkpoints") if ranks.first and config.trainer.resume else None
-    learner = Learner(config, ranks, path)
-    ranks.broadcast_model(learner.policy)
-    body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
-    if not body:
-        return learner, 0
-    state = checkpoint.load_state(body, path or run_dir)
-    learner.optimizer.load_state_dict(state.optimizer)
-    learner.step = state.step
-    torch.set_rng_state(state.rng)
-    return learner, state.position
 
 
 def _lead(
@@ -104,6 +88,7 @@ def _lead(
     metrics = Metrics("ppo_trainer")
     app = create_trainer_app(board, metrics)
     stack.enter_context(BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
+    stack.callback(board.close)
     tokenizer = load_tokenizer(config.model)
     prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
     run_id = new_run_id(topology.group or "local")

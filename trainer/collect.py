@@ -2,7 +2,7 @@
 
     data-server ──prompt──► router ──n completions──► reward-server ──graded group──► replay-buffer ──batch──► trainer
 
-At most (max_staleness + 1) × batch_size groups are in flight or waiting to be trained on. A slot is taken before a
+At most (max_staleness + 1) × (fresh groups per step) groups are in flight or waiting to be trained on. A slot is taken before a
 prompt is drawn and given back by `release` after the update that used its group, so with staleness 0 nothing is
 generated while the weights change. A group that fails is dropped and counted, its slot draws another prompt; too many
 in a row stop the run with the reason.
@@ -122,7 +122,7 @@ class Collector:
     @contextmanager
     def running(self, groups: int) -> Iterator[None]:
         """Collects `groups` groups in all while inside."""
-        slots = min(groups, (self.config.trainer.max_staleness + 1) * self.config.trainer.batch_size)
+        slots = min(groups, (self.config.trainer.max_staleness + 1) * fresh_groups(self.config))
         self._wanted = groups
         task = self._loop.start(self._run(slots))
         try:
@@ -291,6 +291,11 @@ class Collector:
                 field="trainer.max_failed_groups",
                 remedy="look at the log of the service that is named",
             )
+
+
+def fresh_groups(config: Config) -> int:
+    """Groups of a batch that are generated for it; the others are reused."""
+    return config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
 
 
 def sampling_seed(seed: int, position: int) -> int:

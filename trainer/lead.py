@@ -20,7 +20,7 @@ from common.wire import decode_groups, encode_groups
 from trainer import checkpoint
 from trainer.algorithms import ALGORITHMS
 from trainer.clock import StageClock
-from trainer.collect import Collector, LoopThread, Prompter, Services
+from trainer.collect import Collector, LoopThread, Prompter, Services, fresh_groups
 from trainer.distributed import Ranks
 from trainer.evaluate import Evaluation, evaluate
 from trainer.learner import Learner, UpdateMetrics
@@ -114,7 +114,7 @@ class Lead:
         clients: Sequence[Client] = (self.services.data, self.services.reward, self.services.replay, self.services.rollout)
         self._loop.call(wait_healthy(clients, settings.wait_timeout_s, self.recorder.say))
         prompts = self._loop.call(self.services.data.total()) * settings.num_epochs
-        self.total_steps = min(prompts // settings.batch_size, settings.max_steps or prompts)
+        self.total_steps = min(prompts // fresh_groups(self.config), settings.max_steps or prompts)
         if self.total_steps == 0:
             raise ConfigError(
                 f"{prompts} prompts over all epochs do not make one batch",
@@ -135,12 +135,11 @@ class Lead:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """The collector and the progress bar run while inside."""
-        settings, done = self.config.trainer, self.learner.step
+        done = self.learner.step
         left = self.total_steps - done
-        reused = int(settings.batch_size * self.config.replay.reuse_ratio)
         with (
             self.recorder.progress(done, self.total_steps),
-            self._collector.running(left * (settings.batch_size - reused)),
+            self._collector.running(left * fresh_groups(self.config)),
         ):
             self.clock.lap()
             yield
@@ -148,10 +147,9 @@ class Lead:
     def take(self) -> Experience:
         """The next batch: fresh groups, and `replay.reuse_ratio` of prioritised reuse."""
         settings, step = self.config, self.learner.step
-        reuse = int(settings.trainer.batch_size * settings.replay.reuse_ratio)
-        fresh = self._collector.take(settings.trainer.batch_size - reuse, max(0, step - settings.trainer.max_staleness))
+        fresh = self._collector.take(fresh_groups(settings), max(0, step - settings.trainer.max_staleness))
         groups, weights = list(fresh), [1.0] * len(fresh)
-        if reuse:
+        if reuse := settings.trainer.batch_size - len(fresh):
             oldest = max(0, step - settings.replay.max_reuse_staleness)
             low = settings.replay.importance_exponent
             beta = low + (1 - low) * step / self.total_steps
@@ -176,14 +174,15 @@ class Lead:
         self.recorder.step(record, experience.groups[0])
         self._metrics.record(step, record.reward, record.accuracy, update, record.seconds)
 
-    def conclude(self) -> None:
-        """Final evaluation and checkpoint, then every service is told to flush, then the report."""
+    def conclude(self) -> Path:
+        """Final evaluation, checkpoint and report; returns the checkpoint's path."""
         if self._held_out and (self.last_evaluation is None or self.last_evaluation.step != self.learner.step):
             self._evaluate(self.config.trainer.eval_pass_samples)
         saved = self._save()
         curves = self.run_dir / "curves.png"
         plot_curves(self.recorder.metrics(), self.recorder.evaluations(), curves)
         self.recorder.report(saved, curves)
+        return saved
 
     def goodbye(self, agents: Sequence[Client]) -> None:
         """Asks every service to make its state durable and waits: SkyPilot does not tell them that the group ends."""
@@ -240,3 +239,18 @@ class Lead:
 def new_run_id(name: str) -> str:
     """Distinguishes attempts: weights of an earlier attempt are never taken for those of this one."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
+
+
+def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, int]:
+    """The learner, from rank 0's newest checkpoint when there is one, and the position in the prompt stream."""
+    path = checkpoint.newest(run_dir / "checkpoints") if ranks.first and config.trainer.resume else None
+    learner = Learner(config, ranks, path)
+    ranks.broadcast_model(learner.policy)
+    body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
+    if not body:
+        return learner, 0
+    state = checkpoint.load_state(body, path or run_dir)
+    learner.optimizer.load_state_dict(state.optimizer)
+    learner.step = state.step
+    torch.set_rng_state(state.rng)
+    return learner, state.position

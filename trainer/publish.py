@@ -72,10 +72,15 @@ def _sha256(file: Path) -> str:
 
 
 class WeightBoard:
-    """The newest weight version and what every rollout node reported. Used from the HTTP thread and the training loop."""
+    """The newest weight version and what every rollout node reported. Used from the HTTP thread and the training loop.
+
+    Versions that an earlier attempt left in `directory` are removed: they belong to another run.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        shutil.rmtree(directory, ignore_errors=True)
+        self._closed = False
         self._lock = threading.Condition()
         self._latest: WeightManifest | None = None
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
@@ -87,6 +92,10 @@ class WeightBoard:
             self._lock.notify_all()
         for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends the calls that wait for a new version, so that the HTTP server can end."""
+        self._closed = True
 
     def latest(self) -> WeightManifest | None:
         return self._latest
@@ -101,7 +110,7 @@ class WeightBoard:
             latest = self._latest
             if latest is not None and (latest.run_id, latest.version) != (run_id, version):
                 return latest
-            if time.monotonic() >= limit:
+            if time.monotonic() >= limit or self._closed:
                 break
             await asyncio.sleep(0.02)
         if latest is None:

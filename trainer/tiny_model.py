@@ -1,7 +1,7 @@
 """The tiny base model of the built-in task: made on the spot in about a minute on two CPU cores, then cached.
 
 `python -m trainer.tiny_model DIRECTORY [--seed N]` writes a Hugging Face directory: a Qwen2 of about 125,000 parameters with a
-tokenizer of its own, warm-started on worked and bare answers (60 % bare), which makes it an "instruct base" that
+tokenizer of its own, warm-started on worked and, in the end, mostly bare answers. That makes it an "instruct base" that
 knows the arithmetic but rarely shows its working. Reinforcement learning then teaches it to.
 """
 
@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,8 +31,11 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PROBLEMS, STEPS, BATCH, BARE = 8000, 800, 32, 0.6
-MUON_LR, ADAM_LR, MAX_GRAD_NORM = 1.5e-2, 4e-3, 1.0
+PROBLEMS, STEPS, BATCH = 8000, 800, 32
+BARE, BARE_LATE, LATE = 0.2, 0.8, 0.8
+"""Share of bare answers: first mostly worked ones, which teach the arithmetic; from step LATE × STEPS on mostly bare
+ones, which teach a habit of answering off the cuff."""
+MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
 
 
 def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
@@ -71,12 +75,20 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem, bare: bool) -> tuple[list[int], list[int]]:
-    """Prompt and target token ids."""
+@dataclass(frozen=True)
+class _Example:
+    """Token ids of one problem."""
+
+    prompt: list[int]
+    worked: list[int]
+    bare: list[int]
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:
     chat = [{"role": "user", "content": problem.question}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    target = f"#### {problem.answer}" if bare else problem.solution
-    return tokenizer(prompt).input_ids, tokenizer(target + TURN_END).input_ids
+    texts = (prompt, problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}")
+    return _Example(*(tokenizer(text).input_ids for text in texts))
 
 
 def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
@@ -90,9 +102,7 @@ def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, T
     return inputs, labels
 
 
-def warm_start(
-    model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[int]]], pad: int, rng: random.Random, console: Console
-) -> None:
+def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng: random.Random, console: Console) -> None:
     """Supervised training on the targets: Muon on the hidden matrices, AdamW on the rest, cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -107,7 +117,9 @@ def warm_start(
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("warm start of the tiny base model", total=STEPS)
         for step in range(STEPS):
-            inputs, labels = _batch(rng.sample(rows, BATCH), pad)
+            bare = BARE if step < LATE * STEPS else BARE_LATE
+            rows = [(e.prompt, e.bare if rng.random() < bare else e.worked) for e in rng.sample(examples, BATCH)]
+            inputs, labels = _batch(rows, pad)
             hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
             wanted = labels[:, 1:]
             logits = model.lm_head(hidden[:, :-1][wanted != -100])
@@ -131,11 +143,11 @@ def build(directory: Path, seed: int = 0, console: Console | None = None) -> Non
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    examples = list(itertools.islice(problems("train", seed), PROBLEMS))
-    tokenizer = make_tokenizer(f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in examples)
+    texts = list(itertools.islice(problems("train", seed), PROBLEMS))
+    tokenizer = make_tokenizer(f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts)
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    rows = [_encode(tokenizer, problem, bare=rng.random() < BARE) for problem in examples]
-    warm_start(model, rows, tokenizer.pad_token_id, rng, console)
+    examples = [_encode(tokenizer, problem) for problem in texts]
+    warm_start(model, examples, tokenizer.pad_token_id, rng, console)
     partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -50,15 +50,6 @@ def processes_with(mark: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def base_model() -> Path:
-    """The cached tiny base model; made when it is not there."""
-    path = ROOT / ".cache" / "tiny-base"
-    if not (path / "config.json").exists():
-        subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
-    return path
-
-
-@pytest.fixture(scope="module")
 def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory, mark = tmp_path_factory.mktemp("e2e"), f"e2e-{uuid.uuid4()}"
     settings = {

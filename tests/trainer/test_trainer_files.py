@@ -1,5 +1,6 @@
 """Checkpoints, weight versions, the run directory and the stage clock."""
 
+import asyncio
 import hashlib
 import threading
 import time
@@ -159,6 +160,24 @@ def test_old_versions_leave_the_disk(config: Config, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000003", "v000004", "v000005"]
     with pytest.raises(NotFound, match="no such weight file"):
         board.file(0, "config.json")
+
+
+def test_versions_of_an_earlier_attempt_do_not_count(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "weights" / "v000055").mkdir(parents=True)
+    publish, board, learner = publisher(config, tmp_path, 5, [])
+    for version in (51, 52, 53, 54):
+        board.report(report(version, nodes=1))
+        publish.publish(learner.policy, version)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000052", "v000053", "v000054"]
+
+
+async def test_waiting_for_a_version_ends_when_the_board_closes(tmp_path: Path) -> None:
+    board = WeightBoard(tmp_path / "weights")
+    waiting = asyncio.create_task(board.latest_after("", -1, 60))
+    await asyncio.sleep(0.05)
+    board.close()
+    with pytest.raises(NotFound):
+        await asyncio.wait_for(waiting, 5)
 
 
 @pytest.mark.parametrize("name", ["../config.json", ".hidden", "nothing"])

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+import transformers
 
 from common.config import fail
 from common.errors import ConfigError, NotReady
@@ -47,7 +48,7 @@ def main() -> None:
     """Serves until SIGTERM."""
     arguments = parse()
     log = setup_logging("rollout-engine")
-    torch.manual_seed(arguments.seed)
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = Model(arguments.model_path, arguments.max_context_tokens)
         engine = Engine(

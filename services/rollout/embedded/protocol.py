@@ -57,7 +57,7 @@ class BadRequest(ServiceError):
 def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
     """The first problem pydantic found, in SGLang's words for unknown fields."""
     first = error.errors()[0]
-    name = prefix + ".".join(str(part) for part in first["loc"])
+    name = prefix + str(first["loc"][0]) if first["loc"] else "body"  # what follows names a branch of a union
     if first["type"] == "extra_forbidden":
         return BadRequest(f"unknown field {name}", field=name, value=first["input"], remedy="remove it or check its spelling")
     return BadRequest(f"{name}: {first['msg']}", field=name, value=first["input"])

@@ -83,7 +83,7 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     """Zeroes what top_k, top_p and min_p exclude. [B, V] -> [B, V], not renormalised."""
-    ordered, order = probs.sort(-1, descending=True, stable=True)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1])
     before = ordered.cumsum(-1) - ordered
     keep = (rank < torch.where(top_k > 0, top_k, probs.shape[1])[:, None]) & (before <= top_p[:, None])

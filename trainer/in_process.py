@@ -1,0 +1,125 @@
+"""Training in one process: the same services, clients and loop as on a cluster, over ASGI instead of sockets."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import httpx
+import torch
+from fastapi import FastAPI
+from rich.console import Console
+from torch import nn
+
+from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
+from common.config import Config
+from common.observe import Metrics
+from services.data.app import create_data_app
+from services.data.loaders import load_split
+from services.replay.app import create_replay_app
+from services.reward.app import create_reward_app
+from services.rollout.embedded.app import make_app
+from services.rollout.embedded.engine import Engine
+from services.rollout.embedded.model import Model
+from services.rollout.engine import EngineClient
+from trainer.collect import LoopThread, Prompter, Services
+from trainer.distributed import Ranks
+from trainer.lead import Lead, new_run_id, resumed_learner
+from trainer.loop import train
+from trainer.model import load_tokenizer, stop_token_ids
+from trainer.publish import version_name, write_static_files, write_version
+from trainer.record import Recorder
+from trainer.server import TrainerMetrics
+
+_BASE = "http://in-process"
+WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
+
+
+def train_in_process(config: Config, console: Console | None = None, rollout_transport: WrapApp | None = None) -> Path:
+    """Trains on this machine in this process, with the embedded engine, and returns the path of the last checkpoint.
+
+    Args:
+        config: as for the job group; the sections' ports, replicas and engines play no role.
+        console: for progress and results; standard output when None.
+        rollout_transport: makes the transport to the engine's app, for example one that fails now and then in a test.
+
+    Raises ConfigError, or another ServiceError with the reason when training cannot go on.
+    """
+    run_dir = config.trainer.run_dir or Path("runs") / "local"
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
+    torch.manual_seed(config.seed)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    ranks = Ranks()
+    learner, position = resumed_learner(config, ranks, run_dir)
+    tokenizer = load_tokenizer(config.model)
+    recorder = Recorder(run_dir, config, console or Console(), learner.step)
+    static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
+    with ExitStack() as stack:
+        loop = stack.enter_context(LoopThread())
+        publisher = _DirectPublisher(run_dir / "weights", static_files, loop, config.trainer.publish_timeout_s)
+        directory = publisher.write(learner.policy, learner.step)
+        engine = Engine(
+            Model(directory, config.rollout.max_context_tokens),
+            max_running=config.rollout.max_running_requests,
+            seed=config.seed,
+            weight_version=str(learner.step),
+        )
+        apps = AsyncExitStack()
+        stack.callback(lambda: loop.call(apps.aclose()))
+        services, publisher.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi))
+        prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
+        metrics = TrainerMetrics(Metrics("ppo_trainer"))
+        run_id = new_run_id("in-process")
+        lead = Lead(config, learner, tokenizer, services, prompter, publisher, loop, recorder, metrics, position, run_id)
+        lead.prepare()
+        with lead.collecting():
+            train(learner, ranks, lead, lead.total_steps)
+        path = lead.conclude()
+        lead.goodbye([])
+        return path
+
+
+def _asgi(app: FastAPI) -> httpx.AsyncBaseTransport:
+    return httpx.ASGITransport(app)
+
+
+async def _start(
+    config: Config, engine: Engine, apps: AsyncExitStack, rollout_transport: WrapApp
+) -> tuple[Services, EngineClient]:
+    """The services' apps, started, with a client for each."""
+    body = config.max_body_mb << 20
+    train_split, eval_split = (load_split(config.data, split, config.seed) for split in ("train", "eval"))
+    data = create_data_app(config, train_split, eval_split)
+    reward = create_reward_app(config.reward, body)
+    replay = create_replay_app(config.replay, config.state_dir, body)
+    rollout = make_app(engine)
+    for app in (data, reward, replay, rollout):
+        await apps.enter_async_context(app.router.lifespan_context(app))
+    services = Services(
+        await apps.enter_async_context(DataClient("data-server", _BASE, transport=_asgi(data))),
+        await apps.enter_async_context(RolloutClient("rollout-server", _BASE, transport=rollout_transport(rollout))),
+        await apps.enter_async_context(RewardClient("reward-server", _BASE, transport=_asgi(reward))),
+        await apps.enter_async_context(ReplayClient("replay-buffer", _BASE, transport=_asgi(replay))),
+    )
+    return services, await apps.enter_async_context(EngineClient("engine", _BASE, transport=_asgi(rollout)))
+
+
+class _DirectPublisher:
+    """Writes a version and has the one engine load it: what agents do on rollout nodes, without the download."""
+
+    def __init__(self, directory: Path, static_files: list[Path], loop: LoopThread, timeout_s: float) -> None:
+        self.engine: EngineClient | None = None
+        self._directory, self._static_files, self._loop, self._timeout_s = directory, static_files, loop, timeout_s
+
+    def write(self, policy: nn.Module, version: int) -> Path:
+        """Writes a version, and removes the others."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        write_version(policy, self._static_files, self._directory, "in-process", version)
+        return self._directory / version_name(version)
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Returns when the engine has confirmed the version. Raises LoadFailed when it does not."""
+        assert self.engine is not None
+        self._loop.call(self.engine.load(self.write(policy, version), str(version), self._timeout_s))
