@@ -25,7 +25,7 @@ def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
             handlers.append(logging.FileHandler(log_dir / f"{name}.log", encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
-                f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set a folder that can be written"
+                f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set another folder"
             ) from None
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO").upper(), format=_FORMAT, handlers=handlers, force=True)
     for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from common import topology as names
 from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
@@ -22,7 +21,7 @@ from trainer.learner import Learner
 from trainer.loop import train
 from trainer.model import load_tokenizer, stop_token_ids
 from trainer.publish import Publisher, WeightBoard, write_static_files
-from trainer.record import Recorder
+from trainer.record import Recorder, console
 from trainer.server import BackgroundServer, TrainerMetrics, create_trainer_app
 
 
@@ -81,9 +80,11 @@ def _lead(
         RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port)),
         ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port)),
     )
-    recorder = Recorder(run_dir, config, Console(), learner.step)
+    recorder = Recorder(run_dir, config, console(), learner.step)
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
     loop = stack.enter_context(LoopThread())
+    for client in (services.data, services.rollout, services.reward, services.replay):
+        stack.callback(_close, loop, client)
     board = WeightBoard(run_dir / "weights")
     metrics = Metrics("ppo_trainer")
     app = create_trainer_app(board, metrics)
@@ -112,6 +113,10 @@ def _lead(
         run_id,
     )
     return lead, board
+
+
+def _close(loop: LoopThread, client: Client) -> None:
+    loop.call(client.close())
 
 
 def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Client]:

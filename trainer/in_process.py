@@ -30,6 +30,7 @@ from trainer.loop import train
 from trainer.model import load_tokenizer, stop_token_ids
 from trainer.publish import version_name, write_static_files, write_version
 from trainer.record import Recorder
+from trainer.record import console as standard_console
 from trainer.server import TrainerMetrics
 
 _BASE = "http://in-process"
@@ -54,7 +55,7 @@ def train_in_process(config: Config, console: Console | None = None, rollout_tra
     ranks = Ranks()
     learner, position = resumed_learner(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
-    recorder = Recorder(run_dir, config, console or Console(), learner.step)
+    recorder = Recorder(run_dir, config, console or standard_console(), learner.step)
     static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread())

@@ -188,6 +188,8 @@ class Lead:
         """Asks every service to make its state durable and waits: SkyPilot does not tell them that the group ends."""
         for client in (self.services.data, self.services.reward, self.services.replay, *agents):
             self._loop.call(client.flush())
+        for client in agents:
+            self._loop.call(client.close())
 
     def _evaluate(self, pass_samples: int) -> None:
         with self.clock.stage("evaluation"):

@@ -5,6 +5,7 @@ graded group per step), `curves.png`, `checkpoints/`, `weights/`.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """One line for the person."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, done: int, total: int) -> Iterator[None]:
@@ -129,6 +130,11 @@ class Recorder:
     def _append(self, name: str, content: dict[str, Any]) -> None:
         with (self.directory / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-import sympy  # type: ignore[import-untyped]  # it has no types
+import sympy
 from math_verify import parse, verify
 
 _HUNDRED = sympy.Integer(100)

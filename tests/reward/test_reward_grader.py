@@ -1,6 +1,7 @@
 """The grader in process: hostile answers, statuses, dead workers, cancellation, limits."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -44,7 +45,13 @@ def boxed(answer: str, gold: str = "18") -> RewardItem:
 
 
 def descendants() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """Processes of the pools in this process; other tests keep engines and routers running beside them."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            if process.status() != psutil.STATUS_ZOMBIE and any("reward/worker.py" in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def workers() -> list[psutil.Process]:

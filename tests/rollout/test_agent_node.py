@@ -187,6 +187,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         finally:
             for node in cluster.nodes:
                 node.end()
+            cluster.board.close()
 
 
 @pytest.fixture
