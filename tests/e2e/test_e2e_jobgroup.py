@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.conftest import ROOT
+from tests.e2e.processes import marked
 from trainer.record import read_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -34,19 +35,6 @@ class Run:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return read_lines(self.directory / f"{name}.jsonl")
-
-
-def processes_with(mark: str) -> list[str]:
-    """Command lines of the processes that inherited the mark."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                if mark.encode() in (directory / "environ").read_bytes():
-                    found.append((directory / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:  # it ended meanwhile
-                continue
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +62,7 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_it_ends_well_and_leaves_no_process(run: Run) -> None:
     assert run.status == 0, run.output[-6000:]
-    assert processes_with(run.mark) == []
+    assert marked(run.mark) == []
 
 
 def test_it_learns(run: Run) -> None:

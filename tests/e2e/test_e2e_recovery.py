@@ -1,0 +1,64 @@
+"""The real job group while its processes are killed: it goes on, from the newest checkpoint where need be."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.e2e.processes import marked
+from trainer.record import read_lines
+
+STEPS = 14
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path: Path) -> None:
+    run_dir, mark, output = tmp_path / "run", f"e2e-{uuid.uuid4()}", tmp_path / "output.txt"
+    settings = {
+        "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
+        "MODEL_NAME": str(base_model),
+        "NUM_EPOCHS": "",
+        "BATCH_SIZE": "8",
+        "MAX_STEPS": str(STEPS),
+        "RUN_DIR": str(run_dir),
+        "STATE_DIR": str(tmp_path / "state"),
+        "RLHF_TRAINER__CHECKPOINT_EVERY": "4",
+        "RLHF_TRAINER__EVAL_SAMPLES": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(tmp_path / "logs")]
+    for name, value in settings.items():
+        command += ["--env", f"{name}={value}"]
+    environment = {**os.environ, "E2E_MARK": mark}
+    with output.open("w") as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group:
+
+        def kill(what: str, step: int, chosen: Callable[[list[int]], int] = min) -> None:
+            """kill -9 of one of the processes with `what` in their command line, after the given step."""
+            limit = time.monotonic() + 150
+            while len(read_lines(run_dir / "metrics.jsonl")) < step or not marked(mark, what):
+                assert group.poll() is None, output.read_text()[-4000:]
+                assert time.monotonic() < limit, f"step {step} is not reached: {output.read_text()[-4000:]}"
+                time.sleep(0.05)
+            os.kill(chosen(marked(mark, what)), signal.SIGKILL)
+
+        kill("-m services.reward", 2)
+        kill("-m services.rollout.embedded", 4)
+        kill("-u -m trainer", 6, max)
+        status = group.wait(timeout=300)
+    text = output.read_text()
+    assert status == 0, text[-6000:]
+    assert "restart 1 of reward-server" in text
+    assert "restart 1 of ppo-trainer" in text
+    assert "going on after step 4" in text
+    lines = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["staleness"] == 0 for line in lines)
+    assert all(line["update"]["delta_logprob"] < 1e-3 for line in lines)
+    assert marked(mark) == []
