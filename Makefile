@@ -21,13 +21,14 @@ help:
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
 $(VENV)/.made: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@echo 'making the environment in $(VENV): once, a few minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[services,rollout,trainer,dev]'
 	@touch $@
 
 $(BASE)/config.json: $(VENV)/.made
-	OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.tiny_model $(BASE)
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.tiny_model $(BASE)
 
 demo: $(VENV)/.made $(BASE)/config.json
 	@rm -rf $(DEMO_DIR)

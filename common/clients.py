@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=BaseModel)
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _MAX_BACKOFF_S = 5.0
+_SAY_EVERY_S = 10.0
 
 
 class Unreachable(ServiceError):
@@ -98,7 +99,8 @@ class Client:
 
         Raises Unreachable at the deadline and ServiceError for any other answer that is not 2xx.
         """
-        limit = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        start = said = time.monotonic()
+        limit = start + (self.deadline_s if deadline_s is None else deadline_s)
         delay, reason = 0.05, "no attempt"
         while (left := limit - time.monotonic()) > 0:
             try:
@@ -113,6 +115,9 @@ class Client:
                 if response.status_code not in _RETRIED_STATUSES:
                     raise self._error(response)
                 reason = f"HTTP {response.status_code}: {shorten(response.text)}"
+            if (now := time.monotonic()) - said > _SAY_EVERY_S:
+                log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
+                said = now
             await asyncio.sleep(min(delay * random.uniform(0.5, 1.5), max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
         raise Unreachable(

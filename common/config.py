@@ -193,6 +193,8 @@ class TrainerSection(_Section):
     """Where configuration, metrics, samples, curves and checkpoints go; `runs/<group name>` when unset."""
     wait_timeout_s: float = Field(1800.0, gt=0)
     """Seconds to wait for the other tasks to become healthy, or for a batch, before giving up with the reason."""
+    service_timeout_s: float = Field(600.0, gt=0)
+    """Seconds one call to a service may take, retries included: longer than it takes to restart its pod."""
     publish_timeout_s: float = Field(600.0, gt=0)
     """Seconds for every rollout node to confirm a weight version; one that does not is fenced from traffic."""
     max_failed_groups: int = Field(64, gt=0)

@@ -74,11 +74,12 @@ def _lead(
     config: Config, topology: Topology, learner: Learner, run_dir: Path, position: int, stack: ExitStack
 ) -> tuple[Lead, WeightBoard]:
     """Clients, HTTP server and publisher of rank 0; `stack` ends them."""
+    patience = config.trainer.service_timeout_s
     services = Services(
-        DataClient(names.DATA, topology.url(names.DATA, config.data.port)),
-        RolloutClient(names.ROLLOUT, topology.url(names.ROLLOUT, config.rollout.router_port)),
-        RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port)),
-        ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port)),
+        DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
+        RolloutClient(names.ROLLOUT, topology.url(names.ROLLOUT, config.rollout.router_port), deadline_s=patience),
+        RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience),
+        ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience),
     )
     recorder = Recorder(run_dir, config, console(), learner.step)
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))

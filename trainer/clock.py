@@ -33,6 +33,11 @@ class StageClock:
                 self._attribute()
                 self._active[name] -= 1
 
+    def active(self) -> str:
+        """What is going on now, for people: `generation 12, reward 1`."""
+        with self._lock:
+            return ", ".join(f"{name} {count}" for name, count in self._active.items() if count) or "nothing"
+
     def lap(self) -> dict[str, float]:
         """Seconds by stage since the last lap."""
         with self._lock:

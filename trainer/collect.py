@@ -29,6 +29,7 @@ from trainer.clock import StageClock
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_SAY_EVERY_S = 30.0
 _MAX_DRAW = 256
 """Prompts of one call to the data-server."""
 
@@ -137,8 +138,11 @@ class Collector:
         """
         self._takes += 1
         request_id = f"{self._run_id}-take-{self._takes}"
-        limit = time.monotonic() + self.config.trainer.wait_timeout_s
-        while time.monotonic() < limit:
+        start = said = time.monotonic()
+        while (now := time.monotonic()) - start < self.config.trainer.wait_timeout_s:
+            if now - said > _SAY_EVERY_S:
+                log.warning("waiting since %.0f s for %d groups; active now: %s", now - start, count, self._clock.active())
+                said = now
             if self._failure is not None:
                 raise self._failure
             request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id)

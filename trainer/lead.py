@@ -122,6 +122,7 @@ class Lead:
                 value=settings.batch_size,
                 remedy="lower it or raise trainer.num_epochs",
             )
+        self._check_replay()
         dropped = self._loop.call(self.services.replay.reset_fresh())
         if dropped:
             self.recorder.say(f"dropped {dropped} groups of an earlier attempt; their prompts are drawn again")
@@ -131,6 +132,19 @@ class Lead:
         self._publisher.publish(self.learner.policy, self.learner.step)
         if self._held_out and self.learner.step == 0:
             self._evaluate(settings.eval_pass_samples)
+
+    def _check_replay(self) -> None:
+        """Experience of another run must not be reused: its weight versions mean other weights."""
+        if self.config.replay.reuse_ratio == 0 or self.learner.step > 0:
+            return
+        groups = self._loop.call(self.services.replay.stats())["groups"]
+        if groups:
+            raise ConfigError(
+                f"the replay buffer holds {groups} groups of another run, which replay.reuse_ratio would reuse",
+                field="state_dir",
+                value=str(self.config.state_dir),
+                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
+            )
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

@@ -84,6 +84,8 @@ class WeightBoard:
         self._lock = threading.Condition()
         self._latest: WeightManifest | None = None
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
+        self._met = False  # whether all rollout nodes were there once
+        self._left_behind: set[str] = set()
 
     def announce(self, manifest: WeightManifest) -> None:
         """Makes `manifest` the latest version and removes old ones from disk."""
@@ -140,28 +142,35 @@ class WeightBoard:
             return [report for report, at in self._workers.values() if now - at < _SILENT_S]
 
     def wait_confirmed(self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]) -> list[WorkerReport]:
-        """Waits until every rollout node serves `manifest`; returns the ones that do not after `timeout_s` seconds.
+        """Waits until the rollout nodes serve `manifest`; returns the ones that do not after `timeout_s` seconds.
 
-        Raises PublishFailed when none does.
+        The first time it waits for as many nodes as the agents say there are. After that a node that has fallen silent,
+        or was returned before, is not waited for until it has caught up by itself. Raises PublishFailed when nobody
+        serves the manifest.
         """
         start = said = time.monotonic()
         while True:
             workers = self.workers()
-            current = [w for w in workers if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")]
+            current = {
+                w.name for w in workers if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")
+            }
+            self._left_behind -= current
+            awaited = [w for w in workers if w.name not in current and w.name not in self._left_behind]
             expected = max((w.num_nodes for w in workers), default=1)
-            if len(current) >= expected:
+            if current and not awaited and (self._met or len(workers) >= expected):
+                self._met = True
                 return []
             now = time.monotonic()
-            missing = [w for w in workers if w not in current]
-            text = ", ".join(f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in missing)
-            waited = (
-                f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}; missing: {text or 'no report'}"
-            )
+            text = ", ".join(f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in awaited)
+            served = f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}"
+            waited = f"{served}; missing: {text or 'no report'}"
             if now - start > timeout_s:
                 if not current:
                     raise PublishFailed(f"after {timeout_s:.0f} s {waited}", remedy="look at the log of rollout-server")
-                log.error("after %.0f s %s; they are fenced and training goes on with the others", timeout_s, waited)
-                return missing
+                log.error("after %.0f s %s; training goes on without them until they catch up", timeout_s, waited)
+                self._met = True
+                self._left_behind.update(w.name for w in awaited)
+                return awaited
             if now - said > 10:
                 say(f"waiting since {now - start:.0f} s: {waited}")
                 said = now

@@ -145,6 +145,40 @@ def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path
     assert fenced == ["http://node1:30001"]
 
 
+def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Config, tmp_path: Path) -> None:
+    fenced: list[str] = []
+    publish, board, learner = publisher(config, tmp_path, 1.0, fenced)
+    board.report(report(1, node=0))
+    board.report(report(0, "stale", node=1))
+    publish.publish(learner.policy, 1)
+    board.report(report(2, node=0))
+    publish.publish(learner.policy, 2)  # at once: nobody waits for node 1 a second time
+    assert fenced == ["http://node1:30001"]
+    board.report(report(3, node=0))
+    board.report(report(3, node=1))
+    publish.publish(learner.policy, 3)
+    board.report(report(4, node=0))
+    board.report(report(3, "updating", node=1))
+    publish.publish(learner.policy, 4)
+    assert fenced == ["http://node1:30001"] * 2
+
+
+def test_a_silent_worker_is_not_waited_for(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.publish._SILENT_S", 0.3)
+    publish, board, learner = publisher(config, tmp_path, 60, [])
+    board.report(report(1, node=0))
+    board.report(report(1, node=1))
+    publish.publish(learner.policy, 1)
+    thread = threading.Thread(target=publish.publish, args=(learner.policy, 2))
+    thread.start()
+    limit = time.monotonic() + 30
+    while thread.is_alive() and time.monotonic() < limit:
+        board.report(report(2, node=0))  # node 1 has died
+        time.sleep(0.05)
+    assert not thread.is_alive()
+    assert [worker.name for worker in board.workers()] == ["rollout-server-0"]
+
+
 def test_nobody_confirms(config: Config, tmp_path: Path) -> None:
     publish, board, learner = publisher(config, tmp_path, 0.5, [])
     board.report(report(0, "failed", node=1))

@@ -129,6 +129,13 @@ def test_reused_groups_carry_importance_weights(settings: Callable[..., Config])
     assert [group.position for group in stored(config)] == list(range(8))
 
 
+def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config], tmp_path: Path) -> None:
+    state = ("--state_dir", str(tmp_path / "shared"), "--trainer.max_steps", "1")
+    train_in_process(settings(*state), quiet())
+    with pytest.raises(ConfigError, match=r"holds 4 groups of another run.*POST /clear"):
+        train_in_process(settings(*state, "--replay.reuse_ratio", "0.5"), quiet())
+
+
 @pytest.mark.parametrize(
     "response",
     [
