@@ -3,18 +3,27 @@
 #   make test    the whole test suite
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED ?= 0
+ENGINE ?= embedded
 VENV := .venv
+SKY := .venv-sky
 BASE := .cache/tiny-base
-CONFIG := jobgroup/configs/tiny-cpu.yaml
+CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
 GROUP := jobgroup/rlhf-math-jobgroup.yaml
-DEMO_DIR := runs/demo-seed$(SEED)
+DEMO_DIR := runs/demo-$(if $(filter sglang,$(ENGINE)),sglang-)seed$(SEED)
 
-.PHONY: help demo test lint bench clean
+ifeq ($(filter embedded sglang,$(ENGINE)),)
+$(error ENGINE is '$(ENGINE)': embedded or sglang)
+endif
+
+.PHONY: help demo sglang-cpu test lint bench clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
+	@echo '     ENGINE=sglang   the same with two real SGLang servers on this CPU; installs them first'
+	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about four minutes and 2.2 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
 	@echo 'make lint            ruff, mypy and the import rules alone'
+	@echo 'make check-jobgroup   the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make clean           remove environments, caches and runs'
 
@@ -30,7 +39,10 @@ $(VENV)/.made: pyproject.toml constraints.txt
 $(BASE)/config.json: $(VENV)/.made
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.tiny_model $(BASE)
 
-demo: $(VENV)/.made $(BASE)/config.json
+sglang-cpu:
+	@PYTHON=$(PYTHON) bash jobgroup/sglang-cpu/install.sh .venv-sglang
+
+demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	@rm -rf $(DEMO_DIR)
 	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --log-dir $(DEMO_DIR)/logs \
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) --env STATE_DIR=$(DEMO_DIR)/state \
@@ -45,8 +57,19 @@ lint: $(VENV)/.made
 test: lint $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 
+# SkyPilot pins other versions of what the services use, so it has an environment of its own.
+$(SKY)/.made: jobgroup/skypilot-requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@echo 'making the environment of SkyPilot in $(SKY): once, about a minute'
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+check-jobgroup: $(SKY)/.made
+	$(SKY)/bin/python jobgroup/check.py
+
 bench: $(VENV)/.made $(BASE)/config.json
-	for script in benchmarks/*.py; do echo "== $$script"; OMP_WAIT_POLICY=passive $(VENV)/bin/python $$script || exit 1; done
+	for name in engine rewards replay; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 clean:
-	rm -rf $(VENV) .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(SKY) .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
