@@ -110,6 +110,8 @@ class RolloutSection(_Section):
     router_metrics_port: int = Field(29000, ge=1, le=65535)
     engine: Literal["sglang", "embedded"] = "sglang"
     """`sglang`, or `embedded`: a small CPU engine that answers the same HTTP API."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where SGLang computes; `cpu` needs what `make sglang-cpu` installs. The embedded engine ignores it: it uses the CPU."""
     engine_python: str = ".venv-sglang/bin/python"
     """The Python that has sglang installed: its dependencies clash with the other services', so it has its own."""
     engine_args: list[str] = []
@@ -119,7 +121,8 @@ class RolloutSection(_Section):
     max_running_requests: int = Field(256, gt=0)
     """Completions decoded at once by one engine."""
     max_context_tokens: int = Field(2048, gt=1)
-    """Prompt plus completion, in tokens, of the embedded engine."""
+    """Prompt plus completion, in tokens, of the embedded engine. SGLang on a CPU takes what the model can; there this times
+    `max_running_requests` is the size of the KV cache in tokens (and 30 % of the free memory at most)."""
     router_policy: Literal["round_robin", "random", "power_of_two", "cache_aware"] = "round_robin"
     """How the router picks an engine for a request."""
     startup_timeout_s: float = Field(1800.0, gt=0)
@@ -140,19 +143,97 @@ class SamplingSection(_Section):
     """Seconds one group may take to generate, retries included."""
 
 
-class AlgorithmSection(_Section):
-    """How a batch becomes an update."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "group_centred", "aggregation": "constant"},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
+    "gspo": {
+        "importance_level": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence_mean_token_mean",
+    },
+    "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"advantage": "leave_one_out"},
+    "reinforce_pp": {"advantage": "batch_normalised"},
+    "opo": {"advantage": "length_weighted"},
+}
+"""What each named algorithm sets, where it differs from the defaults of `AlgorithmSection`."""
 
-    name: Literal["grpo"] = "grpo"
+
+class AlgorithmSection(_Section):
+    """How a batch becomes an update. A recipe sets the rest; what is set beside it wins; what nothing reads is refused."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo"] = "grpo"
+    """The recipe; docs/algorithms.md has a row for each."""
+    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"] = (
+        "group_normalised"
+    )
+    """How rewards of a group become advantages."""
     advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the standard deviation of a group's rewards."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Added to the standard deviation (group_normalised and batch_normalised)."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """PPO's clipped surrogate, or CISPO, whose clipped tokens keep their gradient."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or (GSPO) one for the whole completion."""
+    clip_low: float = Field(0.2, gt=0, le=1)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(0.2, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound c on the loss of tokens with negative advantage, -c·A; usually 3."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """How the losses of the global batch's tokens become one number."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
+    dynamic_sampling: bool = False
+    """Replace groups of equal rewards (unshaped), which carry no gradient, until the batch is full."""
+    dynamic_sampling_rounds: int = Field(10, gt=0)
+    """Stop with the reason when so many rounds of replacing did not fill a batch."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Soft overlong penalty over the last so many tokens before sampling.max_new_tokens; 0: none."""
+    overlong_factor: float = Field(1.0, gt=0)
+    """Penalty at sampling.max_new_tokens."""
+    mask_truncated: bool = False
+    """Leave completions cut at sampling.max_new_tokens out of the loss; they still count in their group's statistics."""
+    rollout_correction: Literal["none", "truncate", "mask"] = "none"
+    """Importance sampling between the rollout engine's policy and the trainer's at the start of the update."""
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_cap: float = Field(2.0, gt=1)
+    """`truncate` bounds weights by it, `mask` drops what is above it or below its inverse."""
+    off_policy_delta: float | None = Field(None, gt=0)
+    """Drop completions with negative advantage whose mean log ratio behaviour/policy is above this (OPSM)."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _recipe(cls, data: Any, handler: Callable[[Any], "AlgorithmSection"]) -> "AlgorithmSection":
+        if not isinstance(data, dict):
+            return handler(data)
+        preset = RECIPES.get(data.get("name", "grpo"), {})
+        section = handler({**preset, **data})
+        defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
+        for name, reason in section._unread().items():
+            if name in data and getattr(section, name) != defaults[name]:
+                raise ValueError(f"algorithm.{name} is set but not read: {reason}")
+        return section
+
+    def _unread(self) -> dict[str, str]:
+        """Settings that the others make pointless, and why."""
+        unread: dict[str, str] = {}
+        if self.advantage not in ("group_normalised", "batch_normalised"):
+            unread["advantage_eps"] = f"advantage {self.advantage} divides by nothing"
+        if self.policy_loss == "cispo":
+            unread["dual_clip"] = "policy_loss is cispo"
+        if self.kl_coef == 0:
+            unread["kl_estimator"] = "kl_coef is 0"
+        if not self.dynamic_sampling:
+            unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
+        if not self.overlong_buffer:
+            unread["overlong_factor"] = "overlong_buffer is 0"
+        if self.rollout_correction == "none":
+            unread["correction_level"] = unread["correction_cap"] = "rollout_correction is none"
+        return unread
 
 
 class TrainerSection(_Section):
@@ -214,7 +295,6 @@ class Config(BaseSettings):
         validate_default=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
-        nested_model_default_partial_update=True,
     )
 
     seed: int = Field(0, ge=0)
@@ -238,6 +318,11 @@ class Config(BaseSettings):
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"rollout.max_context_tokens {self.rollout.max_context_tokens}: raise the latter or lower the former"
+            )
+        if self.algorithm.overlong_buffer >= self.sampling.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} is not below sampling.max_new_tokens "
+                f"{self.sampling.max_new_tokens}: lower the former"
             )
         in_flight = (self.trainer.max_staleness + 1) * self.trainer.batch_size * self.sampling.group_size
         if in_flight > self.replay.capacity:

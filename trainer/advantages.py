@@ -1,25 +1,81 @@
-"""Advantages: how much better than its peers a completion was. Pure functions."""
+"""Advantages: how much better than its peers a completion was. Pure functions.
+
+All take rewards [groups, n] and return [groups, n]; `lengths` are completion lengths in tokens of the same shape.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+Advantage = Callable[[Tensor, Tensor, float], Tensor]
+"""(rewards, lengths, eps) -> advantages"""
 
 
 def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO's advantage (Shao et al. 2024, arXiv:2402.03300, eq. 2): (r - mean) / (std + eps) within each group.
 
-    Args:
-        rewards: [groups, n] with n ≥ 2.
-        eps: added to the standard deviation, which is unbiased (ddof = 1) as in the public implementations.
-
-    Returns:
-        [groups, n]; a group of equal rewards gets exactly 0.
-
-    Raises:
-        ValueError: a group of one has nothing to be compared with.
+    The standard deviation is unbiased (ddof = 1) as in the public implementations. A group of equal rewards gets
+    exactly 0. Raises ValueError for a group of one: it has nothing to be compared with.
     """
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"a group-relative advantage needs groups of at least 2 completions, got shape {tuple(rewards.shape)}")
+    _check(rewards)
+    advantages = group_centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=1) + eps)
+    return torch.where(_equal(rewards), torch.zeros_like(advantages), advantages)
+
+
+def group_centred(rewards: Tensor) -> Tensor:
+    """r - mean within each group, not divided by anything: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    advantages = centred / (rewards.std(dim=1, keepdim=True, correction=1) + eps)
-    equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(equal, torch.zeros_like(advantages), advantages)
+    return torch.where(_equal(rewards), torch.zeros_like(centred), centred)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r minus the mean of the *other* completions, n/(n-1)·(r - mean)."""
+    n = rewards.shape[-1]
+    return group_centred(rewards) * (n / (n - 1))
+
+
+def batch_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
+    """REINFORCE++ with group baseline (Hu et al. 2025, arXiv:2501.03262): r - group mean, divided by the batch's std + eps.
+
+    The standard deviation is unbiased and over all completions of the batch. Raises ValueError for groups of one.
+    """
+    centred = group_centred(rewards)
+    return centred / (centred.std(correction=1) + eps)
+
+
+def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """OPO (Hao et al. 2025, arXiv:2505.23585): r minus the length-weighted mean Σ l·r / Σ l of its group."""
+    _check(rewards)
+    lengths = lengths.to(rewards.dtype)
+    baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
+    return torch.where(_equal(rewards), torch.zeros_like(rewards), rewards - baseline)
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group_normalised": lambda rewards, _, eps: group_normalised(rewards, eps),
+    "group_centred": lambda rewards, _, __: group_centred(rewards),
+    "leave_one_out": lambda rewards, _, __: leave_one_out(rewards),
+    "batch_normalised": lambda rewards, _, eps: batch_normalised(rewards, eps),
+    "length_weighted": lambda rewards, lengths, _: length_weighted(rewards, lengths),
+}
+
+
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, factor: float) -> Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), to be added to the rewards.
+
+    0 up to `max_new_tokens - buffer` tokens, then falling linearly to `-factor` at `max_new_tokens`.
+    """
+    over = (lengths - (max_new_tokens - buffer)).clamp(min=0, max=buffer)
+    return -factor * over / buffer
+
+
+def _check(rewards: Tensor) -> None:
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        shape = tuple(rewards.shape)
+        raise ValueError(f"a group-relative advantage needs groups of at least 2 completions, got shape {shape}")
+
+
+def _equal(rewards: Tensor) -> Tensor:
+    return (rewards == rewards[:, :1]).all(dim=1, keepdim=True)

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import AlgorithmSection
+from common.config import Config
 from common.schemas import Float32, Group, Int32
-from trainer.algorithms import Algorithm
+from trainer.algorithms import weigh
 
 
 @dataclass(slots=True)
@@ -34,33 +34,35 @@ class Batch:
 
     rows: list[Row]
     total_tokens: int
-    """Completion tokens of the whole batch over all ranks: the normaliser of the token-mean loss."""
+    """Completion tokens of the whole batch over all ranks that count in the loss: a normaliser."""
+    total_rows: int
+    """Completions of the whole batch over all ranks that count in the loss."""
 
     @classmethod
     def of(
-        cls,
-        groups: Sequence[Group],
-        weights: Sequence[float],
-        algorithm: Algorithm,
-        config: AlgorithmSection,
-        rank: int = 0,
-        world_size: int = 1,
+        cls, groups: Sequence[Group], weights: Sequence[float], config: Config, rank: int = 0, world_size: int = 1
     ) -> "Batch":
         """This rank's rows of `groups`, balanced over the ranks by length.
 
-        A row whose advantage is 0 has no policy gradient: it is left out of the forward pass, but its tokens stay in
-        the normaliser, so the result is the same. With a KL term every row counts and all are kept.
+        A row whose advantage is 0 has no policy gradient: it is left out of the forward pass, but it stays in the
+        normalisers, so the result is the same. With a KL term every row counts and all are kept. With
+        `algorithm.mask_truncated` rows that were cut count nowhere.
         """
+        algorithm = config.algorithm
         rows: list[Row] = []
-        for group, weight in zip(groups, weights, strict=True):
-            advantages = algorithm.weigh(torch.from_numpy(group.rewards)[None], config)[0]
-            for completion, advantage in zip(group.completions, advantages.tolist(), strict=True):
-                row = Row(group.prompt_token_ids, completion.token_ids, completion.logprobs, advantage, weight)
-                if advantage != 0.0 or config.kl_coef > 0:
-                    rows.append(row)
-        total = sum(len(completion.token_ids) for group in groups for completion in group.completions)
+        total_tokens = total_rows = 0
+        advantages = weigh(groups, algorithm, config.sampling.max_new_tokens)
+        for group, weight, row_advantages in zip(groups, weights, advantages, strict=True):
+            for completion, advantage in zip(group.completions, row_advantages, strict=True):
+                if algorithm.mask_truncated and completion.finish_reason == "length":
+                    continue
+                total_tokens += len(completion.token_ids)
+                total_rows += 1
+                if advantage != 0.0 or algorithm.kl_coef > 0:
+                    ids = completion.token_ids
+                    rows.append(Row(group.prompt_token_ids, ids, completion.logprobs, advantage, weight))
         rows.sort(key=len)  # stable: the order is the same on every rank
-        return cls(rows[rank::world_size], total)
+        return cls(rows[rank::world_size], total_tokens, total_rows)
 
     def micro_batches(self, max_tokens: int) -> list["MicroBatch"]:
         """Rows of similar length together, each micro-batch at most `max_tokens` padded tokens (or one row)."""
@@ -90,6 +92,10 @@ class MicroBatch:
     """[C]"""
     weights: Tensor
     """[C]"""
+    rows: Tensor
+    """[C] which row each completion token belongs to."""
+    lengths: Tensor
+    """[C] completion length of that row."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "MicroBatch":
@@ -112,6 +118,8 @@ class MicroBatch:
             torch.from_numpy(np.concatenate([row.behaviour_logprobs for row in rows])),
             torch.from_numpy(np.repeat(np.array([row.advantage for row in rows], np.float32), lengths)),
             torch.from_numpy(np.repeat(np.array([row.weight for row in rows], np.float32), lengths)),
+            torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
+            torch.from_numpy(np.repeat(np.array(lengths), lengths)),
         )
 
     def to(self, device: torch.device) -> "MicroBatch":

@@ -179,6 +179,13 @@ class Collector:
             self._loop.call(self.services.replay.set_priorities(priorities))
         self._loop.call(self._finish([group.position for group in fresh]))
 
+    def replace(self, groups: list[Group]) -> None:
+        """Puts groups that a batch has no use for aside and draws as many other prompts instead."""
+        self.counts.dropped["equal_rewards"] += len(groups)
+        self._loop.call(self.services.replay.ack([group.id for group in groups]))
+        self._loop.call(self._finish([group.position for group in groups]))
+        self._loop.call(self._again(len(groups)))
+
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups, after the weights that they trained were published."""
         self._loop.call(self._free(count))

@@ -18,9 +18,9 @@ from common.errors import ConfigError
 from common.schemas import Group, Prompt
 from common.wire import decode_groups, encode_groups
 from trainer import checkpoint
-from trainer.algorithms import ALGORITHMS
+from trainer.algorithms import weigh
 from trainer.clock import StageClock
-from trainer.collect import Collector, LoopThread, Prompter, Services, fresh_groups
+from trainer.collect import CollectFailed, Collector, LoopThread, Prompter, Services, fresh_groups
 from trainer.distributed import Ranks
 from trainer.evaluate import Evaluation, evaluate
 from trainer.learner import Learner, UpdateMetrics
@@ -161,7 +161,7 @@ class Lead:
     def take(self) -> Experience:
         """The next batch: fresh groups, and `replay.reuse_ratio` of prioritised reuse."""
         settings, step = self.config, self.learner.step
-        fresh = self._collector.take(fresh_groups(settings), max(0, step - settings.trainer.max_staleness))
+        fresh = self._fresh(fresh_groups(settings), max(0, step - settings.trainer.max_staleness))
         groups, weights = list(fresh), [1.0] * len(fresh)
         if reuse := settings.trainer.batch_size - len(fresh):
             oldest = max(0, step - settings.replay.max_reuse_staleness)
@@ -171,6 +171,27 @@ class Lead:
             groups += sampled.groups
             weights += sampled.weights.tolist()
         return Experience(groups, weights, len(fresh))
+
+    def _fresh(self, count: int, min_version: int) -> list[Group]:
+        """Fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
+        algorithm = self.config.algorithm
+        groups = self._collector.take(count, min_version)
+        if not algorithm.dynamic_sampling:
+            return groups
+        for _ in range(algorithm.dynamic_sampling_rounds):
+            equal = [group for group in groups if (group.rewards == group.rewards[0]).all()]
+            if not equal:
+                return groups
+            self._collector.replace(equal)
+            dropped = {group.id for group in equal}
+            groups = [group for group in groups if group.id not in dropped]
+            groups += self._collector.take(len(equal), min_version)
+        raise CollectFailed(
+            f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
+            field="algorithm.dynamic_sampling_rounds",
+            value=algorithm.dynamic_sampling_rounds,
+            remedy="the prompts are too easy or too hard for this model: take others, or turn algorithm.dynamic_sampling off",
+        )
 
     def finish(self, experience: Experience, update: UpdateMetrics) -> None:
         """After the update: publish, acknowledge, evaluate, free the slots, save, record."""
@@ -226,13 +247,9 @@ class Lead:
 
     def _priorities(self, groups: Sequence[Group]) -> dict[str, float]:
         """Mean |advantage| of each group."""
-        weigh = ALGORITHMS[self.config.algorithm.name].weigh
-        return {
-            group.id: max(
-                _MIN_PRIORITY, float(weigh(torch.from_numpy(group.rewards)[None], self.config.algorithm).abs().mean())
-            )
-            for group in groups
-        }
+        advantages = weigh(groups, self.config.algorithm, self.config.sampling.max_new_tokens)
+        means = (float(np.abs(row).mean()) for row in advantages)
+        return {group.id: max(_MIN_PRIORITY, mean) for group, mean in zip(groups, means, strict=True)}
 
     def _record(self, experience: Experience, update: UpdateMetrics) -> StepRecord:
         completions = [completion for group in experience.groups for completion in group.completions]

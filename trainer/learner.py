@@ -1,5 +1,6 @@
 """The learner: policy, optimiser and the update. The same code on one process and on many."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,17 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ServiceError
+from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
 from trainer.distributed import Ranks
-from trainer.losses import clipped_surrogate, kl_divergence
+from trainer.losses import (
+    PolicyLoss,
+    importance_correction,
+    kl_divergence,
+    off_policy_mask,
+    probability_ratio,
+    token_coefficients,
+)
 from trainer.model import TokenScores, load_model, score_tokens
 
 
@@ -36,7 +45,56 @@ class UpdateMetrics:
     """k3 estimate of KL(rollout ‖ trainer)."""
     kl_reference: float
     entropy: float
+    effective_sample_size: float
+    """Of the trainer's policy over the rollout engine's, as a share of the tokens; 1 on policy."""
     trained_tokens: int
+
+
+class _Sums:
+    """Sums over tokens that give the metrics; they add up over micro-batches and ranks."""
+
+    _NAMES = ("loss", "clipped", "ratio", "delta", "kl_rollout", "kl_reference", "entropy", "weight", "weight_square", "tokens")
+
+    def __init__(self, values: Tensor | None = None) -> None:
+        self.values = torch.zeros(len(self._NAMES), dtype=torch.float64) if values is None else values
+
+    @classmethod
+    def of(cls, loss: Tensor, policy: PolicyLoss, scores: TokenScores, behaviour: Tensor, kl_reference: Tensor) -> "_Sums":
+        weight = probability_ratio(scores.logprobs, behaviour)
+        columns = (
+            policy.clipped,
+            policy.ratio,
+            (scores.logprobs - behaviour).abs(),
+            kl_divergence(behaviour, scores.logprobs, "k3"),
+            kl_reference,
+            scores.entropy,
+            weight,
+            weight.square(),
+            torch.ones_like(weight),
+        )
+        return cls(torch.stack([loss, *(column.sum() for column in columns)]).double().cpu())
+
+    def __iadd__(self, other: "_Sums") -> "_Sums":
+        self.values += other.values
+        return self
+
+    def metrics(self, grad_norm: float, learning_rate: float) -> UpdateMetrics:
+        sums = dict(zip(self._NAMES, self.values.tolist(), strict=True))
+        tokens = int(sums["tokens"])
+        mean = 1 / max(1, tokens)
+        return UpdateMetrics(
+            loss=sums["loss"],
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            clip_fraction=sums["clipped"] * mean,
+            ratio=sums["ratio"] * mean if tokens else 1.0,
+            delta_logprob=sums["delta"] * mean,
+            kl_rollout=sums["kl_rollout"] * mean,
+            kl_reference=sums["kl_reference"] * mean,
+            entropy=sums["entropy"] * mean,
+            effective_sample_size=sums["weight"] ** 2 / sums["weight_square"] * mean if tokens else 1.0,
+            trained_tokens=tokens,
+        )
 
 
 class Learner:
@@ -70,18 +128,18 @@ class Learner:
         return settings.learning_rate * min(1.0, (self.step + 1) / max(1, settings.warmup_steps))
 
     def update(self, batch: Batch) -> UpdateMetrics:
-        """One optimiser step on the batch; token-mean over the global batch, however it is cut.
+        """One optimiser step on the batch; the result does not depend on how the batch is cut.
 
         Raises NotFinite, with the policy unchanged, when the gradient is not finite.
         """
         self.optimizer.zero_grad()
-        sums = torch.zeros(7, dtype=torch.float64)
+        sums = _Sums()
         for micro in batch.micro_batches(self.config.trainer.micro_batch_tokens):
-            sums += self._accumulate(micro.to(self.ranks.device), batch.total_tokens)
+            sums += self._accumulate(micro.to(self.ranks.device), batch)
         self.ranks.sum_gradients(self.policy)
-        self.ranks.sum(sums)
+        self.ranks.sum(sums.values)
         grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.trainer.max_grad_norm))
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        if not math.isfinite(grad_norm):
             self.optimizer.zero_grad()
             raise NotFinite(
                 f"the gradient of step {self.step + 1} is not finite",
@@ -94,46 +152,45 @@ class Learner:
             group["lr"] = rate
         self.optimizer.step()
         self.step += 1
-        loss, clipped, ratio, delta, kl_rollout, kl_reference, entropy = (float(value) for value in sums)
-        tokens = int(self._tokens(batch))
-        mean = 1 / max(1, tokens)
-        return UpdateMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            clip_fraction=clipped * mean,
-            ratio=ratio * mean if tokens else 1.0,
-            delta_logprob=delta * mean,
-            kl_rollout=kl_rollout * mean,
-            kl_reference=kl_reference * mean,
-            entropy=entropy * mean,
-            trained_tokens=tokens,
-        )
+        return sums.metrics(grad_norm, rate)
 
-    def _tokens(self, batch: Batch) -> Tensor:
-        own = sum(len(row.completion_ids) for row in batch.rows)
-        return self.ranks.sum(torch.tensor(own))
-
-    def _accumulate(self, micro: MicroBatch, total_tokens: int) -> Tensor:
+    def _accumulate(self, micro: MicroBatch, batch: Batch) -> "_Sums":
         """Adds this micro-batch's share of the gradient; returns sums over its tokens for the metrics."""
-        algorithm = self.config.algorithm
+        algorithm, rows, count = self.config.algorithm, micro.rows, len(micro.input_ids)
         scores = self._scores(self.policy, micro)
-        policy = clipped_surrogate(
-            scores.logprobs, micro.behaviour_logprobs, micro.advantages, algorithm.clip_low, algorithm.clip_high
+        behaviour = micro.behaviour_logprobs
+        scale = token_coefficients(
+            algorithm.aggregation, micro.lengths, batch.total_tokens, batch.total_rows, self.config.sampling.max_new_tokens
         )
-        per_token, kl_reference = policy.loss, torch.zeros_like(scores.logprobs)
+        scale = scale * micro.weights
+        old = behaviour
+        if algorithm.rollout_correction != "none":
+            # Decoupled: the ratio is taken to the trainer's own policy before the update, w corrects for the engine's.
+            old = scores.logprobs.detach()
+            scale = scale * importance_correction(
+                old,
+                behaviour,
+                rows,
+                count,
+                algorithm.rollout_correction,
+                algorithm.correction_level,
+                algorithm.correction_cap,
+            )
+        policy = policy_loss(algorithm, scores.logprobs, old, micro.advantages, rows, count)
+        kept = torch.ones_like(policy.loss)
+        if algorithm.off_policy_delta is not None:
+            delta = algorithm.off_policy_delta
+            kept = off_policy_mask(scores.logprobs, behaviour, micro.advantages, rows, count, delta)
+        per_token, kl_reference = policy.loss * kept, torch.zeros_like(scores.logprobs)
         if self.reference is not None:
             with torch.no_grad():
                 reference = self._scores(self.reference, micro).logprobs
             kl_reference = kl_divergence(scores.logprobs, reference, algorithm.kl_estimator)
             per_token = per_token + algorithm.kl_coef * kl_reference
-        loss = (per_token * micro.weights).sum() / total_tokens
+        loss = (per_token * scale).sum()
         loss.backward()
         with torch.no_grad():
-            delta = (scores.logprobs - micro.behaviour_logprobs).abs()
-            kl_rollout = kl_divergence(micro.behaviour_logprobs, scores.logprobs, "k3")
-            columns = (policy.clipped, policy.ratio, delta, kl_rollout, kl_reference, scores.entropy)
-            return torch.stack([loss, *(column.sum() for column in columns)]).double().cpu()
+            return _Sums.of(loss, policy, scores, behaviour, kl_reference)
 
     def _scores(self, model: Any, micro: MicroBatch) -> TokenScores:
         device = self.ranks.device.type

@@ -6,7 +6,6 @@ Rank 0 (`lead`) takes the groups from the replay buffer and shares them; every r
 rank 0 publishes the weights. One process is a group of one.
 """
 
-from trainer.algorithms import ALGORITHMS
 from trainer.batch import Batch
 from trainer.distributed import Ranks
 from trainer.lead import Experience, Lead
@@ -15,11 +14,9 @@ from trainer.learner import Learner
 
 def train(learner: Learner, ranks: Ranks, lead: Lead | None, total_steps: int) -> None:
     """Updates until `total_steps`. `lead` is given on rank 0 and None on the others."""
-    config = learner.config
-    algorithm = ALGORITHMS[config.algorithm.name]
     while learner.step < total_steps:
         experience = Experience.share(lead.take() if lead else None, ranks)
-        batch = Batch.of(experience.groups, experience.weights, algorithm, config.algorithm, ranks.rank, ranks.world_size)
+        batch = Batch.of(experience.groups, experience.weights, learner.config, ranks.rank, ranks.world_size)
         if lead is None:
             learner.update(batch)
         else:

@@ -1,4 +1,8 @@
-"""Policy losses and KL estimators, per token. Pure functions."""
+"""Policy losses, KL estimators, aggregation and off-policy corrections, per token. Pure functions.
+
+Tokens of several completions lie one after the other in [tokens]; `rows` [tokens] says which completion each belongs
+to, counted from 0, so that nothing is padded.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,33 +12,73 @@ from torch import Tensor
 
 _MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ±20 before exp, as in the public implementations, so that none overflows."""
+_MAX_SEQUENCE_LOG_RATIO = 10.0
+
+Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 
 
 @dataclass
 class PolicyLoss:
-    """What the clipped surrogate yields; every tensor has the shape of the log-probabilities."""
+    """What a policy loss yields; every tensor has the shape of the log-probabilities."""
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
-    """1 where the clipped term was the larger one, else 0."""
+    """1 where clipping took effect, else 0."""
+
+
+def row_sum(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[count] sums of `values` [tokens] by completion."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, rows, values)
+
+
+def row_mean(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[count] means of `values` [tokens] by completion."""
+    return row_sum(values, rows, count) / row_sum(torch.ones_like(values), rows, count).clamp(min=1)
+
+
+def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """π(token) / π_old(token) for each token; the gradient flows through `logprobs`."""
+    return torch.exp((logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, rows: Tensor, count: int) -> Tensor:
+    """GSPO's ratio (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14): exp of the mean log ratio of the whole completion.
+
+    Every token of a completion has the same value; the gradient flows through that token's own log-probability.
+    """
+    mean = row_mean((logprobs - old_logprobs).detach(), rows, count)[rows]
+    return torch.exp((mean + logprobs - logprobs.detach()).clamp(max=_MAX_SEQUENCE_LOG_RATIO))
 
 
 def clipped_surrogate(
-    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> PolicyLoss:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with separate bounds (DAPO's clip-higher).
 
     Args:
-        logprobs: [tokens] under the policy being trained, in nats; the gradient flows through them.
-        behaviour_logprobs: [tokens] under the policy that sampled the tokens.
+        ratio: [tokens] from `probability_ratio` or `sequence_ratio`.
         advantages: [tokens]
-        clip_low, clip_high: the probability ratio is clipped to [1 - clip_low, 1 + clip_high].
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: upper bound c of the loss of tokens with negative advantage, -c·A (Ye et al. 2019, arXiv:1912.09729).
     """
-    ratio = torch.exp((logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(torch.maximum(unclipped, clipped), ratio, (clipped > unclipped).float())
+    loss, cut = torch.maximum(unclipped, clipped), clipped > unclipped
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        over = (advantages < 0) & (bound < loss)
+        loss, cut = torch.where(over, bound, loss), cut | over
+    return PolicyLoss(loss, ratio, cut.float())
+
+
+def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+    """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): the clipped ratio weighs the policy gradient and carries none itself.
+
+    Unlike in PPO, a clipped token keeps its gradient.
+    """
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != ratio.detach()).float())
 
 
 def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
@@ -52,3 +96,65 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Liter
     if estimator == "k2":
         return 0.5 * difference.square()
     return torch.exp(-difference) + difference - 1
+
+
+def token_coefficients(
+    aggregation: Aggregation, lengths: Tensor, total_tokens: int, total_rows: int, max_new_tokens: int
+) -> Tensor:
+    """What each token's loss is multiplied by so that the plain sum over all micro-batches and ranks is the loss.
+
+    Args:
+        aggregation: `token_mean` (DAPO): every token of the global batch counts the same. `sequence_mean_token_mean`
+            (the original GRPO): every completion counts the same. `sequence_mean_token_sum`: the mean over completions
+            of their sums. `constant` (Dr. GRPO): the sum over completions × max_new_tokens.
+        lengths: [tokens] length of the completion that each token belongs to.
+        total_tokens, total_rows: of the global batch.
+    """
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    if aggregation == "token_mean":
+        return ones / total_tokens
+    if aggregation == "sequence_mean_token_mean":
+        return ones / (lengths * total_rows)
+    if aggregation == "sequence_mean_token_sum":
+        return ones / total_rows
+    return ones / (total_rows * max_new_tokens)
+
+
+def importance_correction(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    rows: Tensor,
+    count: int,
+    mode: Literal["truncate", "mask"],
+    level: Literal["token", "sequence"],
+    cap: float,
+) -> Tensor:
+    """Weights [tokens] that correct for the rollout engine's policy not being the trainer's, without gradient.
+
+    w = π_trainer / π_rollout, of the token or (level `sequence`) the product over its completion. `truncate` bounds it
+    to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets what is above `cap` or below 1/cap to 0.
+    """
+    log_weight = (proximal_logprobs - behaviour_logprobs).detach()
+    if level == "sequence":
+        log_weight = row_sum(log_weight, rows, count)[rows]
+    weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    if mode == "truncate":
+        return weight.clamp(max=cap)
+    return torch.where((weight > cap) | (weight < 1 / cap), torch.zeros_like(weight), weight)
+
+
+def off_policy_mask(
+    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int, delta: float
+) -> Tensor:
+    """OPSM (DeepSeek-V3.2, arXiv:2512.02556): 0 on completions with negative advantage whose policy moved too far, else 1.
+
+    Too far: the mean of log(π_behaviour / π) over the completion is above `delta`.
+    """
+    moved = row_mean((behaviour_logprobs - logprobs).detach(), rows, count)[rows]
+    return ((advantages >= 0) | (moved <= delta)).float()
+
+
+def effective_sample_size(log_weights: Tensor) -> Tensor:
+    """(Σ w)² / Σ w² as a share of the number of samples, of importance weights given as logarithms; 1 on policy."""
+    weights = torch.exp(log_weights - log_weights.max())
+    return weights.sum().square() / weights.square().sum() / len(weights)

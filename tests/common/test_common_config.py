@@ -141,3 +141,10 @@ def test_a_program_ends_with_status_2_and_the_name_of_the_setting() -> None:
 def test_the_configuration_survives_the_round_trip_as_json() -> None:
     config = load(["--trainer.max_steps", "3", "--data.source", "tiny"], {})
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_one_option_of_a_section_keeps_what_the_file_and_the_environment_say_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("trainer: {learning_rate: 0.25, weight_decay: 0.5}\n")
+    config = load(["--config", str(path), "--trainer.max_steps", "3"], {"RLHF_TRAINER__WEIGHT_DECAY": "0.75"})
+    assert (config.trainer.learning_rate, config.trainer.weight_decay, config.trainer.max_steps) == (0.25, 0.75, 3)

@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 
 from common.config import load
 from common.wire import decode_groups
-from trainer.algorithms import ALGORITHMS
 from trainer.batch import Batch
 from trainer.distributed import Ranks
 from trainer.learner import Learner
@@ -21,7 +20,7 @@ def main(directory: Path, settings: list[str]) -> None:
     with Ranks.from_env(timeout_s=60) as ranks:
         learner = Learner(config, ranks)
         ranks.broadcast_model(learner.policy)
-        batch = Batch.of(groups, [1.0] * len(groups), ALGORITHMS["grpo"], config.algorithm, ranks.rank, ranks.world_size)
+        batch = Batch.of(groups, [1.0] * len(groups), config, ranks.rank, ranks.world_size)
         metrics = learner.update(batch)
         if ranks.first:
             save_file(

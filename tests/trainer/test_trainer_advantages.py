@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainer.advantages import group_normalised
+from trainer.advantages import (
+    ADVANTAGES,
+    batch_normalised,
+    group_centred,
+    group_normalised,
+    leave_one_out,
+    length_weighted,
+    overlong_penalty,
+)
 
 finite = st.floats(-100, 100, width=32)
 
@@ -49,3 +57,54 @@ def test_trap_group_size_compares_completions_of_one_prompt() -> None:
     assert advantages[0, 3] < -1.4
     assert advantages[1, 3] > 1.4
     assert torch.allclose(advantages.sum(dim=1), torch.zeros(2), atol=1e-6)
+
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+
+
+def test_group_centred_hand_computed() -> None:
+    torch.testing.assert_close(group_centred(REWARDS), torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]))
+
+
+def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others() -> None:
+    expected = torch.tensor(
+        [[row[i] - (sum(row) - row[i]) / 3 for i in range(4)] for row in REWARDS.tolist()],
+    )
+    torch.testing.assert_close(leave_one_out(REWARDS), expected)
+    torch.testing.assert_close(leave_one_out(REWARDS)[0], torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
+
+
+def test_batch_normalised_hand_computed() -> None:
+    # centred: .75 −.25 −.25 −.25 .5 .5 −.5 −.5; sum of squares .75 + 1 = 1.75; std sqrt(1.75 / 7) = 0.5
+    expected = group_centred(REWARDS) / 0.5
+    torch.testing.assert_close(batch_normalised(REWARDS, eps=1e-12), expected)
+
+
+def test_length_weighted_hand_computed() -> None:
+    lengths = torch.tensor([[10, 10, 20, 40], [5, 5, 5, 5]])
+    # baselines 10 / 80 = 0.125 and 10 / 20 = 0.5
+    expected = torch.tensor([[0.875, -0.125, -0.125, -0.125], [0.5, 0.5, -0.5, -0.5]])
+    torch.testing.assert_close(length_weighted(REWARDS, lengths), expected)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_is_zero_on_equal_groups_and_refuses_groups_of_one(name: str) -> None:
+    lengths = torch.tensor([[3, 9, 4], [1, 2, 3]])
+    assert (ADVANTAGES[name](torch.full((2, 3), 0.1), lengths, 1e-6) == 0).all()
+    with pytest.raises(ValueError, match="at least 2 completions"):
+        ADVANTAGES[name](torch.zeros(4, 1), torch.ones(4, 1), 1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_orders_completions_by_reward(name: str) -> None:
+    rewards, lengths = torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([[4, 4, 4]])
+    advantages = ADVANTAGES[name](rewards, lengths, 1e-6)[0]
+    assert advantages[0] < advantages[1] < advantages[2]
+    shifted = ADVANTAGES[name](rewards + 5, lengths, 1e-6)[0]
+    torch.testing.assert_close(shifted, advantages, atol=1e-5, rtol=0)
+
+
+def test_overlong_penalty_hand_computed() -> None:
+    """DAPO with L_max 100 and a buffer of 20: nothing up to 80, half at 90, all at 100."""
+    lengths = torch.tensor([10, 80, 90, 100])
+    torch.testing.assert_close(overlong_penalty(lengths, 100, 20, 2.0), torch.tensor([0.0, 0.0, -1.0, -2.0]), check_dtype=False)

@@ -19,7 +19,6 @@ from common.observe import Metrics
 from common.schemas import WorkerReport
 from tests.trainer.groups import make_group
 from trainer import checkpoint
-from trainer.algorithms import ALGORITHMS
 from trainer.batch import Batch
 from trainer.clock import StageClock
 from trainer.distributed import Ranks
@@ -33,7 +32,7 @@ from trainer.server import BackgroundServer, create_trainer_app
 
 def batch(config: Config, seed: int) -> Batch:
     groups = [make_group(np.random.default_rng(seed + i), [1.0, 0.0, 0.0]) for i in range(3)]
-    return Batch.of(groups, [1.0] * 3, ALGORITHMS["grpo"], config.algorithm)
+    return Batch.of(groups, [1.0] * 3, config)
 
 
 def save(config: Config, learner: Learner, directory: Path, keep: int = 3) -> Path:

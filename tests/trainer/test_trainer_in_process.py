@@ -172,6 +172,23 @@ def test_trap_a_failed_generation_is_dropped_never_trained_on(
     assert [group.position for group in groups] == [i for i in range(15) if i in {g.position for g in groups}]
 
 
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Callable[..., Config]) -> None:
+    config = settings("--algorithm.name", "dapo", "--trainer.max_steps", "2")
+    train_in_process(config, quiet())
+    lines = metrics(config)
+    assert [line["equal_groups"] for line in lines] == [0, 0]
+    replaced = lines[-1]["dropped"].get("equal_rewards", 0)
+    assert len(stored(config)) == 8 + replaced
+    assert [group.position for group in stored(config)] == list(range(8 + replaced))
+
+
+def test_dynamic_sampling_stops_when_no_group_differs(settings: Callable[..., Config]) -> None:
+    """One token is never enough for an answer: every reward is 0."""
+    words = ("--algorithm.name", "dapo", "--algorithm.dynamic_sampling_rounds", "2", "--sampling.max_new_tokens", "1")
+    with pytest.raises(CollectFailed, match=r"2 rounds of dynamic sampling.*too easy or too hard"):
+        train_in_process(settings(*words), quiet())
+
+
 def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., Config]) -> None:
     config = settings("--trainer.max_failed_groups", "5")
 

@@ -15,13 +15,10 @@ from common.config import Config
 from common.schemas import Group
 from common.wire import encode_groups
 from tests.trainer.groups import make_group
-from trainer.algorithms import ALGORITHMS
 from trainer.batch import Batch, MicroBatch, Row
 from trainer.distributed import Ranks
 from trainer.learner import Learner, NotFinite
 from trainer.model import score_tokens
-
-GRPO = ALGORITHMS["grpo"]
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def groups() -> list[Group]:
 
 
 def whole(groups: list[Group], config: Config) -> Batch:
-    return Batch.of(groups, [1.0] * len(groups), GRPO, config.algorithm)
+    return Batch.of(groups, [1.0] * len(groups), config)
 
 
 def parameters(learner: Learner) -> dict[str, torch.Tensor]:
@@ -147,7 +144,7 @@ def test_two_trainer_processes_give_the_update_of_one(config: Config, groups: li
 
 def test_shares_of_the_ranks_are_disjoint_and_complete(config: Config, groups: list[Group]) -> None:
     every = whole(groups, config)
-    shares = [Batch.of(groups, [1.0] * 4, GRPO, config.algorithm, rank, 3) for rank in range(3)]
+    shares = [Batch.of(groups, [1.0] * 4, config, rank, 3) for rank in range(3)]
     assert sum(len(share.rows) for share in shares) == len(every.rows)
     assert {share.total_tokens for share in shares} == {every.total_tokens}
     lengths = sorted(len(row) for share in shares for row in share.rows)
@@ -181,7 +178,7 @@ def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]
     with torch.no_grad():
         for parameter in learner.policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
-    batch = Batch.of([groups[2]], [1.0], GRPO, config.algorithm)
+    batch = Batch.of([groups[2]], [1.0], config)
     assert len(batch.rows) == 4  # with a KL term every row counts
     first = learner.update(batch).kl_reference
     for _ in range(10):
@@ -191,8 +188,8 @@ def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]
 
 def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
     config.trainer.max_grad_norm = 1e9
-    full = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, GRPO, config.algorithm))
-    half = Learner(config, Ranks()).update(Batch.of(groups, [0.5] * 4, GRPO, config.algorithm))
+    full = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, config))
+    half = Learner(config, Ranks()).update(Batch.of(groups, [0.5] * 4, config))
     assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
 
 

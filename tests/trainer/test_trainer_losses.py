@@ -1,13 +1,25 @@
 """Policy loss and KL estimators against hand-computed numbers."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.losses import clipped_surrogate, kl_divergence
+from trainer.losses import (
+    Aggregation,
+    cispo,
+    clipped_surrogate,
+    effective_sample_size,
+    importance_correction,
+    kl_divergence,
+    off_policy_mask,
+    probability_ratio,
+    sequence_ratio,
+    token_coefficients,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +35,8 @@ from trainer.losses import clipped_surrogate, kl_divergence
 )
 def test_clipped_surrogate_hand_computed(ratio: float, advantage: float, loss: float, clipped: float) -> None:
     behaviour = torch.tensor([-2.0])
-    result = clipped_surrogate(behaviour + math.log(ratio), behaviour, torch.tensor([advantage]), 0.2, 0.28)
+    found = probability_ratio(behaviour + math.log(ratio), behaviour)
+    result = clipped_surrogate(found, torch.tensor([advantage]), 0.2, 0.28)
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.ratio.item() == pytest.approx(ratio, abs=1e-6)
     assert result.clipped.item() == clipped
@@ -31,14 +44,102 @@ def test_clipped_surrogate_hand_computed(ratio: float, advantage: float, loss: f
 
 def test_gradient_stops_where_the_ratio_is_clipped() -> None:
     logprobs = torch.tensor([math.log(1.5), 0.0], requires_grad=True)
-    clipped_surrogate(logprobs, torch.zeros(2), torch.ones(2), 0.2, 0.2).loss.sum().backward()
+    ratio = probability_ratio(logprobs, torch.zeros(2))
+    clipped_surrogate(ratio, torch.ones(2), 0.2, 0.2).loss.sum().backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -1.0]))
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [(5.0, -1.0, 3.0, 1.0), (2.0, -1.0, 2.0, 0.0), (5.0, 1.0, -1.2, 1.0), (5.0, -2.0, 6.0, 1.0)],
+)
+def test_dual_clip_bounds_the_loss_of_bad_tokens(ratio: float, advantage: float, loss: float, clipped: float) -> None:
+    result = clipped_surrogate(torch.tensor([ratio]), torch.tensor([advantage]), 0.2, 0.2, dual_clip=3.0)
+    assert result.loss.item() == pytest.approx(loss)
+    assert result.clipped.item() == clipped
+
+
 def test_a_huge_log_ratio_stays_finite() -> None:
-    result = clipped_surrogate(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0]), 0.2, 0.2)
-    assert torch.isfinite(result.loss).all()
+    ratio = probability_ratio(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
+    assert torch.isfinite(clipped_surrogate(ratio, torch.tensor([-1.0, 1.0]), 0.2, 0.2).loss).all()
+
+
+ROWS = torch.tensor([0, 0, 1, 1, 1])
+
+
+def test_sequence_ratio_hand_computed() -> None:
+    """GSPO: exp of the mean log ratio; row 0: (0.2 + 0.4) / 2 = 0.3, row 1: (0.3 − 0.3 + 0.6) / 3 = 0.2."""
+    logprobs = torch.tensor([-0.8, -0.6, -0.7, -1.3, -0.4], requires_grad=True)
+    ratio = sequence_ratio(logprobs, torch.full((5,), -1.0), ROWS, 2)
+    expected = torch.tensor([math.exp(0.3)] * 2 + [math.exp(0.2)] * 3)
+    torch.testing.assert_close(ratio.detach(), expected)
+    ratio.sum().backward()
+    torch.testing.assert_close(logprobs.grad, expected)  # each token's gradient is the ratio, through its own logprob
+
+
+def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
+    """Σ over tokens of s/L as computed = the derivative of s = exp(mean log ratio) itself."""
+    old = torch.tensor([-1.0, -1.2, -0.5])
+    one = torch.tensor([-0.8, -0.9, -0.7], requires_grad=True)
+    (sequence_ratio(one, old, torch.zeros(3, dtype=torch.long), 1) / 3).sum().backward()
+    two = one.detach().clone().requires_grad_(True)
+    torch.exp((two - old).mean()).backward()
+    torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_cispo_hand_computed_and_its_clipped_tokens_keep_their_gradient() -> None:
+    logprobs = torch.tensor([math.log(6.0), math.log(0.5)], requires_grad=True)
+    ratio = probability_ratio(logprobs, torch.zeros(2))
+    result = cispo(ratio, logprobs, torch.tensor([1.0, -2.0]), clip_low=1.0, clip_high=4.0)
+    expected = torch.tensor([-5.0 * math.log(6.0), 0.5 * 2.0 * math.log(0.5)])
+    torch.testing.assert_close(result.loss.detach(), expected)
+    assert result.clipped.tolist() == [1.0, 0.0]
+    result.loss.sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-5.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        # losses 1, 2 | 3, 4, 5: two completions of lengths 2 and 3, at most 10 new tokens
+        ("token_mean", 15 / 5),
+        ("sequence_mean_token_mean", (1.5 + 4) / 2),
+        ("sequence_mean_token_sum", (3 + 12) / 2),
+        ("constant", 15 / (2 * 10)),
+    ],
+)
+def test_aggregation_hand_computed(aggregation: Aggregation, expected: float) -> None:
+    losses, lengths = torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([2, 2, 3, 3, 3])
+    assert (losses * token_coefficients(aggregation, lengths, 5, 2, 10)).sum().item() == pytest.approx(expected)
+
+
+def test_importance_correction_hand_computed() -> None:
+    proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
+    behaviour = proximal - torch.log(torch.tensor([3.0, 0.5, 1.5, 1.0, 0.25]))
+
+    def weights(mode: Literal["truncate", "mask"], level: Literal["token", "sequence"]) -> list[float]:
+        found: list[float] = importance_correction(proximal, behaviour, ROWS, 2, mode, level, cap=2.0).tolist()
+        return found
+
+    assert weights("truncate", "token") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
+    assert weights("mask", "token") == pytest.approx([0.0, 0.5, 1.5, 1.0, 0.0])
+    assert weights("truncate", "sequence") == pytest.approx([1.5, 1.5, 0.375, 0.375, 0.375])
+    assert weights("mask", "sequence") == pytest.approx([1.5, 1.5, 0.0, 0.0, 0.0])
+
+
+def test_off_policy_mask_drops_bad_completions_that_moved_away() -> None:
+    behaviour = torch.zeros(5)
+    logprobs = torch.tensor([-0.4, -0.6, -0.4, -0.6, -0.5])  # both rows moved by 0.5 on average
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
+    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.4).tolist() == [1, 1, 0, 0, 0]
+    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.6).tolist() == [1, 1, 1, 1, 1]
+
+
+def test_effective_sample_size() -> None:
+    assert effective_sample_size(torch.zeros(8)).item() == pytest.approx(1)
+    assert effective_sample_size(torch.log(torch.tensor([3.0, 1.0]))).item() == pytest.approx(16 / 10 / 2)
+    assert effective_sample_size(torch.tensor([1e3, 0.0, 0.0, 0.0])).item() == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.1), ("k2", 0.005), ("k3", 0.00483741803596)])

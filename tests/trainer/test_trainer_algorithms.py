@@ -1,0 +1,172 @@
+"""Recipes: what each sets, what is refused, and that every setting that is read changes the update."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from common.config import RECIPES, AlgorithmSection, Config, load
+from common.errors import ConfigError
+from common.schemas import Group
+from tests.trainer.groups import make_group
+from trainer.algorithms import weigh
+from trainer.batch import Batch
+from trainer.distributed import Ranks
+from trainer.learner import Learner
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    """Off policy: the behaviour logprobs are not the policy's."""
+    rng = np.random.default_rng(1)
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
+    for group in groups:
+        for completion in group.completions:
+            noise = rng.normal(0, 0.3, len(completion.logprobs)).astype(np.float32)
+            completion.logprobs = (np.log(1 / 300) + noise).astype(np.float32)
+    return groups
+
+
+def updated(config: Config, groups: list[Group], max_tokens: int = 16_384) -> dict[str, torch.Tensor]:
+    config.trainer.micro_batch_tokens = max_tokens
+    learner = Learner(config, Ranks())
+    learner.update(Batch.of(groups, [1.0] * len(groups), config))
+    return {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
+
+
+def with_algorithm(config: Config, **settings: Any) -> Config:
+    changed = config.model_copy(deep=True)
+    changed.algorithm = AlgorithmSection.model_validate(settings)
+    return changed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_sets_its_preset_and_the_rest_stays_default(recipe: str) -> None:
+    section, default = AlgorithmSection.model_validate({"name": recipe}), AlgorithmSection()
+    for name in AlgorithmSection.model_fields:
+        expected = recipe if name == "name" else RECIPES[recipe].get(name, getattr(default, name))
+        assert getattr(section, name) == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_gives_an_update_that_micro_batches_do_not_change(
+    recipe: str, config: Config, groups: list[Group]
+) -> None:
+    changed = with_algorithm(config, name=recipe)
+    one, many = updated(changed, groups), updated(changed, groups, max_tokens=40)
+    base = Learner(changed, Ranks()).policy.state_dict()
+    assert any(not torch.equal(value, base[name]) for name, value in one.items())
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, atol=3e-5, rtol=0, msg=name)
+
+
+def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> None:
+    config.trainer.max_grad_norm = 1e9
+    losses = {}
+    for recipe in RECIPES:
+        changed = with_algorithm(config, name=recipe)
+        metrics = Learner(changed, Ranks()).update(Batch.of(groups, [1.0] * 4, changed))
+        losses[recipe] = (round(metrics.loss, 6), round(metrics.grad_norm, 6))
+    losses.pop("dapo")  # it differs from grpo by its upper clip and by which groups it takes, not on this batch alone
+    assert len(set(losses.values())) == len(losses), losses
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        ({"name": "rloo", "advantage_eps": 1e-3}, "advantage_eps"),
+        ({"kl_estimator": "k1"}, "kl_estimator"),
+        ({"dynamic_sampling_rounds": 3}, "dynamic_sampling_rounds"),
+        ({"overlong_factor": 0.5}, "overlong_factor"),
+        ({"correction_cap": 3.0}, "correction_cap"),
+        ({"correction_level": "sequence"}, "correction_level"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError, match=rf"algorithm\.{field} is set but not read"):
+        AlgorithmSection.model_validate(settings)
+
+
+def test_a_saved_configuration_can_be_read_again(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    first = load(["--algorithm.name", "gspo", "--algorithm.kl_coef", "0.01"], {})
+    path.write_text(first.model_dump_json())
+    again = load(["--config", str(path)], {})
+    assert again.algorithm == first.algorithm
+    assert again.algorithm.importance_level == "sequence"
+
+
+def test_what_is_set_beside_a_recipe_wins() -> None:
+    assert load(["--algorithm.name", "gspo", "--algorithm.clip_low", "0.1"], {}).algorithm.clip_low == 0.1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--algorithm.name", "grpoo"],
+        ["--algorithm.clip_low", "1.5"],
+        ["--sampling.group_size", "1"],
+        ["--algorithm.overlong_buffer", "512", "--sampling.max_new_tokens", "512"],
+    ],
+)
+def test_contradictions_are_refused_at_start(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(words, {})
+    assert words[-1] in str(caught.value) or words[-2].removeprefix("--") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregation": "sequence_mean_token_mean"},
+        {"aggregation": "sequence_mean_token_sum"},
+        {"aggregation": "constant"},
+        {"importance_level": "sequence"},
+        {"dual_clip": 1.01},
+        {"rollout_correction": "truncate"},
+        {"rollout_correction": "truncate", "correction_cap": 1.1},
+        {"rollout_correction": "mask", "correction_cap": 1.2},
+        {"rollout_correction": "truncate", "correction_level": "sequence"},
+        {"off_policy_delta": 0.01},
+        {"overlong_buffer": 510},
+    ],
+    ids=str,
+)
+def test_every_setting_changes_the_gradient(settings: dict[str, Any], config: Config, groups: list[Group]) -> None:
+    def gradient(changed: Config) -> tuple[float, float]:
+        changed.trainer.max_grad_norm = 1e9
+        metrics = Learner(changed, Ranks()).update(Batch.of(groups, [1.0] * 4, changed))
+        return metrics.loss, metrics.grad_norm
+
+    base = gradient(with_algorithm(config))
+    assert gradient(with_algorithm(config, **settings)) != pytest.approx(base, rel=1e-4)
+
+
+def test_truncated_completions_can_be_left_out(config: Config, groups: list[Group]) -> None:
+    groups[0].completions[0].finish_reason = "length"
+    masked = with_algorithm(config, mask_truncated=True)
+    every, kept = Batch.of(groups, [1.0] * 4, config), Batch.of(groups, [1.0] * 4, masked)
+    assert len(every.rows) - len(kept.rows) == 1
+    assert every.total_rows - kept.total_rows == 1
+    assert every.total_tokens - kept.total_tokens == len(groups[0].completions[0].token_ids)
+    advantages = weigh(groups, config.algorithm, 512)
+    assert {row.advantage for row in kept.rows} <= {a for row in advantages for a in row}
+
+
+def test_the_overlong_penalty_shapes_the_reward(config: Config, groups: list[Group]) -> None:
+    section = AlgorithmSection.model_validate({"advantage": "group_centred", "overlong_buffer": 4})
+    longest = max(len(completion.token_ids) for completion in groups[2].completions)
+    plain = weigh([groups[2]], AlgorithmSection.model_validate({"advantage": "group_centred"}), longest)[0]
+    shaped = weigh([groups[2]], section, longest)[0]
+    assert plain == [0.0] * 4  # equal rewards
+    lengths = [len(completion.token_ids) for completion in groups[2].completions]
+    assert shaped[lengths.index(longest)] == min(shaped) < 0
+
+
+def test_on_policy_the_effective_sample_size_is_one_and_off_policy_it_is_less(config: Config, groups: list[Group]) -> None:
+    metrics = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, config))
+    assert 0 < metrics.effective_sample_size < 0.99
