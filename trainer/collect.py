@@ -272,18 +272,9 @@ class Collector:
             raise Dropped("generation", str(error)) from error
 
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
-        items = [
-            RewardItem(
-                prompt=prompt.prompt,
-                response=completion.text,
-                ground_truth=prompt.ground_truth,
-                finish_reason=completion.finish_reason,
-            )
-            for completion in completions
-        ]
         try:
             with self._clock.stage("reward"):
-                graded = await self.services.reward.batch_reward(items)
+                graded = await self.services.reward.batch_reward(reward_items(prompt, completions))
         except ServiceError as error:
             raise Dropped("reward", str(error)) from error
         for completion, result in zip(completions, graded.results, strict=True):
@@ -302,6 +293,19 @@ class Collector:
                 field="trainer.max_failed_groups",
                 remedy="look at the log of the service that is named",
             )
+
+
+def reward_items(prompt: Prompt, completions: list[Completion]) -> list[RewardItem]:
+    """What the reward-server is asked about completions of one prompt."""
+    return [
+        RewardItem(
+            prompt=prompt.prompt,
+            response=completion.text,
+            ground_truth=prompt.ground_truth,
+            finish_reason=completion.finish_reason,
+        )
+        for completion in completions
+    ]
 
 
 def fresh_groups(config: Config) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from common.clients import GenerationFailed
 from common.config import Config
 from common.errors import InvalidInput
-from common.schemas import Completion, Prompt, RewardItem, RewardResult
-from trainer.collect import Prompter, Services, sampling_seed
+from common.schemas import Completion, Prompt, RewardResult
+from trainer.collect import Prompter, Services, reward_items, sampling_seed
 
 _SEED_OFFSET = 1 << 20
 """Keeps the seeds of evaluation apart from those of training."""
@@ -107,16 +107,7 @@ async def _answer(
         sampling_seed=sampling_seed(config.seed, _SEED_OFFSET + index),
         deadline_s=config.sampling.request_timeout_s,
     )
-    items = [
-        RewardItem(
-            prompt=prompt.prompt,
-            response=completion.text,
-            ground_truth=prompt.ground_truth,
-            finish_reason=completion.finish_reason,
-        )
-        for completion in completions
-    ]
-    graded = await services.reward.batch_reward(items)
+    graded = await services.reward.batch_reward(reward_items(prompt, completions))
     for result in graded.results:
         if result.reward is None:
             raise GenerationFailed(f"an answer to {prompt.id} could not be graded: {result.status}", code="not_graded")
