@@ -38,6 +38,7 @@ from common.schemas import (
 log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=BaseModel)
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 5.0
 _SAY_EVERY_S = 10.0
 
@@ -107,7 +108,7 @@ class Client:
                 response = await self.http.request(
                     method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
                 )
-            except httpx.TransportError as error:
+            except _NETWORK_ERRORS as error:
                 reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
@@ -147,7 +148,7 @@ class Client:
         """None when `/health` says 200, else why not; asks once."""
         try:
             response = await self.http.get("/health", timeout=5)
-        except httpx.TransportError as error:
+        except _NETWORK_ERRORS as error:
             return str(error) or type(error).__name__
         if response.is_success:
             return None

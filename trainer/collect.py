@@ -222,8 +222,6 @@ class Collector:
                         tasks.create_task(self._collect(prompt, position, epoch))
         except BaseExceptionGroup as group:
             self._failure = group.exceptions[0]
-        except ServiceError as error:
-            self._failure = error
 
     async def _draw(self, count: int) -> list[tuple[int, Prompt, int]]:
         batch = await self.services.data.prompts(count, f"{self._run_id}-{self._drawn}-{count}")
