@@ -187,6 +187,8 @@ class AlgorithmSection(_Section):
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus: keeps the policy from becoming certain too early."""
     dynamic_sampling: bool = False
     """Replace groups of equal rewards (unshaped), which carry no gradient, until the batch is full."""
     dynamic_sampling_rounds: int = Field(10, gt=0)
@@ -254,7 +256,11 @@ class TrainerSection(_Section):
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(10, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stays, or falls to zero at the last step."""
     max_grad_norm: float = Field(1.0, gt=0)
+    max_skipped_updates: int = Field(3, ge=0)
+    """An update whose gradient is not finite is skipped and counted; stop after more than so many in a row."""
     micro_batch_tokens: int = Field(16_384, gt=0)
     """Tokens (padding included) of one forward and backward pass."""
     eval_every: int = Field(0, ge=0)

@@ -59,6 +59,7 @@ def run(config: Config, topology: Topology) -> None:
             lead, board = _lead(config, topology, learner, run_dir, position, stack)
             lead.prepare()
         total_steps = int(ranks.broadcast(str(lead.total_steps).encode() if lead else b""))
+        learner.total_steps = total_steps
         if lead is None:
             train(learner, ranks, None, total_steps)
         else:

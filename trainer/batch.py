@@ -45,7 +45,7 @@ class Batch:
         """This rank's rows of `groups`, balanced over the ranks by length.
 
         A row whose advantage is 0 has no policy gradient: it is left out of the forward pass, but it stays in the
-        normalisers, so the result is the same. With a KL term every row counts and all are kept. With
+        normalisers, so the result is the same. With a KL term or an entropy bonus every row counts. With
         `algorithm.mask_truncated` rows that were cut count nowhere.
         """
         algorithm = config.algorithm
@@ -58,7 +58,7 @@ class Batch:
                     continue
                 total_tokens += len(completion.token_ids)
                 total_rows += 1
-                if advantage != 0.0 or algorithm.kl_coef > 0:
+                if advantage != 0.0 or algorithm.kl_coef > 0 or algorithm.entropy_coef > 0:
                     ids = completion.token_ids
                     rows.append(Row(group.prompt_token_ids, ids, completion.logprobs, advantage, weight))
         rows.sort(key=len)  # stable: the order is the same on every rank

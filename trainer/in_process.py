@@ -75,6 +75,7 @@ def train_in_process(config: Config, console: Console | None = None, rollout_tra
         run_id = new_run_id("in-process")
         lead = Lead(config, learner, tokenizer, services, prompter, publisher, loop, recorder, metrics, position, run_id)
         lead.prepare()
+        learner.total_steps = lead.total_steps
         with lead.collecting():
             train(learner, ranks, lead, lead.total_steps)
         path = lead.conclude()

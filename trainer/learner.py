@@ -1,14 +1,15 @@
 """The learner: policy, optimiser and the update. The same code on one process and on many."""
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.config import Config
+from common.config import Config, TrainerSection
 from common.errors import ServiceError
 from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
@@ -23,9 +24,11 @@ from trainer.losses import (
 )
 from trainer.model import TokenScores, load_model, score_tokens
 
+log = logging.getLogger(__name__)
+
 
 class NotFinite(ServiceError):
-    """The gradient is NaN or infinite: the update was not applied."""
+    """The gradient is NaN or infinite, several times in a row."""
 
     code = "not_finite"
 
@@ -48,6 +51,8 @@ class UpdateMetrics:
     effective_sample_size: float
     """Of the trainer's policy over the rollout engine's, as a share of the tokens; 1 on policy."""
     trained_tokens: int
+    skipped: int = 0
+    """1 when the gradient was not finite: the update was not applied, and numbers that were not finite are 0 here."""
 
 
 class _Sums:
@@ -97,6 +102,16 @@ class _Sums:
         )
 
 
+def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
+    """Of the update after `step` steps: linear warm-up, then `settings.lr_schedule`, which ends at zero after `total_steps`."""
+    warmup = settings.warmup_steps
+    if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
+        return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
+    done = (step - warmup) / max(1, total_steps - warmup)
+    left = 1 - done if settings.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return settings.learning_rate * left
+
+
 class Learner:
     """Policy, optimiser and step count; `step` is also the weight version of the policy.
 
@@ -108,6 +123,9 @@ class Learner:
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self.config, self.ranks, self.step = config, ranks, 0
+        self.total_steps: int | None = None
+        """Of the run; a schedule that falls needs it."""
+        self._skipped = 0
         self.policy = load_model(config.model, directory).to(ranks.device)
         self.policy.train()
         self.reference: nn.Module | None = None
@@ -122,15 +140,11 @@ class Learner:
             fused=ranks.device.type == "cuda",
         )
 
-    def learning_rate(self) -> float:
-        """Of the next update: linear warm-up, then constant."""
-        settings = self.config.trainer
-        return settings.learning_rate * min(1.0, (self.step + 1) / max(1, settings.warmup_steps))
-
     def update(self, batch: Batch) -> UpdateMetrics:
         """One optimiser step on the batch; the result does not depend on how the batch is cut.
 
-        Raises NotFinite, with the policy unchanged, when the gradient is not finite.
+        An update whose gradient is not finite is skipped: the policy is unchanged and the metrics say so. Raises
+        NotFinite after more than `trainer.max_skipped_updates` of them in a row.
         """
         self.optimizer.zero_grad()
         sums = _Sums()
@@ -139,20 +153,31 @@ class Learner:
         self.ranks.sum_gradients(self.policy)
         self.ranks.sum(sums.values)
         grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.trainer.max_grad_norm))
+        rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         if not math.isfinite(grad_norm):
-            self.optimizer.zero_grad()
-            raise NotFinite(
-                f"the gradient of step {self.step + 1} is not finite",
-                field="grad_norm",
-                value=grad_norm,
-                remedy="lower trainer.learning_rate or resume from an earlier checkpoint",
-            )
-        rate = self.learning_rate()
+            return self._skip(sums.metrics(grad_norm, rate))
+        self._skipped = 0
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.step += 1
         return sums.metrics(grad_norm, rate)
+
+    def _skip(self, metrics: UpdateMetrics) -> UpdateMetrics:
+        """Counts an update that was not applied: a step of its own, with the weights it began with."""
+        self.optimizer.zero_grad()
+        self._skipped += 1
+        if self._skipped > self.config.trainer.max_skipped_updates:
+            raise NotFinite(
+                f"the gradients of {self._skipped} steps in a row, the last one {self.step + 1}, are not finite",
+                field="grad_norm",
+                value=metrics.grad_norm,
+                remedy="lower trainer.learning_rate or resume from an earlier checkpoint",
+            )
+        log.warning("the gradient of step %d is not finite: the update is skipped", self.step + 1)
+        self.step += 1
+        broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
+        return replace(metrics, skipped=1, **broken)
 
     def _accumulate(self, micro: MicroBatch, batch: Batch) -> "_Sums":
         """Adds this micro-batch's share of the gradient; returns sums over its tokens for the metrics."""
@@ -187,6 +212,7 @@ class Learner:
                 reference = self._scores(self.reference, micro).logprobs
             kl_reference = kl_divergence(scores.logprobs, reference, algorithm.kl_estimator)
             per_token = per_token + algorithm.kl_coef * kl_reference
+        per_token = per_token - algorithm.entropy_coef * scores.entropy
         loss = (per_token * scale).sum()
         loss.backward()
         with torch.no_grad():
@@ -197,4 +223,5 @@ class Learner:
         low = device == "cuda" and self.config.model.dtype == "bfloat16"
         with torch.autocast(device, torch.bfloat16, enabled=low):
             temperature = self.config.sampling.temperature
-            return score_tokens(model, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, temperature)
+            bonus = self.config.algorithm.entropy_coef > 0 and model is self.policy
+            return score_tokens(model, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, temperature, bonus)

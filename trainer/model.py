@@ -80,11 +80,17 @@ class TokenScores:
     logprobs: Tensor
     """[C] in nats, with gradient when grad is enabled."""
     entropy: Tensor
-    """[C] of the distribution each token was drawn from, without gradient."""
+    """[C] in nats, of the distribution each token was drawn from; with gradient when that was asked for."""
 
 
 def score_tokens(
-    model: Any, input_ids: Tensor, attention_mask: Tensor, predicts: Tensor, targets: Tensor, temperature: float
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    predicts: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_gradient: bool = False,
 ) -> TokenScores:
     """Log-probabilities of `targets` under softmax(logits / temperature).
 
@@ -92,22 +98,24 @@ def score_tokens(
         input_ids, attention_mask, predicts: [rows, T]; `predicts` marks the positions whose next token is scored.
         targets: [C] with C = predicts.sum(), row by row.
         temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
+        entropy_gradient: for an entropy bonus; costs memory.
     """
     hidden = model.get_decoder()(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     hidden, head = hidden[predicts], model.get_output_embeddings()
-    parts = [
-        checkpoint(_score, head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature, use_reentrant=False)
-        if len(hidden) > _CHUNK and torch.is_grad_enabled()
-        else _score(head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature)
-        for i in range(0, len(hidden), _CHUNK)
-    ]
+    parts = []
+    for i in range(0, len(hidden), _CHUNK):
+        chunk = (head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature, entropy_gradient)
+        again = len(hidden) > _CHUNK and torch.is_grad_enabled()  # then logits are computed again instead of kept
+        parts.append(checkpoint(_score, *chunk, use_reentrant=False) if again else _score(*chunk))
     return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
 
-def _score(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _score(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperature
     normaliser = logits.logsumexp(dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
     return logprobs, entropy

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config import Config
+from common.config import Config, TrainerSection
 from common.schemas import Group
 from common.wire import encode_groups
 from tests.trainer.groups import make_group
 from trainer.batch import Batch, MicroBatch, Row
 from trainer.distributed import Ranks
-from trainer.learner import Learner, NotFinite
+from trainer.learner import Learner, NotFinite, learning_rate
 from trainer.model import score_tokens
 
 
@@ -193,16 +193,59 @@ def test_importance_weights_scale_the_gradient(config: Config, groups: list[Grou
     assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(config: Config, groups: list[Group]) -> None:
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_run(
+    config: Config, groups: list[Group]
+) -> None:
+    config.trainer.max_skipped_updates = 1
     learner = Learner(config, Ranks())
-    batch = whole(groups, config)
-    batch.rows[0].advantage = float("nan")
+    good, bad = whole(groups, config), whole(groups, config)
+    bad.rows[0].advantage = float("nan")
     before = parameters(learner)
-    with pytest.raises(NotFinite, match="grad_norm"):
-        learner.update(batch)
-    assert learner.step == 0
+    assert learner.update(bad).skipped == 1
+    assert learner.step == 1
     for name, value in parameters(learner).items():
         assert torch.equal(value, before[name])
+    assert learner.update(good).skipped == 0  # starts the count anew
+    learner.update(bad)
+    with pytest.raises(NotFinite, match="2 steps in a row"):
+        learner.update(bad)
+
+
+def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]) -> None:
+    def entropy(coefficient: float) -> float:
+        changed = config.model_copy(deep=True)
+        changed.algorithm.entropy_coef = coefficient
+        learner = Learner(changed, Ranks())
+        with torch.no_grad():  # away from the uniform distribution, where there is nothing to raise
+            learner.policy.get_output_embeddings().weight.mul_(8)
+        for _ in range(5):
+            metrics = learner.update(Batch.of([groups[2]], [1.0], changed))
+        return metrics.entropy
+
+    with_bonus = entropy(1.0)
+    config.algorithm.kl_coef = 1e-9  # keeps the rows of the equal group without moving anything
+    assert with_bonus > entropy(0.0) + 0.01
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 0, 0.1),
+        ("constant", 9, 1.0),
+        ("constant", 100, 1.0),
+        ("linear", 4, 0.5),
+        ("linear", 10, 1.0),
+        ("linear", 60, 0.5),
+        ("linear", 110, 0.0),
+        ("cosine", 10, 1.0),
+        ("cosine", 60, 0.5),
+        ("cosine", 35, 0.8535534),
+        ("cosine", 110, 0.0),
+    ],
+)
+def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) -> None:
+    settings = TrainerSection.model_validate({"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule})
+    assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)
 
 
 def test_chunks_do_not_change_logprobs_or_gradients(
