@@ -15,7 +15,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo sglang-cpu test lint bench clean
+.PHONY: help demo sglang-cpu test lint check-jobgroup bench clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -23,7 +23,7 @@ help:
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about four minutes and 2.2 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
 	@echo 'make lint            ruff, mypy and the import rules alone'
-	@echo 'make check-jobgroup   the job groups, checked offline by SkyPilot itself'
+	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make clean           remove environments, caches and runs'
 

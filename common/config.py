@@ -43,7 +43,7 @@ class ModelSection(_Section):
     """The policy."""
 
     name: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """A model on the Hugging Face hub, a local directory, or `tiny`: the built-in model, made once and cached."""
+    """A model on the Hugging Face hub or a local directory; `python -m trainer.tiny_model DIR` makes the built-in one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision on a GPU. Master weights are float32 always; a CPU computes in float32."""
     trust_remote_code: bool = False

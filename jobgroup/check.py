@@ -1,0 +1,322 @@
+"""`.venv-sky/bin/python jobgroup/check.py [YAML…]`: would SkyPilot take these job groups, and would they run?
+
+SkyPilot's own loader and schema, offline and in an empty home, so that the answer depends on the files alone. Then what
+SkyPilot says nothing about until pods run: misspelt header fields, shell errors, unknown variables and host names, tasks
+nobody restarts, services that are ended without notice, volumes that several nodes cannot mount. Lines that end in
+`# volume` are checked as they are and, once more, switched on. Exit status 0: all valid, 1: problems, 2: wrong usage.
+
+Runs in the environment of SkyPilot (`make check-jobgroup` makes it), which is not the project's: it imports nothing of it.
+"""
+
+import argparse
+import copy
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parent
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_MARKED = re.compile(r"(?m)^( *)# (.*# volume)$")
+_SHARED = {"ReadWriteMany", "ReadOnlyMany"}
+# Quoted text in which the shell replaces nothing, and comments. Double quotes are matched so that they can be kept.
+_NOT_EXPANDED = re.compile(r"""\\.|"(?:\\.|[^"\\])*"|'[^']*'|(?<![^\s;])\#[^\n]*""", re.DOTALL)
+_LITERAL_DOCUMENT = re.compile(r"<<-?\s*(['\"])(\w+)\1.*?^\s*\2$", re.DOTALL | re.MULTILINE)
+_USE = re.compile(r"\$(?:\{(\w+)(:?[-=+?])?|(\w+))")
+_ASSIGNED = re.compile(
+    r"(?:^|[\s;&|({])(\w+)\+?=|\bfor\s+(\w+)\s+in\b|\b(?:mapfile|readarray|printf)\s+(?:-\w+\s+)*(\w+)", re.MULTILINE
+)
+_READ = re.compile(r"\bread\s+(?:-\w+\s+)*([\w \t]+)")
+_SHELL = re.compile(  # what a shell has by itself
+    "HOME|PATH|USER|LOGNAME|SHELL|PWD|OLDPWD|HOSTNAME|LANG|TERM|IFS|REPLY|RANDOM|SECONDS|LINENO|UID|EUID|PPID|BASH\\w*|"
+    "FUNCNAME|PIPESTATUS|OPTARG|OPTIND|EPOCHSECONDS"
+)
+
+
+class SkyPilot:
+    """What is used of the real package, imported with an empty home and no network."""
+
+    def __init__(self, home: Path, accelerators: set[str]) -> None:
+        for name in [name for name in os.environ if name.startswith(("SKYPILOT_", "SKY_"))]:
+            del os.environ[name]
+        (home / "project.yaml").touch()  # instead of a .sky.yaml in the current folder
+        os.environ |= {
+            "HOME": str(home),
+            "SKYPILOT_PROJECT_CONFIG": str(home / "project.yaml"),
+            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+        }
+        import sky  # type: ignore[import-not-found]
+        from sky import clouds, task
+        from sky.catalog import common as catalog  # type: ignore[import-not-found]
+        from sky.jobs import constants as job_constants  # type: ignore[import-not-found]
+        from sky.skylet import constants  # type: ignore[import-not-found]
+        from sky.utils import common_utils, dag_utils, schemas, yaml_utils  # type: ignore[import-not-found]
+
+        logging.getLogger("sky").setLevel(logging.ERROR)
+        self.version: str = sky.__version__
+        self.groups, self.yaml, self._schemas, self._common = dag_utils, yaml_utils, schemas, common_utils
+        self.Task, self.Kubernetes = task.Task, clouds.Kubernetes
+        told = [*vars(constants).values(), *vars(job_constants).values()]
+        self.variables = {name for name in told if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
+        # GPU names are looked up in a list that SkyPilot would download: here it holds the names the files use.
+        names = Path(catalog.get_catalog_path("common/accelerators.csv"))
+        names.parent.mkdir(parents=True)
+        names.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
+
+    def volume_problem(self, content: Any) -> str | None:
+        """What SkyPilot's schema has against a volume, or None."""
+        try:
+            self._common.validate_schema(content, self._schemas.get_volume_schema(), "")
+        except Exception as error:
+            return _one_line(error)
+        return None
+
+
+class Check:
+    """One job group: `problems`, and a line for every task in `tasks`."""
+
+    def __init__(self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]) -> None:
+        self.problems: list[str] = []
+        self.tasks: list[str] = []
+        self._sky, self._text, self._env, self._volumes = sky, text, list(env), volumes
+        try:
+            documents = [document for document in yaml.safe_load_all(text) if document is not None]
+            sky.yaml.check_no_duplicate_keys(text)
+        except (yaml.YAMLError, ValueError) as error:
+            self._add("file", _one_line(error))
+            return
+        if len(documents) < 2 or not all(isinstance(document, dict) for document in documents):
+            self._add("file", "a job group is a header and at least one task, mappings separated by ---")
+            return
+        header, *contents = documents
+        self._header(header)
+        loaded = [self._task(content, f"task {i + 1}") for i, content in enumerate(contents)]
+        tasks = [task for task in loaded if task is not None]
+        hosts = {f"{task.name}-{node}" for task in tasks for node in range(task.num_nodes)}
+        for task in tasks:
+            self._scripts(task, header.get("name"), hosts if len(tasks) == len(contents) else None)
+            self._resources(task)
+        self._mounts(tasks)
+        if len(tasks) == len(contents) and header.get("execution") == "parallel":
+            self._group(tasks)
+
+    def _add(self, where: str, what: str) -> None:
+        if (problem := f"{where}: {what}") not in self.problems:
+            self.problems.append(problem)
+
+    def _header(self, header: dict[str, Any]) -> None:
+        known = self._sky.groups._JOB_GROUP_HEADER_FIELDS
+        for field in sorted(map(str, header.keys() - known)):
+            self._add("header", f"SkyPilot ignores the unknown field {field!r}; known: {', '.join(sorted(known))}")
+        if header.get("execution") != "parallel":
+            self._add("header", "execution: parallel is missing: SkyPilot would run the tasks one after the other")
+        self._name("header", header.get("name"))
+        if header.get("inter_connection") is False:
+            self._add("header", "inter_connection is off: the tasks cannot find each other by name")
+
+    def _name(self, where: str, name: Any) -> None:
+        if not (isinstance(name, str) and _LABEL.fullmatch(name)):
+            self._add(where, f"the name {name!r} cannot be part of a host name: lower-case letters, digits and -, at most 63")
+
+    def _task(self, content: dict[str, Any], position: str) -> Any:
+        """The task as SkyPilot makes it, or None when it refuses."""
+        name = content.get("name")
+        if not isinstance(name, str):
+            self._add(position, f"it has no name (found {name!r})")
+            return None
+        self._name(name, name)
+        secrets = content.get("secrets")
+        for key in [key for key, value in secrets.items() if value] if isinstance(secrets, dict) else []:
+            self._add(name, f"the secret {key} has its value in the file: leave it empty and give it with --secret {key}")
+        try:
+            task = self._sky.Task.from_yaml_config(copy.deepcopy(content), self._env)
+            task.validate()
+        except Exception as error:
+            self._add(name, f"SkyPilot refuses it: {_one_line(error)}")
+            return None
+        if not (task.run or "").strip():
+            self._add(name, "run is empty: the task would end at once")
+        return task
+
+    def _scripts(self, task: Any, group: Any, hosts: set[str] | None) -> None:
+        given = set(task.envs) | set(task.secrets) | self._sky.variables
+        own = re.compile(r"(?<![\w${}.-])([a-z0-9][a-z0-9-]*)\.\$(?:SKYPILOT_JOBGROUP_NAME\b|\{SKYPILOT_JOBGROUP_NAME\})")
+        literal = re.compile(rf"(?<![\w${{}}.-])([a-z0-9][a-z0-9-]*-\d+)\.{re.escape(str(group))}(?![\w.-])")
+        for field, script in (("setup", task.setup), ("run", task.run)):
+            where, script = f"{task.name}.{field}", script or ""
+            if error := _shell_error(script):
+                self._add(where, f"bash cannot read it: {error}")
+                continue
+            for variable in sorted(undefined(script, given)):
+                self._add(where, f"${{{variable}}} is not defined: add it to envs, or write ${{{variable}:-}}")
+            for host in dict.fromkeys([*own.findall(script), *literal.findall(script)]):
+                if field == "setup":
+                    self._add(where, f"{host}.{group} does not exist yet: setup runs before the names do; use it in run")
+                elif hosts is not None and host not in hosts:
+                    self._add(where, f"no task makes the host {host}.{group}; there are {', '.join(sorted(hosts))}")
+        for key, value in task.envs.items():
+            for host in literal.findall(str(value)):
+                if hosts is not None and host not in hosts:
+                    self._add(f"{task.name}.envs.{key}", f"no task makes the host {host}.{group}")
+
+    def _resources(self, task: Any) -> None:
+        for resources in task.resources:
+            recovery = resources.job_recovery
+            if not (isinstance(recovery, dict) and (recovery.get("max_restarts_on_errors") or 0) > 0):
+                self._add(task.name, "nobody restarts it after an error: set resources.job_recovery.max_restarts_on_errors")
+            if not isinstance(resources.cloud, self._sky.Kubernetes):
+                self._add(task.name, f"resources.infra is {resources.cloud}: host names need infra: kubernetes")
+
+    def _mounts(self, tasks: Sequence[Any]) -> None:
+        mounting: dict[str, list[Any]] = {}
+        for task in tasks:
+            for mount, volume in (task.volumes or {}).items():
+                name = volume.get("name") if isinstance(volume, dict) else volume
+                if name is not None:  # else a volume that lives and dies with the task
+                    mounting.setdefault(str(name), []).append(task)
+                if not str(mount).startswith("/"):
+                    self._add(task.name, f"volumes: the mount path {mount!r} is not absolute")
+        for name, users in mounting.items():
+            where, nodes = ", ".join(task.name for task in users), sum(task.num_nodes for task in users)
+            if name not in self._volumes:
+                self._add(where, f"there is no file for the volume {name}: name it with --volume")
+                continue
+            config = self._volumes[name].get("config") or {}
+            mode = config.get("access_mode", "ReadWriteOnce")
+            if nodes > 1 and mode not in _SHARED:
+                self._add(where, f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: ReadWriteMany is needed")
+
+    def _group(self, tasks: Sequence[Any]) -> None:
+        load, dump = self._sky.groups.load_job_group_from_yaml_str, self._sky.groups.dump_job_group_to_yaml_str
+        try:
+            group = load(self._text, env_overrides=self._env)
+            again = load(dump(group))  # what the command line sends to SkyPilot's server
+        except Exception as error:
+            self._add("header", f"SkyPilot refuses it: {_one_line(error)}")
+            return
+        for sent, meant in zip(again.tasks, group.tasks, strict=True):
+            if (sent.name, sent.num_nodes, sent.setup, sent.run) != (meant.name, meant.num_nodes, meant.setup, meant.run):
+                self._add(str(meant.name), "it changes on its way to SkyPilot's server: look for unusual characters")
+        contexts = {str(each.region) for task in tasks for each in task.resources if each.region is not None}
+        if len(contexts) > 1:
+            self._add("header", f"the tasks are pinned to several clusters ({', '.join(sorted(contexts))}): names need one")
+        for task in group.tasks:
+            primary, delay = group.is_primary_task(task.name), group.get_termination_delay_secs(task.name)
+            if not primary and delay == 0:
+                self._add(task.name, "it is ended without delay when the primary tasks succeed: set termination_delay")
+            resources = " or ".join(str(each) for each in task.resources)
+            end = "primary" if primary else f"ends {delay} s after the primary tasks"
+            self.tasks.append(f"{task.name:<16} {task.num_nodes} × {resources}, {end}")
+
+
+def undefined(script: str, given: set[str]) -> set[str]:
+    """Variables that a script uses, without a default, and that neither it nor its environment defines."""
+    expanded = _NOT_EXPANDED.sub(
+        lambda match: re.sub(r"\\.", "", match[0]) if match[0][0] == '"' else " ", _LITERAL_DOCUMENT.sub(" ", script)
+    )
+    own = {name for names in _ASSIGNED.findall(expanded) for name in names}
+    own |= {name for names in _READ.findall(expanded) for name in names.split()}
+    used = {braced or bare for braced, default, bare in _USE.findall(expanded) if not default}
+    return {name for name in used - own - given if not (name[0].isdecimal() or _SHELL.fullmatch(name))}
+
+
+def _shell_error(script: str) -> str | None:
+    result = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    return _one_line(result.stderr) if result.returncode or result.stderr else None
+
+
+def _one_line(error: object) -> str:
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error))
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _accelerators(text: str) -> set[str]:
+    """Names of the accelerators of a YAML, however they are written: `H100:8`, `{H100: 8}`, `[H100, A100]`."""
+    try:
+        nodes = list(yaml.safe_load_all(text))
+    except yaml.YAMLError:  # told by the check of that file
+        return set()
+    names: list[object] = []
+    for node in nodes:  # grows
+        if isinstance(node, dict):
+            wanted = node.get("accelerators")
+            names += wanted if isinstance(wanted, dict | list | set) else [wanted]
+        nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return {str(name).partition(":")[0] for name in names}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path} cannot be read: {error}") from None
+
+
+def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Volumes by name, and problems of their files."""
+    volumes, problems = {}, []
+    for path in paths:
+        try:
+            content = yaml.safe_load(_read(path))
+        except yaml.YAMLError as error:
+            problems.append(f"{path}: {_one_line(error)}")
+            continue
+        if problem := sky.volume_problem(content):
+            problems.append(f"{path}: SkyPilot refuses it: {problem}")
+        else:
+            volumes[content["name"]] = content
+    return volumes, problems
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name) or not (equals or name in os.environ):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, nor a variable that is set here")
+    return name, value if equals else os.environ[name]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status."""
+    parser = argparse.ArgumentParser(description="Checks job-group YAMLs with SkyPilot itself, offline.", allow_abbrev=False)
+    parser.add_argument(
+        "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (every *-jobgroup.yaml beside this file)"
+    )
+    parser.add_argument("--env", action="append", default=[], type=_pair, metavar="K=V", help="as for sky jobs launch")
+    parser.add_argument(
+        "--volume", action="append", type=Path, metavar="YAML", help="volumes (all in volumes/ beside this file)"
+    )
+    options = parser.parse_args(argv)
+    paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
+    groups = {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path) for path in paths}
+    switched_on = {name: _MARKED.sub(r"\1\2", text) for name, text in groups.items()}
+    groups |= {f"{name} (volumes on)": text for name, text in switched_on.items() if text != groups[name]}
+    with tempfile.TemporaryDirectory(prefix="check-jobgroup-") as home:
+        sky = SkyPilot(Path(home), set().union(*map(_accelerators, groups.values())))
+        print(f"SkyPilot {sky.version}")
+        volumes, problems = _volume_files(
+            sky, sorted((FOLDER / "volumes").glob("*.yaml")) if options.volume is None else options.volume
+        )
+        for problem in problems:
+            print(f"INVALID {problem}")
+        valid = not problems
+        for name, text in groups.items():
+            check = Check(sky, text, options.env, volumes)
+            valid = valid and not check.problems
+            print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
+            print("\n".join(f"  PROBLEM {name}: {problem}" for problem in check.problems) or "  VALID")
+    return 0 if valid else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ImportError as error:
+        print(f"{error}: run it with .venv-sky/bin/python, which `make check-jobgroup` makes", file=sys.stderr)
+        sys.exit(2)
