@@ -36,7 +36,7 @@ $(VENV)/.made: pyproject.toml constraints.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[services,rollout,trainer,dev]'
 	@touch $@
 
-$(BASE)/config.json: $(VENV)/.made
+$(BASE)/config.json: | $(VENV)/.made
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.tiny_model $(BASE)
 
 sglang-cpu:
@@ -44,7 +44,7 @@ sglang-cpu:
 
 demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	@rm -rf $(DEMO_DIR)
-	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --log-dir $(DEMO_DIR)/logs \
+	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --fail-fast --log-dir $(DEMO_DIR)/logs \
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) --env STATE_DIR=$(DEMO_DIR)/state \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
 
