@@ -25,6 +25,16 @@ DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
     "ppo-trainer",
 )
 TORCHRUN_PORT = 29500
+_TORCHRUN = """
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as end:
+    sys.exit(128 + end.sigval)
+"""
+"""torchrun, but a signal ends it with the usual status instead of a traceback. Text: this package never imports torch."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ class Topology:
         recovery uses the new address.
         """
         return [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(sys.executable, "-c", _TORCHRUN),
             *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
             *("--nproc-per-node", str(max(1, self.gpus_per_node))),
             *("--master-addr", self.node_ips[0]),
