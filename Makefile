@@ -20,7 +20,7 @@ endif
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
 	@echo '     ENGINE=sglang   the same with two real SGLang servers on this CPU; installs them first'
-	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about four minutes and 2.2 GB'
+	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
@@ -72,4 +72,4 @@ bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards replay; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(SKY) .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(SKY) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

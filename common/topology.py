@@ -154,12 +154,14 @@ class Topology:
         Rank 0 is the first address of `SKYPILOT_NODE_IPS`: it is read when the command starts, so a relaunch after a
         recovery uses the new address.
         """
+        # torchrun listens on every interface, so runs beside each other on one machine need different ports: 127.N.… gets + N.
+        port = TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
         return [
             *(sys.executable, "-c", _TORCHRUN),
             *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
             *("--nproc-per-node", str(max(1, self.gpus_per_node))),
             *("--master-addr", self.node_ips[0]),
-            *("--master-port", str(TORCHRUN_PORT)),
+            *("--master-port", str(port)),
             *arguments,
         ]
 

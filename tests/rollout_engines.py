@@ -1,6 +1,8 @@
-"""A random tiny model and the embedded engine as a real process, for the tests of the rollout interface."""
+"""A random tiny model, and both engines and the router as real processes, for the tests of the rollout interface."""
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +16,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from common.config import Config, ModelSection, RolloutSection
+from common.topology import Topology
+from services.rollout.engine import engine_command, engine_env
+
 ROOT = Path(__file__).resolve().parents[1]
+SGLANG = ROOT / ".venv-sglang"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -60,12 +67,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(command: list[str], log: Path, ready: Callable[[], bool]) -> subprocess.Popen[bytes]:
-    """A process that is ready, or an error with its log."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def start(
+    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 120
+) -> subprocess.Popen[bytes]:
+    """A process that is ready, or an error with its log. It leads a group and ends with this process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    wrapped = [sys.executable, "-I", "-S", str(ROOT / "services" / "rollout" / "child.py"), *command]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment)
-    limit = time.monotonic() + 120
+        process = subprocess.Popen(
+            wrapped, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    limit = time.monotonic() + limit_s
     while time.monotonic() < limit and process.poll() is None:
         if ready():
             return process
@@ -75,13 +87,17 @@ def start(command: list[str], log: Path, ready: Callable[[], bool]) -> subproces
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, kindly first."""
+    """Ends a process, kindly first, and whatever it has left behind."""
     process.terminate()
     try:
         process.wait(20)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def answers(url: str) -> bool:
@@ -101,5 +117,41 @@ def engine_process(model: Path, log: Path, *extra: str) -> Iterator[tuple[str, "
     process = start([*command, "--port", str(port), *extra], log, lambda: answers(f"{url}/health"))
     try:
         yield url, process
+    finally:
+        end(process)
+
+
+def sglang_is_installed() -> bool:
+    """Whether `make sglang-cpu` has come to its end here."""
+    stamp = SGLANG / ".made-from"
+    return stamp.is_file() and stamp.read_text().startswith("sglang-cpu ")
+
+
+@contextmanager
+def sglang_process(model: Path, log: Path, version: str) -> Iterator[str]:
+    """Real SGLang on this CPU, started with the command and the environment that an agent uses; yields its URL."""
+    port = free_port()
+    python = str(SGLANG / "bin" / "python")
+    rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
+    config = Config(model=ModelSection(name=str(model)), rollout=rollout)
+    command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
+    process = start(command, log, lambda: answers(f"{url}/health"), env=engine_env(config), limit_s=240)
+    try:
+        yield url
+    finally:
+        end(process)
+
+
+@contextmanager
+def router_process(worker_url: str, log: Path) -> Iterator[str]:
+    """The real router in front of one engine; yields its URL."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    words = ["--worker-urls", worker_url, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    words += ["--policy", "round_robin", "--disable-circuit-breaker"]
+    command = [sys.executable, "-m", "sglang_router.launch_router", *words]
+    process = start(command, log, lambda: answers(f"{url}/readiness"))
+    try:
+        yield url
     finally:
         end(process)

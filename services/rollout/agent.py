@@ -18,7 +18,7 @@ from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
-from services.rollout.engine import BASE_VERSION, ENGINE_ENV, EngineClient, engine_command
+from services.rollout.engine import BASE_VERSION, EngineClient, engine_command, engine_env
 from services.rollout.follow import Quiet, WeightFollower, wait_event
 from services.rollout.process import Supervised, Timing
 from services.rollout.router import RouterClient, router_command
@@ -78,7 +78,7 @@ class Agent:
             "engine",
             self._launch_engine,
             self._engine_api.unhealthy_reason,
-            env=ENGINE_ENV,
+            env=engine_env(config),
             log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
             timing=Timing(startup_s=rollout.startup_timeout_s),
             on_up=self._engine_up,

@@ -7,17 +7,31 @@ from pathlib import Path
 import httpx
 
 from common.clients import Client
-from common.config import Config
+from common.config import Config, RolloutSection
 from common.errors import ConfigError, ServiceError, shorten
 from common.topology import ROLLOUT, Topology
 
 log = logging.getLogger(__name__)
 BASE_VERSION = "default"
 """What SGLang calls the weights it was started with."""
-ENGINE_ENV = {
+_ENV = {
     # SGLang's /health generates a token otherwise, so a paused engine would look dead to router and agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
 }
+_CPU_ENV = {
+    "SGLANG_PLATFORM": "torch_cpu",  # jobgroup/sglang-cpu/plugin
+    "SGLANG_USE_CPU_ENGINE": "0",  # SGLang's own CPU platform needs operators that have no CPU build
+}
+_CPU_OPTIONS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "mem-fraction-static": 0.3,
+}
+_CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
+"""Idle, the scheduler would keep a core busy."""
 
 
 class LoadFailed(ServiceError):
@@ -30,7 +44,7 @@ class LoadFailed(ServiceError):
 def engine_command(config: Config, topology: Topology, model_path: str, weight_version: str) -> list[str]:
     """The command line of this node's engine.
 
-    Raises ConfigError when `rollout.engine_python` is needed and not there.
+    Raises ConfigError when `rollout.engine_python` is needed and not there, or a setting cannot be used on a CPU.
     """
     rollout = config.rollout
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
@@ -45,22 +59,46 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     if rollout.engine == "embedded":
         options = {**common, "max-context-tokens": rollout.max_context_tokens, "seed": seed}
         return [sys.executable, "-m", "services.rollout.embedded", *_words(options)]
-    python = Path(rollout.engine_python).absolute()  # not resolved: a virtual environment is found by its link
-    if not python.is_file():
-        raise ConfigError(
-            "there is no Python with sglang",
-            field="rollout.engine_python",
-            value=str(python),
-            remedy="install sglang in an environment of its own and name its Python, or set rollout.engine=embedded",
-        )
+    on_cpu = rollout.device == "cpu"
     options = {
         **common,
         "tp-size": rollout.tensor_parallel_size,
         "random-seed": seed,
         "dtype": config.model.dtype,
     }
+    if on_cpu:
+        options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    return [str(python), "-m", "sglang.launch_server", *_words(options), *trust, *rollout.engine_args]
+    flags = [*(_CPU_FLAGS if on_cpu else ()), *trust, *rollout.engine_args]
+    return [str(_sglang_python(rollout)), "-m", "sglang.launch_server", *_words(options), *flags]
+
+
+def engine_env(config: Config) -> dict[str, str]:
+    """What is added to the environment of this node's engine."""
+    if config.rollout.engine == "embedded" or config.rollout.device != "cpu":
+        return _ENV
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # it would ask the hub for local models too
+    return _ENV | _CPU_ENV | offline
+
+
+def _sglang_python(rollout: RolloutSection) -> Path:
+    if rollout.device == "cpu" and rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            "an engine on a CPU is one process",
+            field="rollout.tensor_parallel_size",
+            value=rollout.tensor_parallel_size,
+            remedy="set it to 1, or rollout.device=cuda",
+        )
+    python = Path(rollout.engine_python).absolute()  # not resolved: a virtual environment is found by its link
+    if not python.is_file():
+        install = "run make sglang-cpu" if rollout.device == "cpu" else "install sglang in an environment of its own"
+        raise ConfigError(
+            "there is no Python with sglang",
+            field="rollout.engine_python",
+            value=str(python),
+            remedy=f"{install} and name its Python here, or set rollout.engine=embedded",
+        )
+    return python
 
 
 def _words(options: dict[str, object]) -> list[str]:

@@ -100,6 +100,21 @@ def test_torchrun_spans_the_nodes_of_the_task() -> None:
     assert "--nproc-per-node 1 --master-addr 127.0.0.1" in " ".join(Topology.from_env({}).torchrun([]))
 
 
+def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
+    def command(block: int) -> str:
+        hosts = f"ppo-trainer-0.g=127.{block}.5.1:0,ppo-trainer-1.g=127.{block}.5.2:0"
+        env = {
+            "SKYPILOT_JOBGROUP_NAME": "g",
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_IPS": f"127.{block}.5.1\n127.{block}.5.2",
+            "JOBGROUP_HOSTS": hosts,
+        }
+        return " ".join(Topology.from_env(env).torchrun([]))
+
+    assert "--master-addr 127.7.5.1 --master-port 29507" in command(7)
+    assert "--master-addr 127.8.5.1 --master-port 29508" in command(8)
+
+
 @pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
 def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=60)

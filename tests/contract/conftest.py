@@ -1,24 +1,32 @@
-"""The targets of the contract: the embedded engine, the same behind the real router, and CONTRACT_URL when it is set.
+"""The targets of the contract: the embedded engine and real SGLang, each asked directly and through the real router.
 
-CONTRACT_URL names an engine such as a real SGLang that serves a ChatML model with a numeric --weight-version.
+Real SGLang is asked when `make sglang-cpu` has installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that
+serves the model of `tests.rollout_engines.write_model` with --weight-version 7.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.rollout_engines import answers, end, engine_process, free_port, start, write_model
+from tests.rollout_engines import engine_process, router_process, sglang_is_installed, sglang_process, write_model
 
 EXTERNAL = ["external"] if os.environ.get("CONTRACT_URL") else []
+WORKERS = ["engine", "sglang"]
+ROUTERS = ["router", "sglang_router"]
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("contract") / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights of the same architecture."""
+    return write_model(tmp_path_factory.mktemp("contract") / "other", seed=1)
 
 
 @pytest.fixture(scope="session")
@@ -30,38 +38,48 @@ def engine_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="session")
+def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if not sglang_is_installed():
+        pytest.skip("SGLang is not installed: `make sglang-cpu` does it")
+    with sglang_process(model_dir, tmp_path_factory.mktemp("logs") / "sglang.log", "7") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
 def router_url(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", engine_url, "--host", "127.0.0.1"]
-    command += [
-        "--port",
-        str(port),
-        "--prometheus-port",
-        str(free_port()),
-        "--policy",
-        "round_robin",
-        "--disable-circuit-breaker",
-    ]
-    url = f"http://127.0.0.1:{port}"
-    process = start(command, tmp_path_factory.mktemp("logs") / "router.log", lambda: answers(f"{url}/readiness"))
-    yield url
-    end(process)
+    with router_process(engine_url, tmp_path_factory.mktemp("logs") / "router.log") as url:
+        yield url
 
 
-def _client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    external = request.param == "external"
-    url = os.environ["CONTRACT_URL"] if external else request.getfixturevalue(f"{request.param}_url")
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+@pytest.fixture(scope="session")
+def sglang_router_url(sglang_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with router_process(sglang_url, tmp_path_factory.mktemp("logs") / "sglang_router.log") as url:
+        yield url
+
+
+def _url(request: pytest.FixtureRequest) -> str:
+    return os.environ["CONTRACT_URL"] if request.param == "external" else str(request.getfixturevalue(f"{request.param}_url"))
+
+
+@pytest.fixture(params=[*WORKERS, *ROUTERS, *EXTERNAL])
+def target_url(request: pytest.FixtureRequest) -> str:
+    """Of one target."""
+    return _url(request)
+
+
+@pytest.fixture(params=[*WORKERS, *EXTERNAL])
+def worker_url(request: pytest.FixtureRequest) -> str:
+    """Of an engine itself, for the calls the router does not pass on."""
+    return _url(request)
+
+
+@pytest.fixture
+def target(target_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=target_url, timeout=120, trust_env=False) as client:
         yield client
 
 
-@pytest.fixture(params=["engine", "router", *EXTERNAL])
-def target(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    """A client of one target."""
-    yield from _client(request)
-
-
-@pytest.fixture(params=["engine", *EXTERNAL])
-def worker(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    """A client of an engine itself, for the calls the router does not pass on."""
-    yield from _client(request)
+@pytest.fixture
+def worker(worker_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=worker_url, timeout=120, trust_env=False) as client:
+        yield client

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from common.clients import GenerationFailed, completion_from_answer
+
 PROMPT = [20, 21, 22, 23]
 
 
@@ -48,6 +50,8 @@ def test_contract_pause_abort_answers_with_what_there_is(worker: httpx.Client, p
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answer["output_ids"]) < 240
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
+    with pytest.raises(GenerationFailed, match="abort"):
+        completion_from_answer(answer)
 
 
 def test_contract_paused_is_not_ready_and_new_requests_wait(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
@@ -119,9 +123,11 @@ def test_contract_the_version_can_be_renamed(worker: httpx.Client) -> None:
     assert version(worker) == "92"
 
 
-@pytest.mark.parametrize(
-    "path", ["/health", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"]
-)
+def test_contract_health_is_a_status_whatever_the_body(worker: httpx.Client) -> None:
+    assert worker.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"])
 def test_contract_information(worker: httpx.Client, path: str) -> None:
     assert worker.get(path).status_code == 200
     assert worker.get(path).json()

@@ -36,6 +36,7 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": IDS, "sampling_params": {"n": 0}}, "sampling_params.n"),
     ({"input_ids": IDS, "sampling_params": {"n": 10**9}}, "sampling_params.n"),
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 254}}, "max_new_tokens"),
     ({"input_ids": IDS, "sampling_params": {"stop": [""]}}, "stop"),
     ({"input_ids": IDS, "sampling_params": 3}, "sampling_params"),
     ({"input_ids": IDS, "sampling_params": [{}, {}]}, "sampling_params"),

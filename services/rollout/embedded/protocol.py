@@ -83,7 +83,7 @@ class SamplingParams(BaseModel):
     sampling_seed: int | None = None
 
     def sampling(self, prompt_tokens: int, model: Model) -> Sampling:
-        """Checked against the model; the completion is capped at the context, as SGLang does."""
+        """Checked against the model. What does not fit the context is refused; the default is cut to it, as SGLang does."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > 64 or any(not 0 < len(text) <= 1000 for text in stop):
             raise BadRequest(
@@ -95,10 +95,18 @@ class SamplingParams(BaseModel):
             raise BadRequest(
                 "min_new_tokens is over max_new_tokens", field="min_new_tokens", value=least, remedy=f"at most {limit}"
             )
+        room = model.max_context_tokens - prompt_tokens
+        if self.max_new_tokens is not None and self.max_new_tokens > room:
+            raise BadRequest(
+                f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}",
+                field="max_new_tokens",
+                value=self.max_new_tokens,
+                remedy="ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens",
+            )
         stop_ids = () if self.ignore_eos else tuple(sorted({*model.eos_ids, *(self.stop_token_ids or [])}))
         top_k = self.top_k or 0
         return Sampling(
-            max_new_tokens=min(limit, model.max_context_tokens - prompt_tokens),
+            max_new_tokens=min(limit, room),
             min_new_tokens=least,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,

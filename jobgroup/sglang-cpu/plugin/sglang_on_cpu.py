@@ -1,0 +1,70 @@
+"""A platform for SGLang, found by its entry point: plain torch on a CPU.
+
+SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels are built for CUDA only. On a platform that is
+not its own SGLang takes every layer's implementation in torch instead, which is all a small model needs. SGLang stays as it is.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuSRTPlatform  # type: ignore[import-not-found]
+from sglang.srt.platforms.device_mixin import PlatformEnum  # type: ignore[import-not-found]
+
+_KEPT: list[torch.library.Library] = []
+"""Declared operators vanish with the object that declared them."""
+
+
+def activate() -> str:
+    """Called by SGLang once in every process, before it imports a model; returns the name of the platform's class."""
+    _make_torchvision_importable()
+    return f"{__name__}.TorchCpu"
+
+
+class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
+    """SGLang's CPU device, declared as a platform from outside; what is not overridden is off (graphs, pinned memory, fp8)."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        """Scaled dot-product attention of torch."""
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """The KV cache of SGLang itself: nothing in it needs a GPU."""
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # type: ignore[import-not-found]
+
+        pool: type = MHATokenToKVPool
+        return pool
+
+    def get_paged_allocator_cls(self) -> type:
+        """SGLang's allocator for pages of one token; the one for larger pages is a GPU kernel."""
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # type: ignore[import-not-found]
+
+        class TokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+            def __init__(self, size: int, *, page_size: int, **rest: Any) -> None:
+                if page_size != 1:
+                    raise ValueError(f"--page-size {page_size} cannot be used on a CPU: leave it at 1")
+                super().__init__(size, **rest)
+
+        return TokenAllocator
+
+
+def _make_torchvision_importable() -> None:
+    """Some of SGLang's modules import torchvision and never use it here.
+
+    The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be loaded, and its Python
+    part fails at once, for it describes two operators of that library. They are declared here, without an implementation.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        return
+    library = Path(spec.submodule_search_locations[0]) / "_C.so"
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:
+        declared = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(declared)

@@ -1,0 +1,111 @@
+"""What the system itself does with an engine, done by its own clients: groups to train on, and new weights from an agent."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.clients import RolloutClient, completion_from_answer
+from common.errors import ServiceError
+from common.schemas import Completion, Float32
+from services.rollout.engine import EngineClient, LoadFailed
+
+PROMPT = [20, 21, 22, 23, 24, 25]
+TOLERANCE = 1e-4
+
+
+def expected_logprobs(model_dir: Path, completion: Completion, temperature: float) -> Float32:
+    """Log-probabilities of the completion's tokens by transformers in float32, of logits divided by the temperature."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(PROMPT) - 1 : -1]
+        scores = torch.log_softmax(logits / temperature, dim=-1)
+    found: Float32 = scores.gather(1, ids[0, len(PROMPT) :, None])[:, 0].numpy()
+    return found
+
+
+async def weights_of(url: str) -> Path:
+    """What the engine has loaded now."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        return Path((await client.get("/model_info")).json()["model_path"])
+
+
+@pytest.fixture
+async def engine(worker_url: str, model_dir: Path) -> AsyncIterator[EngineClient]:
+    """The agent's client; afterwards the engine has its first weights again."""
+    async with EngineClient("engine", worker_url) as client:
+        yield client
+        await client.load(model_dir, "7", 60)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_contract_a_group_as_the_trainer_asks_for_it_has_the_logprobs_of_transformers(
+    target_url: str, model_dir: Path, temperature: float
+) -> None:
+    async with RolloutClient("rollout", target_url) as client:
+        group = await client.generate(
+            PROMPT, n=4, max_new_tokens=24, temperature=temperature, stop_token_ids=[2], sampling_seed=5, deadline_s=60
+        )
+    assert len({tuple(completion.token_ids.tolist()) for completion in group}) > 1
+    for completion in group:
+        size = len(completion.token_ids)
+        assert completion.finish_reason in ("stop", "length")
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == 2)
+        assert completion.finish_reason == "stop" or size == 24
+        assert [(start, end) for _, start, end in completion.weight_versions] == [(0, size)]
+        expected = expected_logprobs(model_dir, completion, temperature)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+async def test_contract_greedy_as_the_evaluation_asks_for_it(target_url: str, model_dir: Path) -> None:
+    async with RolloutClient("rollout", target_url) as client:
+        [first], [second] = [
+            await client.generate(PROMPT, n=1, max_new_tokens=8, temperature=0, stop_token_ids=[2]) for _ in range(2)
+        ]
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    np.testing.assert_allclose(first.logprobs, expected_logprobs(model_dir, first, 1.0), rtol=0, atol=TOLERANCE)
+
+
+def test_contract_logprobs_are_those_before_top_p(target: httpx.Client, model_dir: Path) -> None:
+    sampling = {"max_new_tokens": 24, "ignore_eos": True, "top_p": 0.3, "temperature": 1.3}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    completion = completion_from_answer(target.post("/generate", json=body).json())
+    assert len(completion.token_ids) == 24
+    np.testing.assert_allclose(completion.logprobs, expected_logprobs(model_dir, completion, 1.3), rtol=0, atol=TOLERANCE)
+
+
+async def test_contract_weights_are_loaded_as_the_agent_does_it(
+    engine: EngineClient, worker_url: str, other_model_dir: Path
+) -> None:
+    assert await engine.unhealthy_reason() is None
+    await engine.load(other_model_dir, "101", 60)
+    assert await engine.weight_version() == "101"
+    async with RolloutClient("rollout", worker_url) as client:
+        [completion] = await client.generate(PROMPT, n=1, max_new_tokens=16, temperature=1, stop_token_ids=[])
+    assert [version for version, _, _ in completion.weight_versions] == [101]
+    np.testing.assert_allclose(completion.logprobs, expected_logprobs(other_model_dir, completion, 1), rtol=0, atol=TOLERANCE)
+    with pytest.raises(LoadFailed, match="instead of 102"):
+        await engine.confirm("102")
+
+
+async def test_contract_a_failed_load_leaves_the_engine_generating_with_what_it_had(
+    engine: EngineClient, worker_url: str, tmp_path: Path
+) -> None:
+    before, path = await engine.weight_version(), await weights_of(worker_url)
+    with pytest.raises(ServiceError):
+        await engine.load(tmp_path, "103", 60)
+    assert (await engine.weight_version(), await weights_of(worker_url)) == (before, path)
+    async with RolloutClient("rollout", worker_url) as client:
+        [completion] = await client.generate(PROMPT, n=1, max_new_tokens=4, temperature=1, stop_token_ids=[])
+    assert [version for version, _, _ in completion.weight_versions] == [int(before)]
+
+
+async def test_contract_a_paused_engine_is_healthy(engine: EngineClient) -> None:
+    await engine.request("POST", "/pause_generation", json={"mode": "retract"})
+    assert await engine.unhealthy_reason() is None
+    await engine.request("POST", "/continue_generation", json={})
