@@ -69,7 +69,7 @@ check-jobgroup: $(SKY)/.made
 	$(SKY)/bin/python jobgroup/check.py
 
 bench: $(VENV)/.made $(BASE)/config.json
-	for name in engine rewards replay; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+	for name in engine rewards replay algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(SKY) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
