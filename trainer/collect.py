@@ -114,6 +114,7 @@ class Collector:
         self._slots = asyncio.Semaphore(0)  # one per group that may be in flight
         self._wanted = 0
         self._drawn = 0
+        self._next = 0
         self._takes = 0
         self._finished: set[int] = set()
         self.position = 0
@@ -124,7 +125,7 @@ class Collector:
     def running(self, groups: int) -> Iterator[None]:
         """Collects `groups` groups in all while inside."""
         slots = min(groups, (self.config.trainer.max_staleness + 1) * fresh_groups(self.config))
-        self._wanted = groups
+        self._wanted, self._next = groups, self.position
         task = self._loop.start(self._run(slots))
         try:
             yield
@@ -224,7 +225,13 @@ class Collector:
             self._failure = group.exceptions[0]
 
     async def _draw(self, count: int) -> list[tuple[int, Prompt, int]]:
-        batch = await self.services.data.prompts(count, f"{self._run_id}-{self._drawn}-{count}")
+        request_id = f"{self._run_id}-{self._drawn}-{count}"
+        batch = await self.services.data.prompts(count, request_id)
+        if batch.position != self._next:  # its cursor died with its disk, or somebody else drew from the stream
+            log.warning("the data-server is at position %d instead of %d: it is set back", batch.position, self._next)
+            await self.services.data.seek(self._next)
+            batch = await self.services.data.prompts(count, f"{request_id}-again")
+        self._next = batch.position + count
         total = batch.total_available
         return [(batch.position + i, prompt, (batch.position + i) // total) for i, prompt in enumerate(batch.prompts)]
 

@@ -152,9 +152,3 @@ def off_policy_mask(
     """
     moved = row_mean((behaviour_logprobs - logprobs).detach(), rows, count)[rows]
     return ((advantages >= 0) | (moved <= delta)).float()
-
-
-def effective_sample_size(log_weights: Tensor) -> Tensor:
-    """(Σ w)² / Σ w² as a share of the number of samples, of importance weights given as logarithms; 1 on policy."""
-    weights = torch.exp(log_weights - log_weights.max())
-    return weights.sum().square() / weights.square().sum() / len(weights)

@@ -167,6 +167,6 @@ def test_the_overlong_penalty_shapes_the_reward(config: Config, groups: list[Gro
     assert shaped[lengths.index(longest)] == min(shaped) < 0
 
 
-def test_on_policy_the_effective_sample_size_is_one_and_off_policy_it_is_less(config: Config, groups: list[Group]) -> None:
+def test_off_policy_the_effective_sample_size_is_below_one(config: Config, groups: list[Group]) -> None:
     metrics = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, config))
     assert 0 < metrics.effective_sample_size < 0.99

@@ -112,6 +112,24 @@ def test_every_prompt_is_trained_on_once_and_on_policy(settings: Callable[..., C
     assert all(line["update"]["delta_logprob"] < 1e-4 for line in metrics(config))
 
 
+def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., Config]) -> None:
+    config = settings()
+
+    class Losing(Faulty):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            first = self.calls == 0
+            response = await super().handle_async_request(request)
+            if first:
+                with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db, db:
+                    db.execute("UPDATE cursors SET position = 0")
+                    db.execute("DELETE FROM answers")
+            return response
+
+    train_in_process(config, quiet(), lambda app: Losing(app, set(), lambda: httpx.Response(500)))
+    assert [group.position for group in stored(config)] == list(range(12))
+    assert len({group.prompt_id for group in stored(config)}) == 12
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_staleness_is_bounded(settings: Callable[..., Config], staleness: int) -> None:
     config = settings("--trainer.max_staleness", str(staleness), "--trainer.max_steps", "5")

@@ -85,6 +85,7 @@ def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Confi
     assert metrics.ratio == pytest.approx(1, abs=1e-5)
     assert metrics.delta_logprob == pytest.approx(0, abs=1e-5)
     assert metrics.clip_fraction == 0
+    assert metrics.effective_sample_size == pytest.approx(1, abs=1e-5)
     batch = whole(groups, config)
     expected = -sum(row.advantage * len(row.completion_ids) for row in batch.rows) / batch.total_tokens
     assert metrics.loss == pytest.approx(expected, abs=1e-5)

@@ -12,7 +12,6 @@ from trainer.losses import (
     Aggregation,
     cispo,
     clipped_surrogate,
-    effective_sample_size,
     importance_correction,
     kl_divergence,
     off_policy_mask,
@@ -134,12 +133,6 @@ def test_off_policy_mask_drops_bad_completions_that_moved_away() -> None:
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
     assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.4).tolist() == [1, 1, 0, 0, 0]
     assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.6).tolist() == [1, 1, 1, 1, 1]
-
-
-def test_effective_sample_size() -> None:
-    assert effective_sample_size(torch.zeros(8)).item() == pytest.approx(1)
-    assert effective_sample_size(torch.log(torch.tensor([3.0, 1.0]))).item() == pytest.approx(16 / 10 / 2)
-    assert effective_sample_size(torch.tensor([1e3, 0.0, 0.0, 0.0])).item() == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.1), ("k2", 0.005), ("k3", 0.00483741803596)])
