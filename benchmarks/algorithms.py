@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common.config import RECIPES, load
+from common.algorithm import RECIPES
+from common.config import load
 from trainer import train_in_process
 from trainer.record import read_lines
 

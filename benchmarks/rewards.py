@@ -18,8 +18,8 @@ from pathlib import Path
 
 from math_verify import parse, verify
 
-from common.config import RewardSection
 from common.schemas import RewardItem
+from common.sections import RewardSection
 from services.reward.grade import MathGrader
 
 GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k" / "test.jsonl"

@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -21,7 +21,17 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from common.algorithm import AlgorithmSection
 from common.errors import ConfigError, shorten
+from common.sections import (
+    DataSection,
+    ModelSection,
+    ReplaySection,
+    RewardSection,
+    RolloutSection,
+    SamplingSection,
+    TrainerSection,
+)
 
 SHORT_NAMES = {
     "MODEL_NAME": ("model", "name"),
@@ -33,261 +43,6 @@ SHORT_NAMES = {
     "RUN_DIR": ("trainer", "run_dir"),
 }
 _PREFIX = "RLHF_"
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class ModelSection(_Section):
-    """The policy."""
-
-    name: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """A model on the Hugging Face hub or a local directory; `python -m trainer.tiny_model DIR` makes the built-in one."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute precision on a GPU. Master weights are float32 always; a CPU computes in float32."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
-
-
-class DataSection(_Section):
-    """data-server: prompts."""
-
-    port: int = Field(8000, ge=1, le=65535)
-    source: str = "gsm8k"
-    """`gsm8k` (from the hub), `tiny` (generated on the spot), or a path: .jsonl, .json, .csv, .parquet or a directory."""
-    train_split: str = "train"
-    eval_split: str = "test"
-    num_samples: int | None = Field(None, gt=0)
-    """Use only the first N training problems (after a seeded shuffle); all of them when unset."""
-    prompt_field: str = "question"
-    """Column of the problem in files."""
-    answer_field: str = "answer"
-    """Column of the answer in files; of a text with `#### N` only N is kept."""
-
-
-class RewardSection(_Section):
-    """reward-server: verifies answers."""
-
-    port: int = Field(8002, ge=1, le=65535)
-    workers: int = Field(2, gt=0)
-    """Grader processes. Each is killed when its deadline passes and replaced."""
-    timeout_s: float = Field(1.0, gt=0)
-    """Seconds that one answer may take in a grader."""
-    memory_mb: int = Field(1024, ge=256)
-    """Address space of one grader process."""
-    require_stop: bool = False
-    """Reward only completions that ended by themselves: one cut at `max_new_tokens` gets 0, right or wrong."""
-    max_batch_items: int = Field(4096, gt=0)
-
-
-class ReplaySection(_Section):
-    """replay-buffer: stores experience."""
-
-    port: int = Field(8003, ge=1, le=65535)
-    capacity: int = Field(100_000, gt=0)
-    """Completions kept; the oldest consumed groups leave first."""
-    lease_s: float = Field(600.0, gt=0)
-    """Seconds after which a group that was handed out and not acknowledged is handed out again."""
-    reuse_ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of each training batch that comes from prioritised reuse instead of fresh groups."""
-    priority_exponent: float = Field(0.6, ge=0)
-    """α of prioritised experience replay (Schaul et al. 2016): P(i) ∝ priority^α."""
-    importance_exponent: float = Field(0.4, ge=0, le=1)
-    """β of prioritised experience replay at the first step; annealed linearly to 1 at the last."""
-    max_reuse_staleness: int = Field(8, ge=0)
-    """Oldest experience that may be reused, in weight versions."""
-    max_times_sampled: int = Field(4, gt=0)
-    """How often one group may be reused."""
-
-
-class RolloutSection(_Section):
-    """rollout-server: the engines, the agent of every node, and the router."""
-
-    router_port: int = Field(30000, ge=1, le=65535)
-    engine_port: int = Field(30001, ge=1, le=65535)
-    agent_port: int = Field(30002, ge=1, le=65535)
-    router_metrics_port: int = Field(29000, ge=1, le=65535)
-    engine: Literal["sglang", "embedded"] = "sglang"
-    """`sglang`, or `embedded`: a small CPU engine that answers the same HTTP API."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where SGLang computes; `cpu` needs what `make sglang-cpu` installs. The embedded engine ignores it: it uses the CPU."""
-    engine_python: str = ".venv-sglang/bin/python"
-    """The Python that has sglang installed: its dependencies clash with the other services', so it has its own."""
-    engine_args: list[str] = []
-    """More arguments for `sglang.launch_server`, as they are."""
-    tensor_parallel_size: int = Field(1, gt=0)
-    """GPUs that share one engine."""
-    max_running_requests: int = Field(256, gt=0)
-    """Completions decoded at once by one engine."""
-    max_context_tokens: int = Field(2048, gt=1)
-    """Prompt plus completion, in tokens, of the embedded engine. SGLang on a CPU takes what the model can; there this times
-    `max_running_requests` is the size of the KV cache in tokens (and 30 % of the free memory at most)."""
-    router_policy: Literal["round_robin", "random", "power_of_two", "cache_aware"] = "round_robin"
-    """How the router picks an engine for a request."""
-    startup_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds an engine may take until it answers (loading a large model takes minutes)."""
-
-
-class SamplingSection(_Section):
-    """How completions are sampled."""
-
-    group_size: int = Field(8, ge=2)
-    """Completions per prompt: what a group-relative advantage compares."""
-    max_new_tokens: int = Field(512, gt=0)
-    temperature: float = Field(1.0, gt=0)
-    """The trainer divides its logits by the same temperature, so logprobs of both sides are comparable."""
-    system_prompt: str = ""
-    """Put before every problem with the model's chat template."""
-    request_timeout_s: float = Field(600.0, gt=0)
-    """Seconds one group may take to generate, retries included."""
-
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "dr_grpo": {"advantage": "group_centred", "aggregation": "constant"},
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
-    "gspo": {
-        "importance_level": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "aggregation": "sequence_mean_token_mean",
-    },
-    "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-    "rloo": {"advantage": "leave_one_out"},
-    "reinforce_pp": {"advantage": "batch_normalised"},
-    "opo": {"advantage": "length_weighted"},
-}
-"""What each named algorithm sets, where it differs from the defaults of `AlgorithmSection`."""
-
-
-class AlgorithmSection(_Section):
-    """How a batch becomes an update. A recipe sets the rest; what is set beside it wins; what nothing reads is refused."""
-
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo"] = "grpo"
-    """The recipe; docs/algorithms.md has a row for each."""
-    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"] = (
-        "group_normalised"
-    )
-    """How rewards of a group become advantages."""
-    advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the standard deviation (group_normalised and batch_normalised)."""
-    policy_loss: Literal["clip", "cispo"] = "clip"
-    """PPO's clipped surrogate, or CISPO, whose clipped tokens keep their gradient."""
-    importance_level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or (GSPO) one for the whole completion."""
-    clip_low: float = Field(0.2, gt=0, le=1)
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss of tokens with negative advantage, -c·A; usually 3."""
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How the losses of the global batch's tokens become one number."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL divergence to the reference model in the loss; 0 loads no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus: keeps the policy from becoming certain too early."""
-    dynamic_sampling: bool = False
-    """Replace groups of equal rewards (unshaped), which carry no gradient, until the batch is full."""
-    dynamic_sampling_rounds: int = Field(10, gt=0)
-    """Stop with the reason when so many rounds of replacing did not fill a batch."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Soft overlong penalty over the last so many tokens before sampling.max_new_tokens; 0: none."""
-    overlong_factor: float = Field(1.0, gt=0)
-    """Penalty at sampling.max_new_tokens."""
-    mask_truncated: bool = False
-    """Leave completions cut at sampling.max_new_tokens out of the loss; they still count in their group's statistics."""
-    rollout_correction: Literal["none", "truncate", "mask"] = "none"
-    """Importance sampling between the rollout engine's policy and the trainer's at the start of the update."""
-    correction_level: Literal["token", "sequence"] = "token"
-    correction_cap: float = Field(2.0, gt=1)
-    """`truncate` bounds weights by it, `mask` drops what is above it or below its inverse."""
-    off_policy_delta: float | None = Field(None, gt=0)
-    """Drop completions with negative advantage whose mean log ratio behaviour/policy is above this (OPSM)."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _recipe(cls, data: Any, handler: Callable[[Any], "AlgorithmSection"]) -> "AlgorithmSection":
-        if not isinstance(data, dict):
-            return handler(data)
-        preset = RECIPES.get(data.get("name", "grpo"), {})
-        section = handler({**preset, **data})
-        defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for name, reason in section._unread().items():
-            if name in data and getattr(section, name) != defaults[name]:
-                raise ValueError(f"algorithm.{name} is set but not read: {reason}")
-        return section
-
-    def _unread(self) -> dict[str, str]:
-        """Settings that the others make pointless, and why."""
-        unread: dict[str, str] = {}
-        if self.advantage not in ("group_normalised", "batch_normalised"):
-            unread["advantage_eps"] = f"advantage {self.advantage} divides by nothing"
-        if self.policy_loss == "cispo":
-            unread["dual_clip"] = "policy_loss is cispo"
-        if self.kl_coef == 0:
-            unread["kl_estimator"] = "kl_coef is 0"
-        if not self.dynamic_sampling:
-            unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
-        if not self.overlong_buffer:
-            unread["overlong_factor"] = "overlong_buffer is 0"
-        if self.rollout_correction == "none":
-            unread["correction_level"] = unread["correction_cap"] = "rollout_correction is none"
-        return unread
-
-
-class TrainerSection(_Section):
-    """ppo-trainer: the loop, the optimiser, evaluation and checkpoints."""
-
-    port: int = Field(8004, ge=1, le=65535)
-    """Serves weight versions to the rollout nodes, and health and metrics."""
-    num_epochs: int = Field(3, gt=0)
-    """Passes over the training prompts."""
-    batch_size: int = Field(4, gt=0)
-    """Prompts per step; each becomes one group of `sampling.group_size` completions."""
-    max_steps: int | None = Field(None, gt=0)
-    """End after this many steps even if epochs remain."""
-    max_staleness: int = Field(0, ge=0)
-    """How many weight versions old an experience may be when it is trained on; 0 is on-policy."""
-    learning_rate: float = Field(1e-6, gt=0)
-    adam_betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(10, ge=0)
-    """Steps over which the learning rate rises linearly from zero."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stays, or falls to zero at the last step."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    max_skipped_updates: int = Field(3, ge=0)
-    """An update whose gradient is not finite is skipped and counted; stop after more than so many in a row."""
-    micro_batch_tokens: int = Field(16_384, gt=0)
-    """Tokens (padding included) of one forward and backward pass."""
-    eval_every: int = Field(0, ge=0)
-    """Evaluate on the held-out split every N steps; 0: only before and after training."""
-    eval_samples: int = Field(256, ge=0)
-    """Held-out problems per evaluation; 0 skips evaluation."""
-    eval_k: int = Field(8, gt=0)
-    """k of pass@k in the first and the last evaluation."""
-    eval_pass_samples: int = Field(64, ge=0)
-    """Held-out problems of the pass@k measurement (each is answered k times)."""
-    checkpoint_every: int = Field(50, ge=0)
-    """Write a checkpoint every N steps, and always at the end; 0: only at the end."""
-    keep_checkpoints: int = Field(3, gt=0)
-    resume: bool = True
-    """Go on from the newest checkpoint in `run_dir`, if there is one."""
-    run_dir: Path | None = None
-    """Where configuration, metrics, samples, curves and checkpoints go; `runs/<group name>` when unset."""
-    wait_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds to wait for the other tasks to become healthy, or for a batch, before giving up with the reason."""
-    service_timeout_s: float = Field(600.0, gt=0)
-    """Seconds one call to a service may take, retries included: longer than it takes to restart its pod."""
-    publish_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for every rollout node to confirm a weight version; one that does not is fenced from traffic."""
-    max_failed_groups: int = Field(64, gt=0)
-    """Stop after this many groups in a row were dropped because of errors."""
-    num_threads: int | None = Field(None, gt=0)
-    """CPU threads of one trainer process; torch decides when unset."""
 
 
 class Config(BaseSettings):

@@ -16,7 +16,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from common.config import Config, ModelSection, RolloutSection
+from common.config import Config
+from common.sections import ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine import engine_command, engine_env
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.config import AlgorithmSection
+from common.algorithm import AlgorithmSection
 from common.schemas import Group
 from trainer.advantages import ADVANTAGES, overlong_penalty
 from trainer.losses import PolicyLoss, cispo, clipped_surrogate, probability_ratio, sequence_ratio

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.config import Config, TrainerSection
+from common.config import Config
 from common.errors import ServiceError
+from common.sections import TrainerSection
 from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
 from trainer.distributed import Ranks

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.config import ModelSection
 from common.errors import ConfigError
+from common.sections import ModelSection
 
 _CHUNK = 2048
 """Completion tokens whose logits exist at once: [2048, vocabulary] in float32."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from common.config import DataSection
 from common.errors import ConfigError
 from common.schemas import Prompt
+from common.sections import DataSection
 from services.data import tiny
 
 Split = Literal["train", "eval"]

@@ -13,10 +13,10 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import Field
 
 from common import wire
-from common.config import ReplaySection
 from common.errors import InvalidInput, NotReady, ServiceError
 from common.observe import Metrics
 from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
+from common.sections import ReplaySection
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
 from services.replay.worker import Worker
 from services.server import create_app

@@ -19,9 +19,9 @@ import msgpack
 import numpy as np
 
 from common import wire
-from common.config import ReplaySection
 from common.errors import InvalidInput, TooLarge
 from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest
+from common.sections import ReplaySection
 from services.replay import sampling
 from services.replay.store import Added, GroupRow, Store, Taken
 

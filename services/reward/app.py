@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
-from common.config import RewardSection
 from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
+from common.sections import RewardSection
 from services.reward.grade import MathGrader
 from services.server import create_app
 

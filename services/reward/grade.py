@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Self
 
-from common.config import RewardSection
 from common.errors import ConfigError, InvalidInput, NotReady, TooLarge
 from common.observe import Metrics
 from common.schemas import BatchRewardResult, RewardItem, RewardResult, RewardStatus
+from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from services.reward.pool import GraderPool

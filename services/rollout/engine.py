@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 
 from common.clients import Client
-from common.config import Config, RolloutSection
+from common.config import Config
 from common.errors import ConfigError, ServiceError, shorten
+from common.sections import RolloutSection
 from common.topology import ROLLOUT, Topology
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ import httpx
 import pytest
 
 from common.clients import DataClient
-from common.config import Config, DataSection
+from common.config import Config
 from common.errors import ConfigError, ServiceError
 from common.schemas import Prompt
+from common.sections import DataSection
 from services.data.app import create_data_app
 
 TRAIN = [Prompt(id=f"t/{n}", prompt=f"problem {n}", ground_truth=str(n)) for n in range(30)]

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.config import DataSection
 from common.errors import ConfigError
+from common.sections import DataSection
 from services.data.loaders import Split, final_answer, load_split
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"

@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI
 
 from common.clients import ReplayClient
-from common.config import ReplaySection
 from common.schemas import Completion, Group
+from common.sections import ReplaySection
 from services.replay.app import create_replay_app
 
 MakeGroup = Callable[..., Group]

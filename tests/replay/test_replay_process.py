@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from common.clients import ReplayClient, wait_healthy
-from common.config import ReplaySection
 from common.errors import ConfigError
 from common.schemas import TakeRequest
+from common.sections import ReplaySection
 from services.replay.buffer import ReplayBuffer
 from tests.replay.conftest import MakeGroup
 

@@ -7,9 +7,9 @@ import pytest
 from fastapi import FastAPI
 
 from common.clients import ReplayClient, Unreachable
-from common.config import ReplaySection
 from common.errors import ServiceError
 from common.schemas import Group, TakeRequest
+from common.sections import ReplaySection
 from tests.replay.conftest import MakeGroup
 
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from common.clients import RewardClient
-from common.config import RewardSection
 from common.schemas import RewardItem
+from common.sections import RewardSection
 from services.reward.app import create_reward_app
 
 HANG = {"prompt": "", "response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RewardSection
 from common.schemas import RewardItem
+from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import extract_answer, gold_answer
 from services.reward.grade import MathGrader

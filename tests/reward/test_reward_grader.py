@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from common.config import RewardSection
 from common.errors import InvalidInput, NotReady, TooLarge
 from common.schemas import RewardItem
+from common.sections import RewardSection
 from services.reward.grade import MathGrader
 
 HOSTILE = [

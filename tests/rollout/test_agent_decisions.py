@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.config import Config, RolloutSection
+from common.config import Config
 from common.errors import ConfigError
+from common.sections import RolloutSection
 from common.topology import Topology, parse_hosts
 from services.rollout.engine import engine_command
 from services.rollout.router import Plan, plan, router_command

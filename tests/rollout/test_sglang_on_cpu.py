@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.config import Config, ModelSection, RolloutSection
+from common.config import Config
 from common.errors import ConfigError
+from common.sections import ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine import engine_command, engine_env
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from common.config import RECIPES, AlgorithmSection, Config, load
+from common.algorithm import RECIPES, AlgorithmSection
+from common.config import Config, load
 from common.errors import ConfigError
 from common.schemas import Group
 from tests.trainer.groups import make_group

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config import Config, TrainerSection
+from common.config import Config
 from common.schemas import Group
+from common.sections import TrainerSection
 from common.wire import encode_groups
 from tests.trainer.groups import make_group
 from trainer.batch import Batch, MicroBatch, Row

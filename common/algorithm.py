@@ -1,0 +1,102 @@
+"""The settings of the algorithm, and the recipes: sparse presets of them under the names the field knows."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.sections import Section
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "group_centred", "aggregation": "constant"},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
+    "gspo": {
+        "importance_level": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence_mean_token_mean",
+    },
+    "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"advantage": "leave_one_out"},
+    "reinforce_pp": {"advantage": "batch_normalised"},
+    "opo": {"advantage": "length_weighted"},
+}
+"""What each named algorithm sets, where it differs from the defaults of `AlgorithmSection`."""
+
+
+class AlgorithmSection(Section):
+    """How a batch becomes an update. A recipe sets the rest; what is set beside it wins; what nothing reads is refused."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo"] = "grpo"
+    """The recipe; docs/algorithms.md has a row for each."""
+    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"] = (
+        "group_normalised"
+    )
+    """How rewards of a group become advantages."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Added to the standard deviation (group_normalised and batch_normalised)."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """PPO's clipped surrogate, or CISPO, whose clipped tokens keep their gradient."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or (GSPO) one for the whole completion."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = Field(0.2, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound c on the loss of tokens with negative advantage, -c·A; usually 3."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """How the losses of the global batch's tokens become one number."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL divergence to the reference model in the loss; 0 loads no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus: keeps the policy from becoming certain too early."""
+    dynamic_sampling: bool = False
+    """Replace groups of equal rewards (unshaped), which carry no gradient, until the batch is full."""
+    dynamic_sampling_rounds: int = Field(10, gt=0)
+    """Stop with the reason when so many rounds of replacing did not fill a batch."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Soft overlong penalty over the last so many tokens before sampling.max_new_tokens; 0: none."""
+    overlong_factor: float = Field(1.0, gt=0)
+    """Penalty at sampling.max_new_tokens."""
+    mask_truncated: bool = False
+    """Leave completions cut at sampling.max_new_tokens out of the loss; they still count in their group's statistics."""
+    rollout_correction: Literal["none", "truncate", "mask"] = "none"
+    """Importance sampling between the rollout engine's policy and the trainer's at the start of the update."""
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_cap: float = Field(2.0, gt=1)
+    """`truncate` bounds weights by it, `mask` drops what is above it or below its inverse."""
+    off_policy_delta: float | None = Field(None, gt=0)
+    """Drop completions with negative advantage whose mean log ratio behaviour/policy is above this (OPSM)."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _recipe(cls, data: Any, handler: Callable[[Any], "AlgorithmSection"]) -> "AlgorithmSection":
+        if not isinstance(data, dict):
+            return handler(data)
+        preset = RECIPES.get(data.get("name", "grpo"), {})
+        section = handler({**preset, **data})
+        defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
+        for name, reason in section._unread().items():
+            if name in data and getattr(section, name) != defaults[name]:
+                raise ValueError(f"algorithm.{name} is set but not read: {reason}")
+        return section
+
+    def _unread(self) -> dict[str, str]:
+        """Settings that the others make pointless, and why."""
+        unread: dict[str, str] = {}
+        if self.advantage not in ("group_normalised", "batch_normalised"):
+            unread["advantage_eps"] = f"advantage {self.advantage} divides by nothing"
+        if self.policy_loss == "cispo":
+            unread["dual_clip"] = "policy_loss is cispo"
+        if self.kl_coef == 0:
+            unread["kl_estimator"] = "kl_coef is 0"
+        if not self.dynamic_sampling:
+            unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
+        if not self.overlong_buffer:
+            unread["overlong_factor"] = "overlong_buffer is 0"
+        if self.rollout_correction == "none":
+            unread["correction_level"] = unread["correction_cap"] = "rollout_correction is none"
+        return unread

@@ -1,0 +1,166 @@
+"""The settings of every section but `algorithm`, each declared once with its default, bounds and meaning."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    name: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """A model on the Hugging Face hub or a local directory; `python -m trainer.tiny_model DIR` makes the built-in one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute precision on a GPU. Master weights are float32 always; a CPU computes in float32."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+
+class DataSection(Section):
+    """data-server: prompts."""
+
+    port: int = Field(8000, ge=1, le=65535)
+    source: str = "gsm8k"
+    """`gsm8k` (from the hub), `tiny` (generated on the spot), or a path: .jsonl, .json, .csv, .parquet or a directory."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    num_samples: int | None = Field(None, gt=0)
+    """Use only the first N training problems (after a seeded shuffle); all of them when unset."""
+    prompt_field: str = "question"
+    """Column of the problem in files."""
+    answer_field: str = "answer"
+    """Column of the answer in files; of a text with `#### N` only N is kept."""
+
+
+class RewardSection(Section):
+    """reward-server: verifies answers."""
+
+    port: int = Field(8002, ge=1, le=65535)
+    workers: int = Field(2, gt=0)
+    """Grader processes. Each is killed when its deadline passes and replaced."""
+    timeout_s: float = Field(1.0, gt=0)
+    """Seconds that one answer may take in a grader."""
+    memory_mb: int = Field(1024, ge=256)
+    """Address space of one grader process."""
+    require_stop: bool = False
+    """Reward only completions that ended by themselves: one cut at `max_new_tokens` gets 0, right or wrong."""
+    max_batch_items: int = Field(4096, gt=0)
+
+
+class ReplaySection(Section):
+    """replay-buffer: stores experience."""
+
+    port: int = Field(8003, ge=1, le=65535)
+    capacity: int = Field(100_000, gt=0)
+    """Completions kept; the oldest consumed groups leave first."""
+    lease_s: float = Field(600.0, gt=0)
+    """Seconds after which a group that was handed out and not acknowledged is handed out again."""
+    reuse_ratio: float = Field(0.0, ge=0, lt=1)
+    """Share of each training batch that comes from prioritised reuse instead of fresh groups."""
+    priority_exponent: float = Field(0.6, ge=0)
+    """α of prioritised experience replay (Schaul et al. 2016): P(i) ∝ priority^α."""
+    importance_exponent: float = Field(0.4, ge=0, le=1)
+    """β of prioritised experience replay at the first step; annealed linearly to 1 at the last."""
+    max_reuse_staleness: int = Field(8, ge=0)
+    """Oldest experience that may be reused, in weight versions."""
+    max_times_sampled: int = Field(4, gt=0)
+    """How often one group may be reused."""
+
+
+class RolloutSection(Section):
+    """rollout-server: the engines, the agent of every node, and the router."""
+
+    router_port: int = Field(30000, ge=1, le=65535)
+    engine_port: int = Field(30001, ge=1, le=65535)
+    agent_port: int = Field(30002, ge=1, le=65535)
+    router_metrics_port: int = Field(29000, ge=1, le=65535)
+    engine: Literal["sglang", "embedded"] = "sglang"
+    """`sglang`, or `embedded`: a small CPU engine that answers the same HTTP API."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where SGLang computes; `cpu` needs what `make sglang-cpu` installs. The embedded engine ignores it: it uses the CPU."""
+    engine_python: str = ".venv-sglang/bin/python"
+    """The Python that has sglang installed: its dependencies clash with the other services', so it has its own."""
+    engine_args: list[str] = []
+    """More arguments for `sglang.launch_server`, as they are."""
+    tensor_parallel_size: int = Field(1, gt=0)
+    """GPUs that share one engine."""
+    max_running_requests: int = Field(256, gt=0)
+    """Completions decoded at once by one engine."""
+    max_context_tokens: int = Field(2048, gt=1)
+    """Prompt plus completion, in tokens, of the embedded engine. SGLang on a CPU takes what the model can; there this times
+    `max_running_requests` is the size of the KV cache in tokens (and 30 % of the free memory at most)."""
+    router_policy: Literal["round_robin", "random", "power_of_two", "cache_aware"] = "round_robin"
+    """How the router picks an engine for a request."""
+    startup_timeout_s: float = Field(1800.0, gt=0)
+    """Seconds an engine may take until it answers (loading a large model takes minutes)."""
+
+
+class SamplingSection(Section):
+    """How completions are sampled."""
+
+    group_size: int = Field(8, ge=2)
+    """Completions per prompt: what a group-relative advantage compares."""
+    max_new_tokens: int = Field(512, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    """The trainer divides its logits by the same temperature, so logprobs of both sides are comparable."""
+    system_prompt: str = ""
+    """Put before every problem with the model's chat template."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """Seconds one group may take to generate, retries included."""
+
+
+class TrainerSection(Section):
+    """ppo-trainer: the loop, the optimiser, evaluation and checkpoints."""
+
+    port: int = Field(8004, ge=1, le=65535)
+    """Serves weight versions to the rollout nodes, and health and metrics."""
+    num_epochs: int = Field(3, gt=0)
+    """Passes over the training prompts."""
+    batch_size: int = Field(4, gt=0)
+    """Prompts per step; each becomes one group of `sampling.group_size` completions."""
+    max_steps: int | None = Field(None, gt=0)
+    """End after this many steps even if epochs remain."""
+    max_staleness: int = Field(0, ge=0)
+    """How many weight versions old an experience may be when it is trained on; 0 is on-policy."""
+    learning_rate: float = Field(1e-6, gt=0)
+    adam_betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(10, ge=0)
+    """Steps over which the learning rate rises linearly from zero."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stays, or falls to zero at the last step."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_skipped_updates: int = Field(3, ge=0)
+    """An update whose gradient is not finite is skipped and counted; stop after more than so many in a row."""
+    micro_batch_tokens: int = Field(16_384, gt=0)
+    """Tokens (padding included) of one forward and backward pass."""
+    eval_every: int = Field(0, ge=0)
+    """Evaluate on the held-out split every N steps; 0: only before and after training."""
+    eval_samples: int = Field(256, ge=0)
+    """Held-out problems per evaluation; 0 skips evaluation."""
+    eval_k: int = Field(8, gt=0)
+    """k of pass@k in the first and the last evaluation."""
+    eval_pass_samples: int = Field(64, ge=0)
+    """Held-out problems of the pass@k measurement (each is answered k times)."""
+    checkpoint_every: int = Field(50, ge=0)
+    """Write a checkpoint every N steps, and always at the end; 0: only at the end."""
+    keep_checkpoints: int = Field(3, gt=0)
+    resume: bool = True
+    """Go on from the newest checkpoint in `run_dir`, if there is one."""
+    run_dir: Path | None = None
+    """Where configuration, metrics, samples, curves and checkpoints go; `runs/<group name>` when unset."""
+    wait_timeout_s: float = Field(1800.0, gt=0)
+    """Seconds to wait for the other tasks to become healthy, or for a batch, before giving up with the reason."""
+    service_timeout_s: float = Field(600.0, gt=0)
+    """Seconds one call to a service may take, retries included: longer than it takes to restart its pod."""
+    publish_timeout_s: float = Field(600.0, gt=0)
+    """Seconds for every rollout node to confirm a weight version; one that does not is fenced from traffic."""
+    max_failed_groups: int = Field(64, gt=0)
+    """Stop after this many groups in a row were dropped because of errors."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads of one trainer process; torch decides when unset."""
