@@ -73,6 +73,13 @@ class NotFound(ServiceError):
     code = "not_found"
 
 
+class Conflict(ServiceError):
+    """The request does not fit the state of the service (409); repeating it would not help."""
+
+    status = 409
+    code = "conflict"
+
+
 class TooLarge(ServiceError):
     """The body is over the limit of the service (413)."""
 

@@ -34,6 +34,10 @@ class Prompt(Wire):
     id: str
     prompt: str
     ground_truth: str
+    task: str = ""
+    """Which reward functions grade it, where a data set mixes tasks; empty: the default ones."""
+    columns: dict[str, Any] = {}
+    """Further columns of the row, for reward functions that read them (`test_cases`, …)."""
 
 
 class PromptBatch(Wire):
@@ -60,6 +64,10 @@ class RewardItem(Wire):
     response: Text
     ground_truth: Text
     finish_reason: FinishReason = "stop"
+    task: Text = ""
+    """As in `Prompt`."""
+    columns: dict[str, Any] = {}
+    """As in `Prompt`."""
 
 
 class BatchRewardRequest(Wire):
@@ -74,6 +82,8 @@ class RewardResult(Wire):
     ground_truth: str
     correct: bool
     status: RewardStatus
+    components: dict[str, float | None] = {}
+    """Score of every reward function by its name, before weights; null where one could not be had."""
 
 
 class BatchRewardResult(Wire):
@@ -219,7 +229,21 @@ class SampleRequest(Wire):
     priority_exponent: float = Field(0.6, ge=0)
     importance_exponent: float = Field(0.4, ge=0, le=1)
     max_times_sampled: int | None = Field(None, gt=0)
+    recency_half_life: float | None = Field(None, gt=0)
+    """Weight versions over which a priority halves, counted from the newest group that may be reused; unset: age does not
+    count. It acts before `priority_exponent` α, so the chance of a group halves every `recency_half_life` / α versions."""
     seed: int = Field(0, ge=0)
+
+
+class SuccessRequest(Wire):
+    """Body of `POST /groups/successes`: right answers to these prompts, out of groups that were trained on."""
+
+    prompt_ids: list[Annotated[str, StringConstraints(max_length=512)]] = Field(min_length=1, max_length=65536)
+    """An id that is named twice counts once; one without a right answer is not in the answer."""
+    count: int = Field(gt=0, le=1024)
+    """Completions per prompt, at most."""
+    min_version: int = Field(0, ge=0, lt=2**63)
+    """Groups with an older weight version are passed over."""
 
 
 class GroupIds(Wire):
@@ -233,3 +257,114 @@ class PriorityUpdate(Wire):
 
     ids: list[str] = Field(min_length=1)
     priorities: list[Annotated[float, Field(ge=0)]]
+
+
+# ---------------------------------------------------------------- critic
+
+
+@dataclass(slots=True)
+class TokenSequence:
+    """A prompt and one completion of it, to be valued."""
+
+    prompt_ids: Int32
+    """[P], at least one token."""
+    completion_ids: Int32
+    """[L]"""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(slots=True)
+class ValueTargets:
+    """What the critic learns from one completion."""
+
+    sequence: TokenSequence
+    old_values: Float32
+    """[L] what it expected before the update: its value of the state before each completion token."""
+    returns: Float32
+    """[L] what it should have expected."""
+    weight: float = 1.0
+    """Factor of this completion's loss: importance weight of prioritised reuse; 1 for fresh experience."""
+
+
+@dataclass(frozen=True)
+class CriticMetrics:
+    """Of one batch the critic was updated on. All are finite."""
+
+    value_loss: float
+    """Mean over tokens and optimiser steps."""
+    grad_norm: float
+    """Mean over the optimiser steps that were applied, before clipping."""
+    clip_fraction: float
+    """Share of the tokens whose value had moved too far to be moved on, over all optimiser steps."""
+    explained_variance: float
+    """1 − Var(returns − old values) / Var(returns) over the tokens; 0 when the returns do not vary."""
+    value_mean: float
+    """Mean old value."""
+    return_mean: float
+    skipped: int
+    """Optimiser steps that were not applied because the gradient was not finite."""
+
+
+@dataclass(slots=True)
+class ValueRequest:
+    """Body of `POST /values` of the critic-server."""
+
+    sequences: list[TokenSequence]
+    run_id: str | None = None
+    """When set, the critic must be the one of this run at `step`."""
+    step: int | None = None
+
+
+@dataclass(slots=True)
+class Values:
+    """Answer of `POST /values`."""
+
+    values: list[Float32]
+    """[L] for each sequence, in order."""
+    step: int
+    """Batches the critic was trained on."""
+
+
+@dataclass(slots=True)
+class UpdateRequest:
+    """Body of `POST /update`: applied once, and only to the critic of `run_id` at `step`."""
+
+    run_id: str
+    step: int
+    seed: int
+    """Of the order in which the rows are cut into mini-batches."""
+    rows: list[ValueTargets]
+
+
+RunId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+CriticStep = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class RestoreRequest(Wire):
+    """Body of `POST /restore`: this run goes on with the critic that was saved at `step`; step 0 is a new one."""
+
+    run_id: RunId
+    step: CriticStep
+    saved_by: RunId | None = None
+    """When set, only what this run saved will do: state directories outlive runs."""
+
+
+class SaveRequest(Wire):
+    """Body of `POST /save`."""
+
+    run_id: RunId
+    step: CriticStep
+    keep: int = Field(1, gt=0)
+    """Checkpoints that stay, this one included: the last ones written."""
+
+
+class CriticStatus(Wire):
+    """Answer of `GET /status`, `POST /restore` and `POST /save` of the critic-server."""
+
+    run_id: str | None
+    """Whose critic this is; None until a run has restored it."""
+    step: int
+    """Batches it was trained on."""
+    parameters: int

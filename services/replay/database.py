@@ -10,13 +10,14 @@ from common.errors import ConfigError, InvalidInput, ServiceError
 
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
 """Groups since the file was made: stored; added again; too old when taken; made room; dropped by reset_fresh."""
-_LAYOUT = 1
+_LAYOUT = 2
 _WAL_PAGES = 8192
 
 _SCHEMA = """
 CREATE TABLE groups (
     key INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
+    prompt_id TEXT NOT NULL,
     state TEXT NOT NULL DEFAULT 'fresh' CHECK (state IN ('fresh', 'leased', 'consumed')),
     version INTEGER NOT NULL,
     position INTEGER NOT NULL,
@@ -24,6 +25,7 @@ CREATE TABLE groups (
     rewards BLOB NOT NULL,
     reward_sum REAL NOT NULL,
     positive INTEGER NOT NULL,
+    correct INTEGER NOT NULL,
     created REAL NOT NULL,
     request_id TEXT,
     lease_until REAL,
@@ -33,6 +35,7 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_turn ON groups (state, version, position, id);
 CREATE INDEX by_lease ON groups (request_id, lease_until) WHERE request_id IS NOT NULL;
+CREATE INDEX by_success ON groups (prompt_id, consumed, version, correct) WHERE correct > 0 AND consumed IS NOT NULL;
 CREATE TABLE blobs (key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE, data BLOB NOT NULL);
 CREATE TABLE experiences (
     key INTEGER PRIMARY KEY, prompt TEXT NOT NULL, response TEXT NOT NULL, reward REAL NOT NULL, ground_truth TEXT

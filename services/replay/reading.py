@@ -1,5 +1,6 @@
 """What can be asked of the store without changing it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from common.errors import NotFound
@@ -54,6 +55,22 @@ class Reading(Database):
         """(key, float32 rewards of its completions) of every group and (key, reward) of every lone experience."""
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups, self.db.execute("SELECT key, reward FROM experiences ORDER BY key").fetchall()
+
+    def successes(self, prompt_ids: Iterable[str], count: int, min_version: int) -> list[tuple[int, int]]:
+        """(key, right completions to take) of consumed groups, newest first, until each prompt has `count` of them."""
+        query = (
+            "SELECT key, correct FROM groups WHERE prompt_id = ? AND correct > 0 AND consumed IS NOT NULL AND version >= ? "
+            "ORDER BY consumed DESC"
+        )
+        found = []
+        for prompt_id in prompt_ids:
+            missing = count
+            for key, correct in self.db.execute(query, (prompt_id, min_version)):
+                found.append((key, min(correct, missing)))
+                missing -= correct
+                if missing <= 0:
+                    break
+        return found
 
     def blob_at(self, key: int) -> bytes:
         (data,) = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()

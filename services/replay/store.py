@@ -22,6 +22,7 @@ class GroupRow:
     """A group to store."""
 
     id: str
+    prompt_id: str
     version: int
     position: int
     completions: int
@@ -30,6 +31,8 @@ class GroupRow:
     reward_sum: float
     positive: int
     """Completions with a reward above zero."""
+    correct: int
+    """Completions with a right answer."""
     created: float
     data: bytes
 
@@ -50,6 +53,10 @@ class Taken:
     evicted: int
 
 
+_COLUMNS = tuple(name for name in GroupRow.__dataclass_fields__ if name != "data")
+_INSERT = f"INSERT INTO groups ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
+
+
 class Store(Reading):
     """What can be done with the stored groups."""
 
@@ -67,20 +74,7 @@ class Store(Reading):
                     new[row.id] = row
             removed_until = self._make_room(sum(row.completions for row in new.values()), capacity)
             for row in new.values():
-                cursor = self.db.execute(
-                    "INSERT INTO groups (id, version, position, completions, rewards, reward_sum, positive, created) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        row.id,
-                        row.version,
-                        row.position,
-                        row.completions,
-                        row.rewards,
-                        row.reward_sum,
-                        row.positive,
-                        row.created,
-                    ),
-                )
+                cursor = self.db.execute(_INSERT, [getattr(row, column) for column in _COLUMNS])
                 self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, row.data))
             self.count("added", len(new))
             self.count("duplicates", duplicates)

@@ -18,10 +18,15 @@ MakeGroup = Callable[..., Group]
 
 @pytest.fixture
 def make_group() -> MakeGroup:
-    """`make_group(id, version=0, position=0, rewards=(0.0, 1.0), tokens=3)`."""
+    """`make_group(id, version=0, position=0, rewards=(0.0, 1.0), tokens=3, prompt_id="p1")`; above 0 is right."""
 
     def make(
-        group_id: str, version: int = 0, position: int = 0, rewards: tuple[float, ...] = (0.0, 1.0), tokens: int = 3
+        group_id: str,
+        version: int = 0,
+        position: int = 0,
+        rewards: tuple[float, ...] = (0.0, 1.0),
+        tokens: int = 3,
+        prompt_id: str = "p1",
     ) -> Group:
         completions = [
             Completion(
@@ -36,7 +41,7 @@ def make_group() -> MakeGroup:
             for i, reward in enumerate(rewards)
         ]
         prompt = np.array([1, 2], np.int32)
-        return Group(group_id, "p1", "1 + 1?", "2", prompt, completions, position=position, created_at=5.0)
+        return Group(group_id, prompt_id, "1 + 1?", "2", prompt, completions, position=position, created_at=5.0)
 
     return make
 

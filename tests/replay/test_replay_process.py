@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from common.clients import ReplayClient, wait_healthy
 from common.errors import ConfigError
 from common.schemas import TakeRequest
 from common.sections import ReplaySection
+from common.wire import encode_groups
 from services.replay.buffer import ReplayBuffer
 from tests.replay.conftest import MakeGroup
 
@@ -100,12 +102,13 @@ async def test_counters_priorities_and_consumed_groups_survive(start: Start, por
         assert (await client.take(TakeRequest(count=1, request_id="r", min_version=1))).evicted == 1
         await client.set_priorities({"a": 7.0})
         await client.ack(["a"])
-        before = await client.stats()
+        before, right = await client.stats(), await client.successes(["p1"], 1, 0)
         assert (before["evicted"], before["duplicates"], before["max_priority"]) == (1, 1, 7.0)
         process.kill()
         process.wait()
         start()
         assert await client.stats() == before
+        assert encode_groups(await client.successes(["p1"], 1, 0)) == encode_groups(right) != encode_groups([])
         listed = (await client.request("GET", "/groups")).json()["groups"]
         assert [(item["id"], item["state"], item["priority"]) for item in listed] == [("a", "consumed", 7.0)]
 
@@ -177,6 +180,17 @@ def test_a_damaged_store_is_named_at_start(damage: Callable[[Path], None], tmp_p
         ReplayBuffer(ReplaySection(), path)
     assert error.value.field == "state_dir"
     assert error.value.value == str(path)
+
+
+def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGroup) -> None:
+    path = tmp_path / "replay" / "replay.db"
+    stored(path, make_group)
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(ConfigError, match="its layout is 1, this program reads 2") as error:
+        ReplayBuffer(ReplaySection(), path)
+    assert (error.value.field, error.value.value) == ("state_dir", str(path))
 
 
 def test_a_crash_while_the_file_is_made_leaves_no_damaged_store(tmp_path: Path, make_group: MakeGroup) -> None:
