@@ -21,21 +21,34 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "leave_one_out"},
     "reinforce_pp": {"advantage": "batch_normalised"},
     "opo": {"advantage": "length_weighted"},
+    "ppo": {"advantage": "gae", "update_epochs": 2, "mini_batches": 2},
 }
 """What each named algorithm sets, where it differs from the defaults of `AlgorithmSection`."""
+
+RECIPES_HELP = "; ".join(
+    name + (" (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")" if preset else " (the defaults)")
+    for name, preset in RECIPES.items()
+)
 
 
 class AlgorithmSection(Section):
     """How a batch becomes an update. A recipe sets the rest; what is set beside it wins; what nothing reads is refused."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo"] = "grpo"
-    """The recipe; docs/algorithms.md has a row for each."""
-    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"] = (
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"] = Field(
+        "grpo", description=f"The recipe: {RECIPES_HELP}."
+    )
+    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted", "gae"] = (
         "group_normalised"
     )
-    """How rewards of a group become advantages."""
+    """How rewards become advantages: compared within the group, or (`gae`) with what a critic expected."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (group_normalised and batch_normalised)."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token of `gae`."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """λ of `gae`: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
+    whiten: bool = True
+    """Shift and scale the advantages of `gae` to mean 0 and variance 1 over the batch's tokens."""
     policy_loss: Literal["clip", "cispo"] = "clip"
     """PPO's clipped surrogate, or CISPO, whose clipped tokens keep their gradient."""
     importance_level: Literal["token", "sequence"] = "token"
@@ -47,10 +60,24 @@ class AlgorithmSection(Section):
     """Bound c on the loss of tokens with negative advantage, -c·A; usually 3."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """How the losses of the global batch's tokens become one number."""
+    update_epochs: int = Field(1, gt=0)
+    """Passes over each batch."""
+    mini_batches: int = Field(1, gt=0)
+    """Optimiser updates per pass, each on a share of the batch's completions."""
+    early_stop_kl: float | None = Field(None, gt=0)
+    """Go on to the next batch when the KL per token of the policy from the one its ratio is taken to is above this."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL divergence to the reference model in the loss; 0 loads no reference model."""
+    """Weight of the KL divergence to the reference model (`model.reference`); 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL goes: a term of the loss, or taken from the reward before the advantages."""
+    kl_target: float | None = Field(None, gt=0)
+    """Adapt kl_coef so that the KL per token stays near this (Ziegler et al. 2019)."""
+    kl_horizon: int = Field(10_000, gt=0)
+    """Completions over which the adaptive kl_coef reacts."""
+    reference_refresh: int = Field(0, ge=0)
+    """Make the policy its own reference every N steps; 0: the reference stays as it was loaded."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: keeps the policy from becoming certain too early."""
     dynamic_sampling: bool = False
@@ -84,15 +111,31 @@ class AlgorithmSection(Section):
                 raise ValueError(f"algorithm.{name} is set but not read: {reason}")
         return section
 
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimiser updates on one batch."""
+        return self.update_epochs * self.mini_batches
+
     def _unread(self) -> dict[str, str]:
         """Settings that the others make pointless, and why."""
         unread: dict[str, str] = {}
         if self.advantage not in ("group_normalised", "batch_normalised"):
             unread["advantage_eps"] = f"advantage {self.advantage} divides by nothing"
+        if self.advantage != "gae":
+            unread |= dict.fromkeys(("gamma", "gae_lambda", "whiten"), f"advantage is {self.advantage}, not gae")
         if self.policy_loss == "cispo":
             unread["dual_clip"] = "policy_loss is cispo"
+        if self.updates_per_batch == 1:
+            unread["early_stop_kl"] = "update_epochs and mini_batches are 1"
         if self.kl_coef == 0:
-            unread["kl_estimator"] = "kl_coef is 0"
+            without = ("kl_estimator", "kl_in", "kl_target", "reference_refresh")
+            unread |= dict.fromkeys(without, "kl_coef is 0, so there is no reference model")
+        if self.kl_target is None:
+            unread["kl_horizon"] = "kl_target is unset, so kl_coef is fixed"
         if not self.dynamic_sampling:
             unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
         if not self.overlong_buffer:

@@ -24,6 +24,7 @@ from pydantic_settings import (
 from common.algorithm import AlgorithmSection
 from common.errors import ConfigError, shorten
 from common.sections import (
+    CriticSection,
     DataSection,
     ModelSection,
     ReplaySection,
@@ -70,6 +71,7 @@ class Config(BaseSettings):
     sampling: SamplingSection = SamplingSection()
     reward: RewardSection = RewardSection()
     replay: ReplaySection = ReplaySection()
+    critic: CriticSection = CriticSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
 
@@ -85,6 +87,27 @@ class Config(BaseSettings):
                 f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} is not below sampling.max_new_tokens "
                 f"{self.sampling.max_new_tokens}: lower the former"
             )
+        if self.sampling.group_size == 1 and not self.algorithm.needs_critic:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} compares the completions of a group, but "
+                "sampling.group_size is 1: raise the latter, or take a critic (algorithm.name ppo)"
+            )
+        completions = self.trainer.batch_size * self.sampling.group_size
+        if max(self.algorithm.mini_batches, self.critic.mini_batches) > completions:
+            raise ValueError(
+                f"algorithm.mini_batches {self.algorithm.mini_batches} or critic.mini_batches {self.critic.mini_batches} is "
+                f"more than the {completions} completions of a batch: lower it"
+            )
+        if self.replay.mix_successes >= self.sampling.group_size:
+            raise ValueError(
+                f"replay.mix_successes {self.replay.mix_successes} is not below sampling.group_size "
+                f"{self.sampling.group_size}: a group of nothing but successes has no advantage"
+            )
+        for name, reason in self._unread().items():
+            section, _, field = name.partition(".")
+            holder = getattr(self, section)
+            if getattr(holder, field) != type(holder).model_fields[field].default:
+                raise ValueError(f"{name} is set but not read: {reason}")
         in_flight = (self.trainer.max_staleness + 1) * self.trainer.batch_size * self.sampling.group_size
         if in_flight > self.replay.capacity:
             raise ValueError(
@@ -92,6 +115,26 @@ class Config(BaseSettings):
                 f"fit in replay.capacity {self.replay.capacity}: raise the latter or lower one of the former"
             )
         return self
+
+    def _unread(self) -> dict[str, str]:
+        """Settings that settings of another section make pointless, and why."""
+        unread: dict[str, str] = {}
+        if not self.algorithm.needs_critic:
+            without = (name for name in CriticSection.model_fields if name != "port")  # ports may be set once for all runs
+            unread |= {f"critic.{name}": f"algorithm.advantage {self.algorithm.advantage} has no critic" for name in without}
+        if self.algorithm.kl_coef == 0:
+            unread |= dict.fromkeys(("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0")
+        replay = self.replay
+        if replay.reuse_ratio == 0:
+            reuse = ("priority", "priority_exponent", "importance_exponent", "max_times_sampled", "corrected")
+            unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
+            if replay.mix_successes == 0:
+                unread["replay.max_reuse_staleness"] = "replay.reuse_ratio and replay.mix_successes are 0"
+        elif not replay.corrected:
+            unread["replay.importance_exponent"] = "replay.corrected is false"
+        if replay.priority != "recency":
+            unread["replay.recency_half_life"] = f"replay.priority is {replay.priority}"
+        return unread
 
     @classmethod
     def settings_customise_sources(

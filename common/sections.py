@@ -17,6 +17,8 @@ class ModelSection(Section):
     """A model on the Hugging Face hub or a local directory; `python -m trainer.tiny_model DIR` makes the built-in one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision on a GPU. Master weights are float32 always; a CPU computes in float32."""
+    reference: str = ""
+    """Reference model of the KL divergence (`algorithm.kl_coef`); the model that training starts from when empty."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
@@ -62,14 +64,49 @@ class ReplaySection(Section):
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each training batch that comes from prioritised reuse instead of fresh groups."""
+    priority: str = Field("advantage", pattern=r"^(advantage|difficulty|reward|recency|[\w.]+:\w+)$")
+    """What makes a group be reused more often: `advantage` (its mean |advantage|), `difficulty` (half of the answers
+    right), `reward` (its mean reward), `recency`, or a function `package.module:name` of (group, advantages) that returns
+    a number of at least 0."""
+    recency_half_life: float = Field(4.0, gt=0)
+    """Weight versions after which the priority has halved (priority recency)."""
     priority_exponent: float = Field(0.6, ge=0)
     """α of prioritised experience replay (Schaul et al. 2016): P(i) ∝ priority^α."""
     importance_exponent: float = Field(0.4, ge=0, le=1)
     """β of prioritised experience replay at the first step; annealed linearly to 1 at the last."""
+    corrected: bool = True
+    """Correct reused groups by their importance weights and by the policy that sampled them. Without it they are trained
+    on as if they were fresh, which is biased: for comparison."""
+    mix_successes: int = Field(0, ge=0)
+    """In a fresh group whose answers are all wrong, replace so many by verified right answers of the same prompt from the
+    buffer, where there are any (RLEP)."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest experience that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)
     """How often one group may be reused."""
+
+
+class CriticSection(Section):
+    """The critic of PPO (`algorithm.advantage gae`): a value model of its own."""
+
+    location: Literal["trainer", "server"] = "trainer"
+    """`trainer`: on the trainer's own devices. `server`: a critic-server task of the job group."""
+    port: int = Field(8005, ge=1, le=65535)
+    """Of the critic-server."""
+    model: str = ""
+    """What the value model starts from, with a new value head; the policy's model when empty."""
+    learning_rate: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Critic warm-up: in so many first steps only the critic learns."""
+    update_epochs: int = Field(1, gt=0)
+    """Passes over each batch."""
+    mini_batches: int = Field(1, gt=0)
+    """Optimiser updates per pass."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """A value may move so far from what it was before the update until its loss no longer falls; unset: no clipping."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(16_384, gt=0)
+    """Tokens (padding included) of one forward and backward pass."""
 
 
 class RolloutSection(Section):
@@ -103,8 +140,8 @@ class RolloutSection(Section):
 class SamplingSection(Section):
     """How completions are sampled."""
 
-    group_size: int = Field(8, ge=2)
-    """Completions per prompt: what a group-relative advantage compares."""
+    group_size: int = Field(8, ge=1)
+    """Completions per prompt: what a group-relative advantage compares. With a critic (`ppo`) it may be 1."""
     max_new_tokens: int = Field(512, gt=0)
     temperature: float = Field(1.0, gt=0)
     """The trainer divides its logits by the same temperature, so logprobs of both sides are comparable."""
@@ -127,6 +164,8 @@ class TrainerSection(Section):
     """End after this many steps even if epochs remain."""
     max_staleness: int = Field(0, ge=0)
     """How many weight versions old an experience may be when it is trained on; 0 is on-policy."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: hidden matrices by Muon, its step scaled so that learning_rate means the same; the rest by AdamW."""
     learning_rate: float = Field(1e-6, gt=0)
     adam_betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(0.0, ge=0)
@@ -139,6 +178,8 @@ class TrainerSection(Section):
     """An update whose gradient is not finite is skipped and counted; stop after more than so many in a row."""
     micro_batch_tokens: int = Field(16_384, gt=0)
     """Tokens (padding included) of one forward and backward pass."""
+    offload_reference: bool = False
+    """Keep the reference model in CPU memory while it is not used."""
     eval_every: int = Field(0, ge=0)
     """Evaluate on the held-out split every N steps; 0: only before and after training."""
     eval_samples: int = Field(256, ge=0)

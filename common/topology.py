@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 
-DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
+DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER = (
     "data-server",
     "rollout-server",
     "reward-server",
     "replay-buffer",
+    "critic-server",
     "ppo-trainer",
 )
 TORCHRUN_PORT = 29500

@@ -10,12 +10,15 @@ import torch
 from common import topology as names
 from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config, fail, load
+from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
 from common.observe import Metrics, setup_logging
 from common.schemas import WorkerReport
 from common.topology import Topology
-from trainer.collect import LoopThread, Prompter, Services
-from trainer.distributed import Ranks
+from services.learning.ranks import Ranks
+from trainer.background import LoopThread
+from trainer.collect import Prompter, Services
+from trainer.critic import ValueFunction, value_function
 from trainer.lead import Lead, new_run_id, resumed_learner
 from trainer.learner import Learner
 from trainer.loop import train
@@ -53,28 +56,33 @@ def run(config: Config, topology: Topology) -> None:
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
     with Ranks.from_env(timeout_s=2 * settings.wait_timeout_s + settings.publish_timeout_s) as ranks, ExitStack() as stack:
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
-        learner, position = resumed_learner(config, ranks, run_dir)
-        lead, board = None, None
+        learner, position, saved = resumed_learner(config, ranks, run_dir)
+        lead, board, services, loop = None, None, None, None
+        run_id = new_run_id(topology.group or "local")
         if ranks.first:
-            lead, board = _lead(config, topology, learner, run_dir, position, stack)
+            loop = stack.enter_context(LoopThread())
+            services = _services(config, topology, loop, stack)
+        critic = value_function(config, ranks, services.critic if services else None, loop.call if loop else None, run_id)
+        if services and loop:
+            lead, board = _lead(config, topology, learner, critic, services, loop, run_dir, position, run_id, stack)
             lead.prepare()
+        if critic:
+            critic.restore(saved)
         total_steps = int(ranks.broadcast(str(lead.total_steps).encode() if lead else b""))
         learner.total_steps = total_steps
         if lead is None:
-            train(learner, ranks, None, total_steps)
+            train(learner, critic, ranks, None, total_steps)
         else:
             with lead.collecting():
-                train(learner, ranks, lead, total_steps)
+                train(learner, critic, ranks, lead, total_steps)
             lead.conclude()
             assert board is not None
             lead.goodbye(_agents(config, topology, board))
         ranks.barrier()
 
 
-def _lead(
-    config: Config, topology: Topology, learner: Learner, run_dir: Path, position: int, stack: ExitStack
-) -> tuple[Lead, WeightBoard]:
-    """Clients, HTTP server and publisher of rank 0; `stack` ends them."""
+def _services(config: Config, topology: Topology, loop: LoopThread, stack: ExitStack) -> Services:
+    """The clients of rank 0; `stack` closes them."""
     patience = config.trainer.service_timeout_s
     services = Services(
         DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
@@ -82,11 +90,29 @@ def _lead(
         RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience),
         ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience),
     )
+    if config.algorithm.needs_critic and config.critic.location == "server":
+        url = topology.url(names.CRITIC, config.critic.port)
+        services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)
+    for client in services.all():
+        stack.callback(_close, loop, client)
+    return services
+
+
+def _lead(
+    config: Config,
+    topology: Topology,
+    learner: Learner,
+    critic: ValueFunction | None,
+    services: Services,
+    loop: LoopThread,
+    run_dir: Path,
+    position: int,
+    run_id: str,
+    stack: ExitStack,
+) -> tuple[Lead, WeightBoard]:
+    """HTTP server and publisher of rank 0; `stack` ends them."""
     recorder = Recorder(run_dir, config, console(), learner.step)
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
-    loop = stack.enter_context(LoopThread())
-    for client in (services.data, services.rollout, services.reward, services.replay):
-        stack.callback(_close, loop, client)
     board = WeightBoard(run_dir / "weights")
     metrics = Metrics("ppo_trainer")
     app = create_trainer_app(board, metrics)
@@ -94,7 +120,6 @@ def _lead(
     stack.callback(board.close)
     tokenizer = load_tokenizer(config.model)
     prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
-    run_id = new_run_id(topology.group or "local")
 
     def fence(worker: WorkerReport) -> None:
         loop.call(services.rollout.remove_worker(worker.url))
@@ -104,6 +129,7 @@ def _lead(
     lead = Lead(
         config,
         learner,
+        critic,
         tokenizer,
         services,
         prompter,

@@ -1,6 +1,7 @@
-"""Advantages: how much better than its peers a completion was. Pure functions.
+"""Advantages: how much better than expected a completion, or one of its tokens, was. Pure functions.
 
-All take rewards [groups, n] and return [groups, n]; `lengths` are completion lengths in tokens of the same shape.
+The group-relative ones take rewards [groups, n] and return [groups, n]; `lengths` are completion lengths in tokens of the
+same shape. `gae` compares with a critic instead, token by token.
 """
 
 from collections.abc import Callable
@@ -53,6 +54,34 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(_equal(rewards), torch.zeros_like(rewards), rewards - baseline)
 
 
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) and the returns A + V.
+
+    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next token that counts: what is masked is
+    stepped over as if it were not there. After the last token the value is 0. The returns are what the critic learns, so
+    they are taken before any whitening.
+
+    Args:
+        rewards, values: [rows, T]; `values` [t] is the critic's expectation before token t.
+        mask: [rows, T], 1 on the tokens that count; the results are 0 elsewhere.
+    """
+    counts = mask.bool()
+    advantages, ahead, next_value = torch.zeros_like(values), torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        ahead = torch.where(counts[:, t], delta + gamma * gae_lambda * ahead, ahead)
+        next_value = torch.where(counts[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(counts[:, t], ahead, 0.0)
+    return advantages, torch.where(counts, advantages + values, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x − mean) / sqrt(var + 1e-8) over what `mask` counts, with the unbiased variance; 0 elsewhere."""
+    kept = values[mask.bool()]
+    scale = torch.rsqrt(kept.var(correction=1) + 1e-8) if len(kept) > 1 else 1.0
+    return torch.where(mask.bool(), (values - kept.mean()) * scale, 0.0)
+
+
 ADVANTAGES: dict[str, Advantage] = {
     "group_normalised": lambda rewards, _, eps: group_normalised(rewards, eps),
     "group_centred": lambda rewards, _, __: group_centred(rewards),
@@ -60,6 +89,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "batch_normalised": lambda rewards, _, eps: batch_normalised(rewards, eps),
     "length_weighted": lambda rewards, lengths, _: length_weighted(rewards, lengths),
 }
+"""The group-relative ones."""
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, factor: float) -> Tensor:

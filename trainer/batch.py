@@ -1,28 +1,35 @@
-"""From groups to tensors: one rank's share of a training batch, cut into micro-batches by a token budget."""
+"""From groups to tensors: the training batch, whole and the same on every rank, and the micro-batches cut from it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.config import Config
-from common.schemas import Float32, Group, Int32
-from trainer.algorithms import weigh
+from common.errors import ConfigError
+from common.schemas import Float32, Group, Int32, TokenSequence, ValueTargets
+from services.learning.sequences import Indices, Padded
 
 
 @dataclass(slots=True)
 class Row:
-    """One completion with its prompt, ready to be trained on."""
+    """One completion with its prompt."""
 
     prompt_ids: Int32
     completion_ids: Int32
     behaviour_logprobs: Float32
     """[L] under the policy that sampled the completion."""
-    advantage: float
+    reward: float
     weight: float
     """Importance weight of prioritised reuse; 1 for fresh experience."""
+    current: bool
+    """Whether the policy about to be updated sampled all of it."""
+    counts: bool
+    """Whether it counts in the loss and its normalisers."""
+    corrected: bool
+    """False where the policy that sampled is to be taken for the current one."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -30,98 +37,131 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
-    """One rank's share of a training batch. All ranks together hold every row exactly once."""
+    """A training batch; columns hold one array [L] for each row and are filled as the step goes on."""
 
     rows: list[Row]
-    total_tokens: int
-    """Completion tokens of the whole batch over all ranks that count in the loss: a normaliser."""
-    total_rows: int
-    """Completions of the whole batch over all ranks that count in the loss."""
+    """Group after group."""
+    group_size: int
+    old_logprobs: list[Float32] = field(default_factory=list)
+    """Under the policy about to be updated; empty when nothing reads them."""
+    reference_logprobs: list[Float32] = field(default_factory=list)
+    """Empty without a reference model."""
+    values: list[Float32] = field(default_factory=list)
+    """What the critic expects before each token; empty without a critic."""
+    advantages: list[Float32] = field(default_factory=list)
+    returns: list[Float32] = field(default_factory=list)
+    """What the critic learns; empty without a critic."""
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], weights: Sequence[float], config: Config, rank: int = 0, world_size: int = 1
+        cls, groups: Sequence[Group], weights: Sequence[float], config: Config, step: int = 0, fresh: int | None = None
     ) -> "Batch":
-        """This rank's rows of `groups`, balanced over the ranks by length.
+        """The batch of `groups`, which are of one size; those after the first `fresh` are reused experience.
 
-        A row whose advantage is 0 has no policy gradient: it is left out of the forward pass, but it stays in the
-        normalisers, so the result is the same. With a KL term or an entropy bonus every row counts. With
-        `algorithm.mask_truncated` rows that were cut count nowhere.
+        With `algorithm.mask_truncated` completions that were cut count nowhere in the loss. Raises ConfigError for
+        groups of different sizes.
         """
-        algorithm = config.algorithm
-        rows: list[Row] = []
-        total_tokens = total_rows = 0
-        advantages = weigh(groups, algorithm, config.sampling.max_new_tokens)
-        for group, weight, row_advantages in zip(groups, weights, advantages, strict=True):
-            for completion, advantage in zip(group.completions, row_advantages, strict=True):
-                if algorithm.mask_truncated and completion.finish_reason == "length":
-                    continue
-                total_tokens += len(completion.token_ids)
-                total_rows += 1
-                if advantage != 0.0 or algorithm.kl_coef > 0 or algorithm.entropy_coef > 0:
-                    ids = completion.token_ids
-                    rows.append(Row(group.prompt_token_ids, ids, completion.logprobs, advantage, weight))
-        rows.sort(key=len)  # stable: the order is the same on every rank
-        return cls(rows[rank::world_size], total_tokens, total_rows)
+        sizes = {len(group.completions) for group in groups}
+        if len(sizes) != 1:
+            raise ConfigError(
+                f"the groups of a batch have one size, got {sorted(sizes)}",
+                field="sampling.group_size",
+                value=config.sampling.group_size,
+                remedy="keep it as it was when the replay buffer was filled, or empty that with POST /clear",
+            )
+        rows = [
+            Row(
+                group.prompt_token_ids,
+                completion.token_ids,
+                completion.logprobs,
+                completion.reward,
+                weight,
+                current=completion.weight_version == step,
+                counts=not (config.algorithm.mask_truncated and completion.finish_reason == "length"),
+                corrected=config.replay.corrected or i < (len(groups) if fresh is None else fresh),
+            )
+            for i, (group, weight) in enumerate(zip(groups, weights, strict=True))
+            for completion in group.completions
+        ]
+        return cls(rows, sizes.pop())
 
-    def micro_batches(self, max_tokens: int) -> list["MicroBatch"]:
-        """Rows of similar length together, each micro-batch at most `max_tokens` padded tokens (or one row)."""
-        cuts: list[list[Row]] = []
-        for row in self.rows:  # by length, so the newest row is the longest of its micro-batch
-            if not cuts or len(row) * (len(cuts[-1]) + 1) > max_tokens:
-                cuts.append([])
-            cuts[-1].append(row)
-        return [MicroBatch.of(cut) for cut in cuts]
+    @property
+    def lengths(self) -> list[int]:
+        """Completion tokens of each row."""
+        return [len(row.completion_ids) for row in self.rows]
+
+    def sequences(self) -> list[TokenSequence]:
+        """What a critic values."""
+        return [TokenSequence(row.prompt_ids, row.completion_ids) for row in self.rows]
+
+    def value_targets(self) -> list[ValueTargets]:
+        """What a critic learns from."""
+        columns = zip(self.rows, self.sequences(), self.values, self.returns, strict=True)
+        return [ValueTargets(sequence, values, returns, row.weight) for row, sequence, values, returns in columns]
+
+    def mean_advantages(self) -> list[list[float]]:
+        """Mean |advantage| of every completion, by group."""
+        means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
+        return [means[i : i + self.group_size] for i in range(0, len(means), self.group_size)]
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Right-padded rows. `C` is the number of completion tokens of all rows together."""
+    """Rows of a batch as padded tensors. `C` is the number of completion tokens of all rows together."""
 
-    input_ids: Tensor
-    """[rows, T]"""
-    attention_mask: Tensor
-    """[rows, T], 1 on real tokens."""
-    predicts: Tensor
-    """[rows, T] bool: positions whose next token is a completion token; selects hidden states before the head."""
+    padded: Padded
     targets: Tensor
     """[C] the completion tokens, row by row."""
     behaviour_logprobs: Tensor
+    """[C]"""
+    old_logprobs: Tensor | None
+    """[C]"""
+    reference_logprobs: Tensor | None
     """[C]"""
     advantages: Tensor
     """[C]"""
     weights: Tensor
     """[C]"""
+    current: Tensor
+    """[C] 1 where the policy about to be updated sampled."""
     rows: Tensor
     """[C] which row each completion token belongs to."""
     lengths: Tensor
     """[C] completion length of that row."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> "MicroBatch":
-        width = max(len(row) for row in rows)
-        input_ids = np.zeros((len(rows), width), np.int64)
-        attention_mask = np.zeros((len(rows), width), np.int64)
-        predicts = np.zeros((len(rows), width), bool)
-        for i, row in enumerate(rows):
-            start, end = len(row.prompt_ids), len(row)
-            input_ids[i, :start] = row.prompt_ids
-            input_ids[i, start:end] = row.completion_ids
-            attention_mask[i, :end] = 1
-            predicts[i, start - 1 : end - 1] = True
-        lengths = [len(row.completion_ids) for row in rows]
+    def of(cls, batch: Batch, indices: Indices) -> "MicroBatch":
+        """The rows of `batch` at `indices`."""
+        rows = [batch.rows[i] for i in indices.tolist()]
+        lengths = np.array([len(row.completion_ids) for row in rows])
+
+        def tokens(column: list[Float32]) -> Tensor | None:
+            return torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()])) if column else None
+
+        def repeated(values: list[float]) -> Tensor:
+            return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
+
+        advantages = tokens(batch.advantages)
+        assert advantages is not None
         return cls(
-            torch.from_numpy(input_ids),
-            torch.from_numpy(attention_mask),
-            torch.from_numpy(predicts),
-            torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
-            torch.from_numpy(np.concatenate([row.behaviour_logprobs for row in rows])),
-            torch.from_numpy(np.repeat(np.array([row.advantage for row in rows], np.float32), lengths)),
-            torch.from_numpy(np.repeat(np.array([row.weight for row in rows], np.float32), lengths)),
-            torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
-            torch.from_numpy(np.repeat(np.array(lengths), lengths)),
+            padded=Padded.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows]),
+            targets=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
+            behaviour_logprobs=torch.from_numpy(np.concatenate([row.behaviour_logprobs for row in rows])),
+            old_logprobs=tokens(batch.old_logprobs),
+            reference_logprobs=tokens(batch.reference_logprobs),
+            advantages=advantages,
+            weights=repeated([row.weight for row in rows]),
+            current=repeated([float(row.current) for row in rows]),
+            rows=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
+            lengths=torch.from_numpy(np.repeat(lengths, lengths)),
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
-        return MicroBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+        def moved(value: Tensor | Padded | None) -> Tensor | Padded | None:
+            if isinstance(value, Tensor):
+                return value.to(device, non_blocking=True)
+            return None if value is None else value.to(device)
+
+        return MicroBatch(*(moved(getattr(self, name)) for name in self.__dataclass_fields__))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ random generators and the position in the prompt stream, and is read without unp
 import io
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from common.errors import ConfigError
 
 _STATE = "trainer_state.pt"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,18 @@ class TrainerState:
     position: int
     """Of the prompt stream."""
     run_id: str
-    optimizer: dict[str, Any]
+    optimizer: list[dict[str, Any]]
     rng: torch.Tensor
+    kl_coef: float
 
 
-def save(directory: Path, policy: Any, tokenizer: Any, state: TrainerState, keep: int) -> Path:
-    """Writes `directory/step_000050` and removes all but the newest `keep`; returns its path."""
+def save(
+    directory: Path, policy: Any, tokenizer: Any, state: TrainerState, keep: int, more: Callable[[Path], None] = lambda _: None
+) -> Path:
+    """Writes `directory/step_000050` and removes all but the newest `keep`; returns its path.
+
+    `more` writes what else belongs to it into the directory it is given, before that gets its name.
+    """
     target = directory / f"step_{state.step:06d}"
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -40,6 +47,7 @@ def save(directory: Path, policy: Any, tokenizer: Any, state: TrainerState, keep
     tokenizer.save_pretrained(partial)
     content = {name: getattr(state, name) for name in TrainerState.__dataclass_fields__}
     torch.save({"format": _FORMAT, **content}, partial / _STATE)
+    more(partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
     for old in _all(directory)[:-keep]:

@@ -50,3 +50,22 @@ class StageClock:
         stage = next((name for name in STAGES if self._active[name]), WAITING)
         self._seconds[stage] += now - self._since
         self._since = now
+
+
+class CpuClock:
+    """CPU seconds of this process, all threads together."""
+
+    def __init__(self) -> None:
+        self._since = time.process_time()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is used inside does not count."""
+        start = time.process_time()
+        yield
+        self._since += time.process_time() - start
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        since, self._since = self._since, time.process_time()
+        return self._since - since

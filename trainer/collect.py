@@ -10,21 +10,22 @@ in a row stop the run with the reason.
 
 import asyncio
 import logging
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
+from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
+from common.critic_client import CriticClient
 from common.errors import ServiceError
 from common.schemas import Completion, Group, Prompt, RewardItem, SampledGroups, SampleRequest, TakeRequest
+from trainer.background import LoopThread
 from trainer.clock import StageClock
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,15 @@ class Services:
     rollout: RolloutClient
     reward: RewardClient
     replay: ReplayClient
+    critic: CriticClient | None = None
+    """Where the critic is a task of its own."""
+
+    def stateful(self) -> list[Client]:
+        """Those that can make something durable: all but the router."""
+        return [self.data, self.reward, self.replay, *([self.critic] if self.critic else [])]
+
+    def all(self) -> list[Client]:
+        return [*self.stateful(), self.rollout]
 
 
 @dataclass
@@ -106,7 +116,7 @@ class Collector:
         services: Services,
         prompter: Prompter,
         clock: StageClock,
-        loop: "LoopThread",
+        loop: LoopThread,
         run_id: str,
     ) -> None:
         self.config, self.services, self.counts = config, services, Counts()
@@ -169,9 +179,15 @@ class Collector:
             importance_exponent=importance_exponent,
             max_times_sampled=settings.max_times_sampled,
             seed=seed,
+            recency_half_life=settings.recency_half_life if settings.priority == "recency" else None,
         )
         with self._clock.stage("replay"):
             return self._loop.call(self.services.replay.sample(request))
+
+    def successes(self, prompt_ids: list[str], min_version: int) -> list[Group]:
+        """Earlier groups of these prompts with nothing but their verified right answers (`replay.mix_successes` of each)."""
+        with self._clock.stage("replay"):
+            return self._loop.call(self.services.replay.successes(prompt_ids, self.config.replay.mix_successes, min_version))
 
     def trained(self, fresh: list[Group], priorities: dict[str, float]) -> None:
         """These groups were trained on: acknowledges the fresh ones and sets everybody's priority for reuse."""
@@ -321,42 +337,3 @@ def fresh_groups(config: Config) -> int:
 def sampling_seed(seed: int, position: int) -> int:
     """Seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
     return (seed * 0x9E3779B1 + position * 0x85EBCA6B + 1) & 0x7FFFFFFF
-
-
-class LoopThread:
-    """An event loop in a thread of its own, for code that computes in the main thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="collector", daemon=True)
-
-    def __enter__(self) -> "LoopThread":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=10)
-        if not self._thread.is_alive():
-            self.loop.close()
-
-    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Runs a coroutine in the loop and waits for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
-
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Starts a task in the loop."""
-
-        async def create() -> "asyncio.Task[None]":
-            return asyncio.create_task(coroutine)
-
-        return self.call(create())
-
-    def cancel(self, task: "asyncio.Task[None]") -> None:
-        """Cancels a task and waits until it has ended."""
-
-        async def end() -> None:
-            task.cancel()
-            await asyncio.wait([task])
-
-        self.call(end())

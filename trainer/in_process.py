@@ -14,17 +14,21 @@ from torch import nn
 
 from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
+from common.critic_client import CriticClient
 from common.observe import Metrics
+from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
+from services.learning.ranks import Ranks
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
 from services.rollout.engine import EngineClient
-from trainer.collect import LoopThread, Prompter, Services
-from trainer.distributed import Ranks
+from trainer.background import LoopThread
+from trainer.collect import Prompter, Services
+from trainer.critic import value_function
 from trainer.lead import Lead, new_run_id, resumed_learner
 from trainer.loop import train
 from trainer.model import load_tokenizer, stop_token_ids
@@ -53,7 +57,7 @@ def train_in_process(config: Config, console: Console | None = None, rollout_tra
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     ranks = Ranks()
-    learner, position = resumed_learner(config, ranks, run_dir)
+    learner, position, saved = resumed_learner(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
     recorder = Recorder(run_dir, config, console or standard_console(), learner.step)
     static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
@@ -73,11 +77,16 @@ def train_in_process(config: Config, console: Console | None = None, rollout_tra
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
         metrics = TrainerMetrics(Metrics("ppo_trainer"))
         run_id = new_run_id("in-process")
-        lead = Lead(config, learner, tokenizer, services, prompter, publisher, loop, recorder, metrics, position, run_id)
+        critic = value_function(config, ranks, services.critic, loop.call, run_id)
+        lead = Lead(
+            config, learner, critic, tokenizer, services, prompter, publisher, loop, recorder, metrics, position, run_id
+        )
         lead.prepare()
+        if critic:
+            critic.restore(saved)
         learner.total_steps = lead.total_steps
         with lead.collecting():
-            train(learner, ranks, lead, lead.total_steps)
+            train(learner, critic, ranks, lead, lead.total_steps)
         path = lead.conclude()
         lead.goodbye([])
         return path
@@ -105,6 +114,11 @@ async def _start(
         await apps.enter_async_context(RewardClient("reward-server", _BASE, transport=_asgi(reward))),
         await apps.enter_async_context(ReplayClient("replay-buffer", _BASE, transport=_asgi(replay))),
     )
+    if config.algorithm.needs_critic and config.critic.location == "server":
+        critic = create_critic_app(config)
+        await apps.enter_async_context(critic.router.lifespan_context(critic))
+        client = CriticClient("critic-server", _BASE, transport=_asgi(critic), deadline_s=config.trainer.service_timeout_s)
+        services.critic = await apps.enter_async_context(client)
     return services, await apps.enter_async_context(EngineClient("engine", _BASE, transport=_asgi(rollout)))
 
 

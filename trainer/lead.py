@@ -1,10 +1,9 @@
 """What rank 0 does beside learning: it collects, publishes, evaluates, records, saves and says goodbye."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,21 +14,24 @@ from torch import nn
 from common.clients import Client, wait_healthy
 from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Group, Prompt
-from common.wire import decode_groups, encode_groups
+from common.schemas import CriticMetrics, Group, Prompt
+from services.learning.ranks import Ranks
 from trainer import checkpoint
-from trainer.algorithms import weigh
-from trainer.clock import StageClock
-from trainer.collect import CollectFailed, Collector, LoopThread, Prompter, Services, fresh_groups
-from trainer.distributed import Ranks
+from trainer.alarms import alarms
+from trainer.background import LoopThread
+from trainer.batch import Batch
+from trainer.clock import CpuClock, StageClock
+from trainer.collect import CollectFailed, Collector, Prompter, Services, fresh_groups
+from trainer.critic import ValueFunction
 from trainer.evaluate import Evaluation, evaluate
-from trainer.learner import Learner, UpdateMetrics
+from trainer.experience import Experience
+from trainer.learner import Learner
+from trainer.metrics import UpdateMetrics
+from trainer.mixing import failed_prompts, mix_successes, mixed_in
 from trainer.plots import plot_curves
+from trainer.priorities import MIN_PRIORITY, load_priority
 from trainer.record import Recorder, StepRecord
 from trainer.server import TrainerMetrics
-
-_MIN_PRIORITY = 1e-3
-"""Of a group without advantage: seldom reused, never excluded."""
 
 
 class Publishes(Protocol):
@@ -38,40 +40,13 @@ class Publishes(Protocol):
     def publish(self, policy: nn.Module, version: int) -> None: ...
 
 
-@dataclass
-class Experience:
-    """What one step trains on: fresh groups first, then reused ones."""
-
-    groups: list[Group]
-    weights: list[float]
-    """Importance weight of each group."""
-    fresh: int
-
-    def encode(self) -> bytes:
-        head = json.dumps({"weights": self.weights, "fresh": self.fresh}).encode()
-        return len(head).to_bytes(8, "little") + head + encode_groups(self.groups)
-
-    @classmethod
-    def decode(cls, body: bytes) -> "Experience":
-        size = 8 + int.from_bytes(body[:8], "little")
-        head = json.loads(body[8:size])
-        return cls(decode_groups(body[size:]), head["weights"], head["fresh"])
-
-    @classmethod
-    def share(cls, experience: "Experience | None", ranks: Ranks) -> "Experience":
-        """Rank 0's experience on every rank."""
-        if ranks.world_size == 1:
-            assert experience is not None
-            return experience
-        return cls.decode(ranks.broadcast(experience.encode() if experience is not None else b""))
-
-
 class Lead:
     """Rank 0's side of the run.
 
     Args:
         config: of the run.
         learner: of this rank, already resumed.
+        critic: of this rank, already resumed; None when the algorithm has none.
         tokenizer: of the policy.
         services: clients, used in `loop`.
         prompter: tokenises prompts.
@@ -87,6 +62,7 @@ class Lead:
         self,
         config: Config,
         learner: Learner,
+        critic: ValueFunction | None,
         tokenizer: Any,
         services: Services,
         prompter: Prompter,
@@ -98,10 +74,11 @@ class Lead:
         run_id: str,
     ) -> None:
         self.config, self.learner, self.recorder, self.services = config, learner, recorder, services
-        self.clock = StageClock()
+        self.clock, self._cpu = StageClock(), CpuClock()
         self.run_dir = recorder.directory
         self._tokenizer, self._prompter, self._publisher, self._loop = tokenizer, prompter, publisher, loop
-        self._metrics, self._run_id = metrics, run_id
+        self._metrics, self._run_id, self._critic = metrics, run_id, critic
+        self._priority = load_priority(config.replay.priority)
         self._collector = Collector(config, services, prompter, self.clock, loop, run_id)
         self._collector.position = position
         self._held_out: list[Prompt] = []
@@ -111,8 +88,7 @@ class Lead:
     def prepare(self) -> None:
         """Waits for the services, agrees with them where the run goes on, publishes the weights, evaluates."""
         settings = self.config.trainer
-        clients: Sequence[Client] = (self.services.data, self.services.reward, self.services.replay, self.services.rollout)
-        self._loop.call(wait_healthy(clients, settings.wait_timeout_s, self.recorder.say))
+        self._loop.call(wait_healthy(self.services.all(), settings.wait_timeout_s, self.recorder.say))
         prompts = self._loop.call(self.services.data.total()) * settings.num_epochs
         self.total_steps = min(prompts // fresh_groups(self.config), settings.max_steps or prompts)
         if self.total_steps == 0:
@@ -135,15 +111,17 @@ class Lead:
 
     def _check_replay(self) -> None:
         """Experience of another run must not be reused: its weight versions mean other weights."""
-        if self.config.replay.reuse_ratio == 0 or self.learner.step > 0:
+        replay = self.config.replay
+        if (replay.reuse_ratio == 0 and replay.mix_successes == 0) or self.learner.step > 0:
             return
         groups = self._loop.call(self.services.replay.stats())["groups"]
         if groups:
             raise ConfigError(
-                f"the replay buffer holds {groups} groups of another run, which replay.reuse_ratio would reuse",
+                f"the replay buffer holds {groups} groups of another run, which this run would reuse",
                 field="state_dir",
                 value=str(self.config.state_dir),
-                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
+                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio and "
+                "replay.mix_successes 0",
             )
 
     @contextmanager
@@ -156,6 +134,7 @@ class Lead:
             self._collector.running(left * fresh_groups(self.config)),
         ):
             self.clock.lap()
+            self._cpu.lap()
             yield
 
     def take(self) -> Experience:
@@ -164,18 +143,22 @@ class Lead:
         fresh = self._fresh(fresh_groups(settings), max(0, step - settings.trainer.max_staleness))
         groups, weights = list(fresh), [1.0] * len(fresh)
         if reuse := settings.trainer.batch_size - len(fresh):
-            oldest = max(0, step - settings.replay.max_reuse_staleness)
             low = settings.replay.importance_exponent
             beta = low + (1 - low) * step / self.total_steps
-            sampled = self._collector.sample(reuse, oldest, beta, seed=settings.seed * 1_000_003 + step)
+            sampled = self._collector.sample(reuse, self._oldest_reused, beta, seed=self.learner.seed)
             groups += sampled.groups
-            weights += sampled.weights.tolist()
+            weights += sampled.weights.tolist() if settings.replay.corrected else [1.0] * len(sampled.groups)
         return Experience(groups, weights, len(fresh))
+
+    @property
+    def _oldest_reused(self) -> int:
+        """The oldest weight version whose experience may be used again."""
+        return max(0, self.learner.step - self.config.replay.max_reuse_staleness)
 
     def _fresh(self, count: int, min_version: int) -> list[Group]:
         """Fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
         algorithm = self.config.algorithm
-        groups = self._collector.take(count, min_version)
+        groups = self._mixed(self._collector.take(count, min_version))
         if not algorithm.dynamic_sampling:
             return groups
         for _ in range(algorithm.dynamic_sampling_rounds):
@@ -185,7 +168,7 @@ class Lead:
             self._collector.replace(equal)
             dropped = {group.id for group in equal}
             groups = [group for group in groups if group.id not in dropped]
-            groups += self._collector.take(len(equal), min_version)
+            groups += self._mixed(self._collector.take(len(equal), min_version))
         raise CollectFailed(
             f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
             field="algorithm.dynamic_sampling_rounds",
@@ -193,21 +176,31 @@ class Lead:
             remedy="the prompts are too easy or too hard for this model: take others, or turn algorithm.dynamic_sampling off",
         )
 
-    def finish(self, experience: Experience, update: UpdateMetrics) -> None:
+    def _mixed(self, groups: list[Group]) -> list[Group]:
+        """With `replay.mix_successes`, earlier right answers in groups that have none of their own."""
+        count = self.config.replay.mix_successes
+        if not count or not (failed := failed_prompts(groups)):
+            return groups
+        return mix_successes(groups, self._collector.successes(failed, self._oldest_reused), count)
+
+    def finish(self, experience: Experience, batch: Batch, update: UpdateMetrics, critic: CriticMetrics | None) -> None:
         """After the update: publish, acknowledge, evaluate, free the slots, save, record."""
         step, settings = self.learner.step, self.config.trainer
         with self.clock.stage("publish"):
             self._publisher.publish(self.learner.policy, step)
         fresh = experience.groups[: experience.fresh]
-        self._collector.trained(fresh, self._priorities(experience.groups))
+        columns = zip(experience.groups, batch.mean_advantages(), strict=True)
+        # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
+        priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
+        self._collector.trained(fresh, priorities)
         if self._held_out and settings.eval_every and step % settings.eval_every == 0 and step < self.total_steps:
             self._evaluate(0)
         self._collector.release(len(fresh))
         if settings.checkpoint_every and step % settings.checkpoint_every == 0 and step < self.total_steps:
             self._save()
-        record = self._record(experience, update)
+        record = self._record(experience, update, critic)
         self.recorder.step(record, experience.groups[0])
-        self._metrics.record(step, record.reward, record.accuracy, update, record.seconds)
+        self._metrics.record(record)
 
     def conclude(self) -> Path:
         """Final evaluation, checkpoint and report; returns the checkpoint's path."""
@@ -221,13 +214,13 @@ class Lead:
 
     def goodbye(self, agents: Sequence[Client]) -> None:
         """Asks every service to make its state durable and waits: SkyPilot does not tell them that the group ends."""
-        for client in (self.services.data, self.services.reward, self.services.replay, *agents):
+        for client in (*self.services.stateful(), *agents):
             self._loop.call(client.flush())
         for client in agents:
             self._loop.call(client.close())
 
     def _evaluate(self, pass_samples: int) -> None:
-        with self.clock.stage("evaluation"):
+        with self.clock.stage("evaluation"), self._cpu.stopped():
             evaluation = self._loop.call(
                 evaluate(self.config, self.services, self._prompter, self._held_out, self.learner.step, pass_samples)
             )
@@ -241,31 +234,39 @@ class Lead:
             run_id=self._run_id,
             optimizer=self.learner.optimizer.state_dict(),
             rng=torch.get_rng_state(),
+            kl_coef=self.learner.kl_coef,
         )
-        directory = self.run_dir / "checkpoints"
-        return checkpoint.save(directory, self.learner.policy, self._tokenizer, state, self.config.trainer.keep_checkpoints)
+        directory, keep = self.run_dir / "checkpoints", self.config.trainer.keep_checkpoints
+        return checkpoint.save(directory, self.learner.policy, self._tokenizer, state, keep, self._save_more)
 
-    def _priorities(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Mean |advantage| of each group."""
-        advantages = weigh(groups, self.config.algorithm, self.config.sampling.max_new_tokens)
-        means = (float(np.abs(row).mean()) for row in advantages)
-        return {group.id: max(_MIN_PRIORITY, mean) for group, mean in zip(groups, means, strict=True)}
+    def _save_more(self, directory: Path) -> None:
+        """What a run has beside the policy: a critic, and a reference that is no longer the model it began with."""
+        if self._critic is not None:
+            self._critic.save(directory)
+        if self.config.algorithm.reference_refresh:
+            self.learner.save_reference(directory)
 
-    def _record(self, experience: Experience, update: UpdateMetrics) -> StepRecord:
-        completions = [completion for group in experience.groups for completion in group.completions]
-        fresh = experience.groups[: experience.fresh]
+    def _record(self, experience: Experience, update: UpdateMetrics, critic: CriticMetrics | None) -> StepRecord:
+        groups = experience.groups
+        completions = [c for group in groups for c in group.completions[: len(group.completions) - mixed_in(group)]]
+        ages = [self.learner.step - 1 - completion.weight_version for group in groups for completion in group.completions]
+        fresh = sum(len(group.completions) for group in groups[: experience.fresh])
         return StepRecord(
             step=self.learner.step,
             reward=float(np.mean([completion.reward for completion in completions])),
             accuracy=float(np.mean([completion.correct for completion in completions])),
-            equal_groups=sum(bool((group.rewards == group.rewards[0]).all()) for group in experience.groups),
-            reused_groups=len(experience.groups) - len(fresh),
-            staleness=float(np.mean([self.learner.step - 1 - group.weight_version for group in fresh])),
+            equal_groups=sum(bool((group.rewards == group.rewards[0]).all()) for group in groups),
+            reused_groups=len(groups) - experience.fresh,
+            mixed_completions=sum(map(mixed_in, groups)),
+            staleness=float(np.mean(ages[:fresh])),
             completion_tokens=float(np.mean([len(completion.token_ids) for completion in completions])),
             truncated=float(np.mean([completion.finish_reason == "length" for completion in completions])),
             dropped=dict(self._collector.counts.dropped),
             seconds=self.clock.lap(),
+            cpu_seconds=self._cpu.lap(),
             update=asdict(update),
+            critic=asdict(critic) if critic else None,
+            alarms=alarms(update, float(np.mean(ages)), self.config),
         )
 
 
@@ -274,16 +275,21 @@ def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
 
 
-def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, int]:
-    """The learner, from rank 0's newest checkpoint when there is one, and the position in the prompt stream."""
+def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, int, Path | None]:
+    """The learner, from rank 0's newest checkpoint when there is one; the position in the prompt stream; that checkpoint.
+
+    Only rank 0 knows the checkpoint's path: the others get what is in it from rank 0.
+    """
     path = checkpoint.newest(run_dir / "checkpoints") if ranks.first and config.trainer.resume else None
     learner = Learner(config, ranks, path)
     ranks.broadcast_model(learner.policy)
+    if learner.reference is not None:
+        ranks.broadcast_model(learner.reference)
     body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
     if not body:
-        return learner, 0
+        return learner, 0, None
     state = checkpoint.load_state(body, path or run_dir)
     learner.optimizer.load_state_dict(state.optimizer)
-    learner.step = state.step
+    learner.step, learner.kl_coef = state.step, state.kl_coef
     torch.set_rng_state(state.rng)
-    return learner, state.position
+    return learner, state.position, path

@@ -1,106 +1,25 @@
-"""The learner: policy, optimiser and the update. The same code on one process and on many."""
+"""The learner: policy, reference, optimiser and the updates on a batch. The same code on one process and on many."""
 
-import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common.config import Config
-from common.errors import ServiceError
-from common.sections import TrainerSection
+from common.schemas import Float32
+from common.sections import ModelSection, TrainerSection
+from services.learning.optimizer import Optimizer
+from services.learning.ranks import Ranks
+from services.learning.sequences import Indices, Padded, micro_batches, mini_batches, score_shared, share
 from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
-from trainer.distributed import Ranks
-from trainer.losses import (
-    PolicyLoss,
-    importance_correction,
-    kl_divergence,
-    off_policy_mask,
-    probability_ratio,
-    token_coefficients,
-)
+from trainer.losses import adapted_kl_coef, importance_correction, kl_divergence, off_policy_mask, token_coefficients
+from trainer.metrics import Sums, UpdateMetrics
 from trainer.model import TokenScores, load_model, score_tokens
-
-log = logging.getLogger(__name__)
-
-
-class NotFinite(ServiceError):
-    """The gradient is NaN or infinite, several times in a row."""
-
-    code = "not_finite"
-
-
-@dataclass(frozen=True)
-class UpdateMetrics:
-    """Of one update; means are over the completion tokens that were trained on, of all ranks."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    clip_fraction: float
-    ratio: float
-    delta_logprob: float
-    """Mean |logprob of the trainer − logprob of the rollout engine|; 0 when both compute the same policy exactly."""
-    kl_rollout: float
-    """k3 estimate of KL(rollout ‖ trainer)."""
-    kl_reference: float
-    entropy: float
-    effective_sample_size: float
-    """Of the trainer's policy over the rollout engine's, as a share of the tokens; 1 on policy."""
-    trained_tokens: int
-    skipped: int = 0
-    """1 when the gradient was not finite: the update was not applied, and numbers that were not finite are 0 here."""
-
-
-class _Sums:
-    """Sums over tokens that give the metrics; they add up over micro-batches and ranks."""
-
-    _NAMES = ("loss", "clipped", "ratio", "delta", "kl_rollout", "kl_reference", "entropy", "weight", "weight_square", "tokens")
-
-    def __init__(self, values: Tensor | None = None) -> None:
-        self.values = torch.zeros(len(self._NAMES), dtype=torch.float64) if values is None else values
-
-    @classmethod
-    def of(cls, loss: Tensor, policy: PolicyLoss, scores: TokenScores, behaviour: Tensor, kl_reference: Tensor) -> "_Sums":
-        weight = probability_ratio(scores.logprobs, behaviour)
-        columns = (
-            policy.clipped,
-            policy.ratio,
-            (scores.logprobs - behaviour).abs(),
-            kl_divergence(behaviour, scores.logprobs, "k3"),
-            kl_reference,
-            scores.entropy,
-            weight,
-            weight.square(),
-            torch.ones_like(weight),
-        )
-        return cls(torch.stack([loss, *(column.sum() for column in columns)]).double().cpu())
-
-    def __iadd__(self, other: "_Sums") -> "_Sums":
-        self.values += other.values
-        return self
-
-    def metrics(self, grad_norm: float, learning_rate: float) -> UpdateMetrics:
-        sums = dict(zip(self._NAMES, self.values.tolist(), strict=True))
-        tokens = int(sums["tokens"])
-        mean = 1 / max(1, tokens)
-        return UpdateMetrics(
-            loss=sums["loss"],
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            clip_fraction=sums["clipped"] * mean,
-            ratio=sums["ratio"] * mean if tokens else 1.0,
-            delta_logprob=sums["delta"] * mean,
-            kl_rollout=sums["kl_rollout"] * mean,
-            kl_reference=sums["kl_reference"] * mean,
-            entropy=sums["entropy"] * mean,
-            effective_sample_size=sums["weight"] ** 2 / sums["weight_square"] * mean if tokens else 1.0,
-            trained_tokens=tokens,
-        )
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
@@ -114,7 +33,7 @@ def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) 
 
 
 class Learner:
-    """Policy, optimiser and step count; `step` is also the weight version of the policy.
+    """Policy, optimiser and step count; `step`, the batches learned from, is also the weight version of the policy.
 
     Args:
         config: of the run.
@@ -126,103 +45,169 @@ class Learner:
         self.config, self.ranks, self.step = config, ranks, 0
         self.total_steps: int | None = None
         """Of the run; a schedule that falls needs it."""
-        self._skipped = 0
+        self.kl_coef = config.algorithm.kl_coef
+        """Changes when `algorithm.kl_target` is set."""
         self.policy = load_model(config.model, directory).to(ranks.device)
         self.policy.train()
         self.reference: nn.Module | None = None
         if config.algorithm.kl_coef > 0:
-            self.reference = load_model(config.model).to(ranks.device).eval().requires_grad_(False)
+            self.reference = self._load_reference(config.model, directory)
         settings = config.trainer
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=settings.learning_rate,
-            betas=settings.adam_betas,
-            weight_decay=settings.weight_decay,
-            fused=ranks.device.type == "cuda",
+        self.optimizer = Optimizer(
+            self.policy,
+            settings.optimizer,
+            settings.adam_betas,
+            settings.weight_decay,
+            settings.max_grad_norm,
+            settings.max_skipped_updates,
         )
+
+    def _load_reference(self, config: ModelSection, directory: Path | None) -> nn.Module:
+        """A reference that was refreshed is in the checkpoint; else it is the model that the run began with."""
+        saved = directory / "reference" if directory else None
+        source = saved if saved and saved.exists() else config.reference or None
+        home = torch.device("cpu") if self.config.trainer.offload_reference else self.ranks.device
+        return load_model(config, source).to(home).eval().requires_grad_(False)
+
+    def save_reference(self, directory: Path) -> None:
+        """Writes the reference into a checkpoint."""
+        if self.reference is not None:
+            self.reference.save_pretrained(directory / "reference")
+
+    @property
+    def seed(self) -> int:
+        """Of what is random in this step."""
+        return self.config.seed * 1_000_003 + self.step
+
+    def score(self, batch: Batch) -> None:
+        """Sets the log-probabilities that the algorithm reads, of the policy as it is now and of the reference."""
+        algorithm = self.config.algorithm
+        decoupled = algorithm.rollout_correction != "none" and algorithm.updates_per_batch > 1
+        in_reward = self.reference is not None and algorithm.kl_in == "reward"
+        uncorrected = [i for i, row in enumerate(batch.rows) if not row.corrected]
+        if decoupled or in_reward or uncorrected:
+            old = self._logprobs(self.policy, batch)
+            for i in uncorrected:
+                batch.rows[i].behaviour_logprobs = old[i]
+            if decoupled or in_reward:
+                batch.old_logprobs = old
+        if self.reference is not None:
+            self.reference.to(self.ranks.device)
+            batch.reference_logprobs = self._logprobs(self.reference, batch)
+            if self.config.trainer.offload_reference:
+                self.reference.to("cpu")
+
+    def _logprobs(self, model: nn.Module, batch: Batch) -> list[Float32]:
+        def score(indices: Indices) -> Tensor:
+            rows = [batch.rows[i] for i in indices.tolist()]
+            padded = Padded.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows])
+            targets = torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64))
+            return self._scores(model, padded.to(self.ranks.device), targets.to(self.ranks.device)).logprobs
+
+        totals = [len(row) for row in batch.rows]
+        with torch.no_grad():
+            return score_shared(totals, batch.lengths, self.ranks, self.config.trainer.micro_batch_tokens, score)
 
     def update(self, batch: Batch) -> UpdateMetrics:
-        """One optimiser step on the batch; the result does not depend on how the batch is cut.
+        """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
 
-        An update whose gradient is not finite is skipped: the policy is unchanged and the metrics say so. Raises
-        NotFinite after more than `trainer.max_skipped_updates` of them in a row.
+        An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
+        `trainer.max_skipped_updates` of them in a row.
         """
+        algorithm, sums = self.config.algorithm, Sums()
+        counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
+        rate = learning_rate(self.step, self.total_steps, self.config.trainer)
+        norms: list[float] = []
+        stopped = False
+        for epoch in range(algorithm.update_epochs):
+            for part in mini_batches(len(counting), algorithm.mini_batches, self.seed * 1_000 + epoch):
+                mini = self._accumulate(batch, counting[part], first=not norms)
+                sums.values += mini.values
+                if stopped := algorithm.early_stop_kl is not None and mini.mean("kl_old") > algorithm.early_stop_kl:
+                    break
+                norms.append(self.optimizer.step(rate))
+            if stopped:
+                break
+        skipped = sum(not math.isfinite(norm) for norm in norms)
+        metrics = sums.metrics(norms, rate, self.kl_coef, skipped, stopped)
+        self._moved(metrics, len(batch.rows))
+        return _finite(metrics) if skipped else metrics
+
+    def hold(self, batch: Batch) -> UpdateMetrics:
+        """A step in which the policy stays as it is (critic warm-up)."""
+        self._moved(metrics := Sums().metrics([], 0.0, self.kl_coef, 0, False), len(batch.rows))
+        return metrics
+
+    def _moved(self, metrics: UpdateMetrics, completions: int) -> None:
+        """What follows the updates on a batch."""
+        self.step += 1
+        algorithm = self.config.algorithm
+        if algorithm.kl_target is not None and metrics.trained_tokens and math.isfinite(metrics.kl_reference):
+            self.kl_coef = adapted_kl_coef(
+                self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions, algorithm.kl_horizon
+            )
+        if self.reference is not None and algorithm.reference_refresh and self.step % algorithm.reference_refresh == 0:
+            self.reference.load_state_dict(self.policy.state_dict())
+
+    def _accumulate(self, batch: Batch, counting: Indices, first: bool) -> Sums:
+        """Leaves the gradient of the loss over the rows `counting` of all ranks; returns the sums over their tokens.
+
+        A row whose advantages are 0 has no policy gradient: it is left out of the forward pass, but it stays in the
+        normalisers, so the result is the same. With a KL term or an entropy bonus every row is computed.
+        """
+        algorithm, sums = self.config.algorithm, Sums()
         self.optimizer.zero_grad()
-        sums = _Sums()
-        for micro in batch.micro_batches(self.config.trainer.micro_batch_tokens):
-            sums += self._accumulate(micro.to(self.ranks.device), batch)
+        total_tokens = sum(len(batch.rows[i].completion_ids) for i in counting.tolist())
+        every = (algorithm.kl_coef > 0 and algorithm.kl_in == "loss") or algorithm.entropy_coef > 0
+        trained = np.array([i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64)
+        lengths = [len(row) for row in batch.rows]
+        mine = share(lengths, trained, self.ranks.rank, self.ranks.world_size)
+        for indices in micro_batches(lengths, mine, self.config.trainer.micro_batch_tokens):
+            micro = MicroBatch.of(batch, indices).to(self.ranks.device)
+            self._backward(micro, total_tokens, len(counting), sums, first)
         self.ranks.sum_gradients(self.policy)
         self.ranks.sum(sums.values)
-        grad_norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.trainer.max_grad_norm))
-        rate = learning_rate(self.step, self.total_steps, self.config.trainer)
-        if not math.isfinite(grad_norm):
-            return self._skip(sums.metrics(grad_norm, rate))
-        self._skipped = 0
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.step += 1
-        return sums.metrics(grad_norm, rate)
+        return sums
 
-    def _skip(self, metrics: UpdateMetrics) -> UpdateMetrics:
-        """Counts an update that was not applied: a step of its own, with the weights it began with."""
-        self.optimizer.zero_grad()
-        self._skipped += 1
-        if self._skipped > self.config.trainer.max_skipped_updates:
-            raise NotFinite(
-                f"the gradients of {self._skipped} steps in a row, the last one {self.step + 1}, are not finite",
-                field="grad_norm",
-                value=metrics.grad_norm,
-                remedy="lower trainer.learning_rate or resume from an earlier checkpoint",
-            )
-        log.warning("the gradient of step %d is not finite: the update is skipped", self.step + 1)
-        self.step += 1
-        broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
-        return replace(metrics, skipped=1, **broken)
-
-    def _accumulate(self, micro: MicroBatch, batch: Batch) -> "_Sums":
-        """Adds this micro-batch's share of the gradient; returns sums over its tokens for the metrics."""
-        algorithm, rows, count = self.config.algorithm, micro.rows, len(micro.input_ids)
-        scores = self._scores(self.policy, micro)
-        behaviour = micro.behaviour_logprobs
-        scale = token_coefficients(
-            algorithm.aggregation, micro.lengths, batch.total_tokens, batch.total_rows, self.config.sampling.max_new_tokens
+    def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> None:
+        algorithm, rows, count = self.config.algorithm, micro.rows, len(micro.padded.input_ids)
+        scores = self._scores(self.policy, micro.padded, micro.targets)
+        behaviour, advantages = micro.behaviour_logprobs, micro.advantages
+        scale = micro.weights * token_coefficients(
+            algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
         )
-        scale = scale * micro.weights
         old = behaviour
         if algorithm.rollout_correction != "none":
-            # Decoupled: the ratio is taken to the trainer's own policy before the update, w corrects for the engine's.
-            old = scores.logprobs.detach()
-            scale = scale * importance_correction(
-                old,
-                behaviour,
-                rows,
-                count,
-                algorithm.rollout_correction,
-                algorithm.correction_level,
-                algorithm.correction_cap,
-            )
-        policy = policy_loss(algorithm, scores.logprobs, old, micro.advantages, rows, count)
-        kept = torch.ones_like(policy.loss)
+            # Decoupled: the ratio is taken to the trainer's own policy before the updates, a weight corrects for the engine's.
+            old = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+            mode, level, cap = algorithm.rollout_correction, algorithm.correction_level, algorithm.correction_cap
+            scale = scale * importance_correction(old, behaviour, rows, count, mode, level, cap)
+        policy = policy_loss(algorithm, scores.logprobs, old, advantages, rows, count)
+        per_token, kl_reference = policy.loss, torch.zeros_like(scores.logprobs)
         if algorithm.off_policy_delta is not None:
             delta = algorithm.off_policy_delta
-            kept = off_policy_mask(scores.logprobs, behaviour, micro.advantages, rows, count, delta)
-        per_token, kl_reference = policy.loss * kept, torch.zeros_like(scores.logprobs)
-        if self.reference is not None:
-            with torch.no_grad():
-                reference = self._scores(self.reference, micro).logprobs
-            kl_reference = kl_divergence(scores.logprobs, reference, algorithm.kl_estimator)
-            per_token = per_token + algorithm.kl_coef * kl_reference
+            per_token = per_token * off_policy_mask(scores.logprobs, behaviour, advantages, rows, count, delta)
+        if micro.reference_logprobs is not None:
+            kl_reference = kl_divergence(scores.logprobs, micro.reference_logprobs, algorithm.kl_estimator)
+            if algorithm.kl_in == "loss":
+                per_token = per_token + self.kl_coef * kl_reference
         per_token = per_token - algorithm.entropy_coef * scores.entropy
         loss = (per_token * scale).sum()
         loss.backward()
         with torch.no_grad():
-            return _Sums.of(loss, policy, scores, behaviour, kl_reference)
+            sums.add(loss, policy, scores, old, behaviour, kl_reference, micro.current, first)
 
-    def _scores(self, model: Any, micro: MicroBatch) -> TokenScores:
+    def _scores(self, model: Any, padded: Padded, targets: Tensor) -> TokenScores:
         device = self.ranks.device.type
         low = device == "cuda" and self.config.model.dtype == "bfloat16"
         with torch.autocast(device, torch.bfloat16, enabled=low):
             temperature = self.config.sampling.temperature
             bonus = self.config.algorithm.entropy_coef > 0 and model is self.policy
-            return score_tokens(model, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, temperature, bonus)
+            return score_tokens(
+                model, padded.input_ids, padded.attention_mask, padded.predicts, targets, temperature, entropy_gradient=bonus
+            )
+
+
+def _finite(metrics: UpdateMetrics) -> UpdateMetrics:
+    broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
+    return replace(metrics, **broken)

@@ -98,6 +98,16 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Liter
     return torch.exp(-difference) + difference - 1
 
 
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int, horizon: int) -> float:
+    """The coefficient after a batch of `completions` whose KL per token was `kl` (Ziegler et al. 2019, arXiv:1909.08593).
+
+    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/horizon: it rises while the policy is further from the
+    reference than `target`.
+    """
+    error = min(0.2, max(-0.2, kl / target - 1))
+    return kl_coef * (1 + error * completions / horizon)
+
+
 def token_coefficients(
     aggregation: Aggregation, lengths: Tensor, total_tokens: int, total_rows: int, max_new_tokens: int
 ) -> Tensor:

@@ -24,6 +24,8 @@ from trainer.clock import STAGES, WAITING
 from trainer.evaluate import Evaluation
 
 _SHOWN_PROBLEMS = 3
+_ALARM_EVERY = 20
+"""Steps until the same alarm is said again; `metrics.jsonl` has every one."""
 
 
 @dataclass
@@ -32,14 +34,16 @@ class StepRecord:
 
     step: int
     reward: float
-    """Mean reward of the batch's completions."""
+    """Mean reward of the completions that were sampled for this batch or reused whole: without the mixed in."""
     accuracy: float
     """Share of correct completions."""
     equal_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     reused_groups: int
+    mixed_completions: int
+    """Completions of fresh groups that were replaced by earlier successes (`replay.mix_successes`)."""
     staleness: float
-    """Mean of (step that trained − weight version that sampled) over the groups, minus the one step of being on-policy."""
+    """Mean age of the fresh groups' completions in weight versions: 0 when the policy that is updated sampled them."""
     completion_tokens: float
     """Mean length of a completion."""
     truncated: float
@@ -48,7 +52,13 @@ class StepRecord:
     """Groups dropped since the run began, by reason."""
     seconds: dict[str, float]
     """Of this step, by stage; their sum is the step's wall time."""
+    cpu_seconds: float
+    """CPU time of this process in the step, without evaluations. In one process that is all but the grader processes."""
     update: dict[str, float]
+    critic: dict[str, float] | None
+    """What the critic's update measured; None without a critic."""
+    alarms: dict[str, str]
+    """What is out of its bounds, by metric, with the likely cause."""
 
 
 class Recorder:
@@ -69,6 +79,7 @@ class Recorder:
             _keep_before(directory / f"{name}.jsonl", first_lost)
         self._progress: Progress | None = None
         self._total = 0
+        self._alarmed: dict[str, int] = {}
 
     def say(self, text: str) -> None:
         """One line for the person."""
@@ -94,6 +105,10 @@ class Recorder:
             f"generation {record.seconds['generation']:.2f} s  training {training:.2f} s  "
             f"staleness {record.staleness:.1f}  dropped {sum(record.dropped.values())}"
         )
+        for name, text in record.alarms.items():
+            if record.step - self._alarmed.get(name, -_ALARM_EVERY) >= _ALARM_EVERY:
+                self._alarmed[name] = record.step
+                self.say(f"alarm: {text}")
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step)
 

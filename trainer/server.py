@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query
@@ -12,8 +11,8 @@ from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightManifest, WorkerReport
 from services.server import Server, create_app, listen
-from trainer.learner import UpdateMetrics
 from trainer.publish import WeightBoard
+from trainer.record import StepRecord
 
 
 def create_trainer_app(board: WeightBoard, metrics: Metrics) -> FastAPI:
@@ -58,16 +57,16 @@ class TrainerMetrics:
         self.reward = metrics.gauge("reward_mean", "Mean reward of the newest batch")
         self.accuracy = metrics.gauge("accuracy", "Share of correct completions in the newest batch")
         self.update = metrics.gauge("update", "Metrics of the newest update", ["name"])
+        self.critic = metrics.gauge("critic", "Metrics of the critic's newest update", ["name"])
         self.seconds = metrics.gauge("step_seconds", "Seconds of the newest step by stage", ["stage"])
 
-    def record(self, step: int, reward: float, accuracy: float, update: UpdateMetrics, seconds: dict[str, float]) -> None:
-        self.step.set(step)
-        self.reward.set(reward)
-        self.accuracy.set(accuracy)
-        for name, value in asdict(update).items():
-            self.update.labels(name).set(value)
-        for stage, value in seconds.items():
-            self.seconds.labels(stage).set(value)
+    def record(self, record: StepRecord) -> None:
+        self.step.set(record.step)
+        self.reward.set(record.reward)
+        self.accuracy.set(record.accuracy)
+        for gauge, values in ((self.update, record.update), (self.critic, record.critic or {}), (self.seconds, record.seconds)):
+            for name, value in values.items():
+                gauge.labels(name).set(value)
 
 
 class BackgroundServer:

@@ -79,7 +79,7 @@ def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:
         (["--trainer.learning_rate", "nan"], "trainer.learning_rate"),
         (["--trainer.learning_rate", "inf"], "trainer.learning_rate"),
         (["--data.port", "65536"], "data.port"),
-        (["--sampling.group_size", "1"], "sampling.group_size"),
+        (["--sampling.group_size", "0"], "sampling.group_size"),
         (["--replay.reuse_ratio", "1"], "replay.reuse_ratio"),
         (["--seed", "-1"], "seed"),
     ],

@@ -4,17 +4,19 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from common.config import load
+from common.topology import CRITIC
 from jobgroup import spec
 from jobgroup.check import undefined
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
-MAIN, CPU = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml", ROOT / "jobgroup" / "rlhf-math-cpu-jobgroup.yaml"
+MAIN, CPU, PPO = (ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml" for kind in ("", "-cpu", "-ppo"))
 VOLUMES = [f"--volume={path}" for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
 needs_skypilot = pytest.mark.skipif(
     not PYTHON.exists(), reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it"
@@ -140,8 +142,10 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     status, output = check(home=tmp_path / "home")
     assert status == 0, output
     assert "PROBLEM" not in output
-    for label in (f"jobgroup/{MAIN.name}", f"jobgroup/{MAIN.name} (volumes on)", f"jobgroup/{CPU.name}"):
-        assert re.search(rf"(?m)^{re.escape(label)}\n(  .*\n){{5}}  VALID$", output), output
+    for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6)):
+        labels = [f"jobgroup/{path.name}", *([] if path == CPU else [f"jobgroup/{path.name} (volumes on)"])]
+        for label in labels:
+            assert re.search(rf"(?m)^{re.escape(label)}\n(  .*\n){{{tasks}}}  VALID$", output), output
     assert re.search(r"ppo-trainer +2 × Kubernetes\(.*'H100': 1.*\), primary", output)
 
 
@@ -197,3 +201,29 @@ def test_the_cpu_job_group_is_the_other_one_on_a_small_scale(monkeypatch: pytest
         assert (task.setup or "").startswith(other.setup or "-")
         makes_model = "-m trainer.tiny_model .cache/tiny-base" in (task.setup or "")
         assert makes_model == (task.name in ("rollout-server", "ppo-trainer"))
+
+
+def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    group, main = spec.load(PPO, {}, {}, {}), spec.load(MAIN, {}, {}, {})
+    critic = group.task(CRITIC, "")
+    settings = {"RLHF_ALGORITHM__NAME": "ppo", "RLHF_CRITIC__LOCATION": "server"}
+    for task, other in zip([task for task in group.tasks if task != critic], main.tasks, strict=True):
+        assert replace(task, env=dict(task.env)) == replace(other, env=dict(other.env) | settings)
+    trainer = main.task(TRAINER, "")
+    assert critic == replace(
+        trainer, name=CRITIC, num_nodes=1, primary=False, env=critic.env, run="exec .venv/bin/python -m services.critic"
+    )
+    assert dict(critic.env) == dict(trainer.env) | settings
+    for task in group.tasks:
+        config = load([], dict(task.env))
+        assert config.algorithm.needs_critic
+        assert config.critic.location == "server"
+    assert f"Port {config.critic.port}." in PPO.read_text(encoding="utf-8")
+
+
+def test_the_tiny_ppo_settings_are_the_tiny_ones_with_a_critic() -> None:
+    small = load(["--config", str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml")], {}).model_dump()
+    ppo = load(["--config", str(ROOT / "jobgroup" / "configs" / "tiny-ppo-cpu.yaml")], {}).model_dump()
+    assert {name for name in ppo if ppo[name] != small[name]} == {"algorithm", "critic"}
+    assert ppo["critic"]["location"] == "trainer"

@@ -2,7 +2,12 @@
 
 import numpy as np
 
+from common.config import Config
 from common.schemas import Completion, Group
+from services.learning.ranks import Ranks
+from trainer.algorithms import weigh
+from trainer.batch import Batch
+from trainer.learner import Learner
 
 VOCABULARY = 300
 
@@ -32,3 +37,20 @@ def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0,
         completions=completions,
         position=position,
     )
+
+
+def weighed(learner: Learner, groups: list[Group], weights: list[float] | None = None) -> Batch:
+    """The batch of these groups as the training loop prepares it for `learner`."""
+    config = learner.config
+    batch = Batch.of(groups, weights or [1.0] * len(groups), config, learner.step)
+    learner.score(batch)
+    if config.algorithm.needs_critic:
+        rng = np.random.default_rng(5)
+        batch.values = [rng.normal(0, 0.3, length).astype(np.float32) for length in batch.lengths]
+    weigh(batch, config.algorithm, config.sampling.max_new_tokens, learner.kl_coef)
+    return batch
+
+
+def whole(groups: list[Group], config: Config) -> Batch:
+    """The batch of these groups for a new learner."""
+    return weighed(Learner(config, Ranks()), groups)

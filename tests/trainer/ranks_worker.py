@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from common.config import load
 from common.wire import decode_groups
-from trainer.batch import Batch
-from trainer.distributed import Ranks
+from services.learning.ranks import Ranks
+from tests.trainer.groups import weighed
 from trainer.learner import Learner
 
 
@@ -20,8 +20,7 @@ def main(directory: Path, settings: list[str]) -> None:
     with Ranks.from_env(timeout_s=60) as ranks:
         learner = Learner(config, ranks)
         ranks.broadcast_model(learner.policy)
-        batch = Batch.of(groups, [1.0] * len(groups), config, ranks.rank, ranks.world_size)
-        metrics = learner.update(batch)
+        metrics = learner.update(weighed(learner, groups))
         if ranks.first:
             save_file(
                 {name: p.detach().clone() for name, p in learner.policy.named_parameters()}, directory / "new.safetensors"

@@ -9,11 +9,13 @@ from hypothesis.extra import numpy as arrays
 from trainer.advantages import (
     ADVANTAGES,
     batch_normalised,
+    gae,
     group_centred,
     group_normalised,
     leave_one_out,
     length_weighted,
     overlong_penalty,
+    whiten,
 )
 
 finite = st.floats(-100, 100, width=32)
@@ -108,3 +110,54 @@ def test_overlong_penalty_hand_computed() -> None:
     """DAPO with L_max 100 and a buffer of 20: nothing up to 80, half at 90, all at 100."""
     lengths = torch.tensor([10, 80, 90, 100])
     torch.testing.assert_close(overlong_penalty(lengths, 100, 20, 2.0), torch.tensor([0.0, 0.0, -1.0, -2.0]), check_dtype=False)
+
+
+def test_gae_hand_computed() -> None:
+    # γ 0.9, λ 0.5, so γλ = 0.45; V after the end is 0.
+    # δ_2 = 1 − 0.5 = 0.5; δ_1 = 0.9·0.5 − 0.2 = 0.25; δ_0 = 0.9·0.2 − 0.1 = 0.08
+    # A_2 = 0.5; A_1 = 0.25 + 0.45·0.5 = 0.475; A_0 = 0.08 + 0.45·0.475 = 0.29375
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.1, 0.2, 0.5]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.9, gae_lambda=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[0.29375, 0.475, 0.5]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.39375, 0.675, 1.0]]))
+
+
+def test_gae_steps_over_masked_tokens() -> None:
+    """The hand-computed row with two masked tokens in it and one after it: the same numbers where tokens count."""
+    rewards, values = torch.tensor([[0.0, 7.0, 0.0, 7.0, 1.0, 7.0]]), torch.tensor([[0.1, 9.0, 0.2, 9.0, 0.5, 9.0]])
+    mask = torch.tensor([[1, 0, 1, 0, 1, 0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[0.29375, 0, 0.475, 0, 0.5, 0]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.39375, 0, 0.675, 0, 1.0, 0]]))
+
+
+token_rows = arrays.arrays("float64", (2, 6), elements=st.floats(-10, 10, width=32))
+
+
+@given(token_rows, token_rows, st.floats(0.1, 1.0))
+def test_gae_with_lambda_zero_is_the_one_step_error(rewards: object, values: object, gamma: float) -> None:
+    r, v = torch.tensor(rewards), torch.tensor(values)
+    advantages, _ = gae(r, v, torch.ones_like(r), gamma, 0.0)
+    after = torch.cat([v[:, 1:], torch.zeros(2, 1, dtype=v.dtype)], dim=1)
+    torch.testing.assert_close(advantages, r + gamma * after - v)
+
+
+@given(token_rows, token_rows, st.floats(0.1, 1.0))
+def test_gae_with_lambda_one_is_the_discounted_return_minus_the_value(rewards: object, values: object, gamma: float) -> None:
+    r, v = torch.tensor(rewards), torch.tensor(values)
+    advantages, returns = gae(r, v, torch.ones_like(r), gamma, 1.0)
+    expected = torch.stack([sum((gamma**k * r[:, t + k] for k in range(6 - t)), torch.zeros(2)) for t in range(6)], dim=1)
+    torch.testing.assert_close(returns, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(advantages, expected - v, atol=1e-6, rtol=1e-6)
+
+
+def test_whiten_hand_computed() -> None:
+    # of 1, 2, 3 and 6 (the 9 is masked): mean 3, unbiased variance (4 + 1 + 0 + 9) / 3 = 14/3
+    values, mask = torch.tensor([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    expected = torch.tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / (14 / 3) ** 0.5
+    torch.testing.assert_close(whiten(values, mask), expected)
+
+
+def test_whiten_of_equal_values_is_zero() -> None:
+    torch.testing.assert_close(whiten(torch.full((2, 3), 0.7), torch.ones(2, 3)), torch.zeros(2, 3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(whiten(torch.tensor([[0.7, 5.0]]), torch.tensor([[1, 0]])), torch.zeros(1, 2))

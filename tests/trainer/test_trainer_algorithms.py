@@ -11,10 +11,10 @@ from common.algorithm import RECIPES, AlgorithmSection
 from common.config import Config, load
 from common.errors import ConfigError
 from common.schemas import Group
-from tests.trainer.groups import make_group
+from services.learning.ranks import Ranks
+from tests.trainer.groups import make_group, weighed, whole
 from trainer.algorithms import weigh
 from trainer.batch import Batch
-from trainer.distributed import Ranks
 from trainer.learner import Learner
 
 
@@ -34,7 +34,7 @@ def groups() -> list[Group]:
 def updated(config: Config, groups: list[Group], max_tokens: int = 16_384) -> dict[str, torch.Tensor]:
     config.trainer.micro_batch_tokens = max_tokens
     learner = Learner(config, Ranks())
-    learner.update(Batch.of(groups, [1.0] * len(groups), config))
+    learner.update(weighed(learner, groups))
     return {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
 
 
@@ -69,7 +69,7 @@ def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> 
     losses = {}
     for recipe in RECIPES:
         changed = with_algorithm(config, name=recipe)
-        metrics = Learner(changed, Ranks()).update(Batch.of(groups, [1.0] * 4, changed))
+        metrics = Learner(changed, Ranks()).update(whole(groups, changed))
         losses[recipe] = (round(metrics.loss, 6), round(metrics.grad_norm, 6))
     losses.pop("dapo")  # it differs from grpo by its upper clip and by which groups it takes, not on this batch alone
     assert len(set(losses.values())) == len(losses), losses
@@ -85,6 +85,15 @@ def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> 
         ({"overlong_factor": 0.5}, "overlong_factor"),
         ({"correction_cap": 3.0}, "correction_cap"),
         ({"correction_level": "sequence"}, "correction_level"),
+        ({"gamma": 0.9}, "gamma"),
+        ({"name": "rloo", "gae_lambda": 0.9}, "gae_lambda"),
+        ({"whiten": False}, "whiten"),
+        ({"kl_in": "reward"}, "kl_in"),
+        ({"kl_target": 0.01}, "kl_target"),
+        ({"kl_coef": 0.1, "kl_horizon": 5}, "kl_horizon"),
+        ({"reference_refresh": 5}, "reference_refresh"),
+        ({"early_stop_kl": 0.1}, "early_stop_kl"),
+        ({"name": "ppo", "advantage_eps": 1e-3}, "advantage_eps"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field: str) -> None:
@@ -112,6 +121,18 @@ def test_what_is_set_beside_a_recipe_wins() -> None:
         ["--algorithm.clip_low", "1.5"],
         ["--sampling.group_size", "1"],
         ["--algorithm.overlong_buffer", "512", "--sampling.max_new_tokens", "512"],
+        ["--algorithm.kl_coef", "0.1", "--algorithm.kl_target", "0"],
+        ["--sampling.group_size", "2", "--trainer.batch_size", "2", "--algorithm.mini_batches", "5"],
+        ["--sampling.group_size", "4", "--replay.mix_successes", "4"],
+        ["--model.reference", "somewhere"],
+        ["--trainer.offload_reference", "true"],
+        ["--critic.learning_rate", "1e-3"],
+        ["--critic.location", "server"],
+        ["--replay.priority", "recency"],
+        ["--replay.reuse_ratio", "0.5", "--replay.recency_half_life", "2"],
+        ["--replay.max_times_sampled", "9"],
+        ["--replay.reuse_ratio", "0.5", "--replay.corrected", "false", "--replay.importance_exponent", "0.5"],
+        ["--replay.reuse_ratio", "0.5", "--replay.priority", "newest"],
     ],
 )
 def test_contradictions_are_refused_at_start(words: list[str]) -> None:
@@ -134,40 +155,64 @@ def test_contradictions_are_refused_at_start(words: list[str]) -> None:
         {"rollout_correction": "truncate", "correction_level": "sequence"},
         {"off_policy_delta": 0.01},
         {"overlong_buffer": 510},
+        {"update_epochs": 2},
+        {"mini_batches": 2},
+        {"advantage": "gae"},
+        {"advantage": "gae", "gae_lambda": 0.5},
+        {"advantage": "gae", "gamma": 0.5},
+        {"advantage": "gae", "whiten": False},
     ],
     ids=str,
 )
 def test_every_setting_changes_the_gradient(settings: dict[str, Any], config: Config, groups: list[Group]) -> None:
     def gradient(changed: Config) -> tuple[float, float]:
         changed.trainer.max_grad_norm = 1e9
-        metrics = Learner(changed, Ranks()).update(Batch.of(groups, [1.0] * 4, changed))
+        metrics = Learner(changed, Ranks()).update(whole(groups, changed))
         return metrics.loss, metrics.grad_norm
 
     base = gradient(with_algorithm(config))
     assert gradient(with_algorithm(config, **settings)) != pytest.approx(base, rel=1e-4)
 
 
+def test_a_group_of_one_needs_a_critic() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.group_size is 1.*take a critic"):
+        load(["--sampling.group_size", "1"], {})
+    assert load(["--sampling.group_size", "1", "--algorithm.name", "ppo"], {}).sampling.group_size == 1
+
+
+def test_the_recipes_are_shown_by_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help"], {})
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, preset in RECIPES.items():
+        expected = ", ".join(f"{key} {value}" for key, value in preset.items()) or "the defaults"
+        assert f"{name} ({expected})" in shown
+
+
 def test_truncated_completions_can_be_left_out(config: Config, groups: list[Group]) -> None:
     groups[0].completions[0].finish_reason = "length"
     masked = with_algorithm(config, mask_truncated=True)
-    every, kept = Batch.of(groups, [1.0] * 4, config), Batch.of(groups, [1.0] * 4, masked)
-    assert len(every.rows) - len(kept.rows) == 1
-    assert every.total_rows - kept.total_rows == 1
-    assert every.total_tokens - kept.total_tokens == len(groups[0].completions[0].token_ids)
-    advantages = weigh(groups, config.algorithm, 512)
-    assert {row.advantage for row in kept.rows} <= {a for row in advantages for a in row}
+    every, kept = whole(groups, config), whole(groups, masked)
+    assert [row.counts for row in every.rows] == [True] * 16
+    assert [row.counts for row in kept.rows] == [False] + [True] * 15
+    for all_of_them, rest in zip(every.advantages, kept.advantages, strict=True):
+        assert (all_of_them == rest).all()  # it still counts in its group's statistics
+    tokens = [Learner(c, Ranks()).update(b).trained_tokens for c, b in ((config, every), (masked, kept))]
+    assert tokens[0] - tokens[1] == len(groups[0].completions[0].token_ids)
 
 
 def test_the_overlong_penalty_shapes_the_reward(config: Config, groups: list[Group]) -> None:
     section = AlgorithmSection.model_validate({"advantage": "group_centred", "overlong_buffer": 4})
     longest = max(len(completion.token_ids) for completion in groups[2].completions)
-    plain = weigh([groups[2]], AlgorithmSection.model_validate({"advantage": "group_centred"}), longest)[0]
-    shaped = weigh([groups[2]], section, longest)[0]
-    assert plain == [0.0] * 4  # equal rewards
+    batch = Batch.of([groups[2]], [1.0], config)
+    weigh(batch, AlgorithmSection.model_validate({"advantage": "group_centred"}), longest, 0.0)
+    assert [float(row[0]) for row in batch.advantages] == [0.0] * 4  # equal rewards
+    weigh(batch, section, longest, 0.0)
+    shaped = [float(row[0]) for row in batch.advantages]
     lengths = [len(completion.token_ids) for completion in groups[2].completions]
     assert shaped[lengths.index(longest)] == min(shaped) < 0
 
 
 def test_off_policy_the_effective_sample_size_is_below_one(config: Config, groups: list[Group]) -> None:
-    metrics = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, config))
+    metrics = Learner(config, Ranks()).update(whole(groups, config))
     assert 0 < metrics.effective_sample_size < 0.99

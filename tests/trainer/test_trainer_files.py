@@ -17,11 +17,11 @@ from common.config import Config
 from common.errors import ConfigError, NotFound
 from common.observe import Metrics
 from common.schemas import WorkerReport
-from tests.trainer.groups import make_group
+from services.learning.ranks import Ranks
+from tests.trainer.groups import make_group, whole
 from trainer import checkpoint
 from trainer.batch import Batch
 from trainer.clock import StageClock
-from trainer.distributed import Ranks
 from trainer.evaluate import pass_at_k
 from trainer.learner import Learner
 from trainer.model import load_tokenizer
@@ -32,11 +32,13 @@ from trainer.server import BackgroundServer, create_trainer_app
 
 def batch(config: Config, seed: int) -> Batch:
     groups = [make_group(np.random.default_rng(seed + i), [1.0, 0.0, 0.0]) for i in range(3)]
-    return Batch.of(groups, [1.0] * 3, config)
+    return whole(groups, config)
 
 
 def save(config: Config, learner: Learner, directory: Path, keep: int = 3) -> Path:
-    state = checkpoint.TrainerState(learner.step, 7, "run", learner.optimizer.state_dict(), torch.get_rng_state())
+    state = checkpoint.TrainerState(
+        learner.step, 7, "run", learner.optimizer.state_dict(), torch.get_rng_state(), learner.kl_coef
+    )
     return checkpoint.save(directory, learner.policy, load_tokenizer(config.model), state, keep)
 
 

@@ -1,9 +1,10 @@
 """The whole loop over the real services and the real engine in one process, with faults injected at the transport."""
 
+import io
 import itertools
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from common.wire import decode_groups
 from tests.conftest import ROOT
 from trainer import train_in_process
 from trainer.collect import CollectFailed
+from trainer.priorities import load_priority
 from trainer.record import read_lines
 
 pytestmark = pytest.mark.timeout(180)
@@ -154,6 +156,73 @@ def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config]
         train_in_process(settings(*state, "--replay.reuse_ratio", "0.5"), quiet())
 
 
+@pytest.mark.parametrize("priority", ["difficulty", "reward", "recency", f"{__name__}:longest"])
+def test_every_priority_reuses_groups(settings: Callable[..., Config], priority: str) -> None:
+    config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "3", "--replay.priority", priority)
+    train_in_process(config, quiet())
+    assert [line["reused_groups"] for line in metrics(config)] == [0, 2, 2]
+    with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
+        priorities = dict(db.execute("SELECT id, priority FROM groups"))
+    expected = load_priority(priority)
+    for group in stored(config):
+        if priority != "advantage":
+            assert priorities[group.id] == pytest.approx(expected(group, [0.0] * 4))
+
+
+def longest(group: Group, advantages: Sequence[float]) -> float:
+    """A priority of one's own."""
+    return float(max(len(completion.token_ids) for completion in group.completions))
+
+
+def test_successes_of_the_past_are_mixed_into_groups_that_failed(settings: Callable[..., Config]) -> None:
+    """Four prompts over and over, at a temperature at which most answers are wrong and some are right."""
+    config = settings(
+        *("--replay.mix_successes", "1", "--data.num_samples", "4", "--trainer.num_epochs", "12", "--trainer.max_steps", "12"),
+        *("--sampling.group_size", "2", "--sampling.temperature", "1.5", "--replay.max_reuse_staleness", "100"),
+    )
+    train_in_process(config, quiet())
+    lines = metrics(config)
+    assert lines[0]["mixed_completions"] == 0  # there is no past yet
+    mixed = sum(line["mixed_completions"] for line in lines)
+    assert mixed > 0
+    assert any(line["staleness"] > 0 for line in lines)  # they are older than the policy
+    groups = stored(config)
+    assert len(groups) == 48
+    assert all("mixed" not in group.metadata for group in groups)  # the buffer keeps what was sampled
+    solved: set[str] = set()
+    possible = 0
+    for group in groups:  # in the order of their prompts
+        right = any(completion.correct for completion in group.completions)
+        possible += not right and group.prompt_id in solved
+        solved |= {group.prompt_id} if right else set()
+    assert mixed == possible
+
+
+@pytest.mark.parametrize("location", ["trainer", "server"])
+def test_ppo_learns_a_critic_and_resumes_with_it(settings: Callable[..., Config], tmp_path: Path, location: str) -> None:
+    words = ["--algorithm.name", "ppo", "--critic.learning_rate", "1e-3", "--critic.warmup_steps", "1"]
+    words += ["--critic.location", location]
+    unbroken = settings(*words, "--trainer.max_steps", "4", "--sampling.group_size", "1", "--trainer.batch_size", "16")
+    train_in_process(unbroken, quiet())
+    lines = metrics(unbroken)
+    assert [line["update"]["updates"] for line in lines] == [0, 4, 4, 4]  # first the critic learns alone
+    assert lines[0]["critic"]["value_mean"] == 0
+    assert lines[3]["critic"]["value_mean"] > 0
+    place = tmp_path / "broken"
+    for steps in ("2", "4"):
+        resumed = settings(
+            *(*words, "--trainer.max_steps", steps, "--sampling.group_size", "1", "--trainer.batch_size", "16"),
+            directory=place,
+        )
+        train_in_process(resumed, quiet())
+    for a, b in zip(lines, metrics(resumed), strict=True):
+        assert a["reward"] == b["reward"]
+        assert a["critic"] == pytest.approx(b["critic"], abs=1e-4)
+        assert a["update"] == pytest.approx(b["update"], abs=1e-3)
+    saved = place / ("state/critic" if location == "server" else "checkpoints") / "step_000004"
+    assert (saved if location == "server" else saved / "critic").joinpath("config.json").exists()
+
+
 @pytest.mark.parametrize(
     "response",
     [
@@ -188,6 +257,27 @@ def test_trap_a_failed_generation_is_dropped_never_trained_on(
     assert len(groups) == 12
     assert all(len(completion.token_ids) > 0 for group in groups for completion in group.completions)
     assert [group.position for group in groups] == [i for i in range(15) if i in {g.position for g in groups}]
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_an_engine_that_computes_another_policy_raises_an_alarm(settings: Callable[..., Config], off: float) -> None:
+    class Off(Faulty):
+        """Its log-probabilities are off by `off` on average, as with weights in another precision."""
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if request.url.path != "/generate":
+                return response
+            answers = json.loads(await response.aread())
+            for answer in answers:
+                for i, pair in enumerate(answer["meta_info"]["output_token_logprobs"]):
+                    pair[0] += off if i % 2 else -off
+            return httpx.Response(200, json=answers)
+
+    config, said = settings(), io.StringIO()
+    train_in_process(config, Console(file=said, width=400), lambda app: Off(app, set(), lambda: httpx.Response(500)))
+    assert all(("delta_logprob" in line["alarms"]) == (off > 0) for line in metrics(config))
+    assert said.getvalue().count("alarm: mean |Δ logprob| between rollout engine and trainer") == (off > 0)  # said once
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Callable[..., Config]) -> None:

@@ -9,16 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from common.config import Config
-from common.schemas import Group
+from common.config import Config, load
+from common.schemas import Float32, Group, Int32
 from common.sections import TrainerSection
 from common.wire import encode_groups
-from tests.trainer.groups import make_group
-from trainer.batch import Batch, MicroBatch, Row
-from trainer.distributed import Ranks
-from trainer.learner import Learner, NotFinite, learning_rate
+from services.learning.optimizer import NotFinite
+from services.learning.ranks import Ranks
+from services.learning.sequences import Padded, micro_batches, mini_batches, share
+from tests.trainer.groups import make_group, weighed, whole
+from trainer.batch import Batch, MicroBatch
+from trainer.learner import Learner, learning_rate
 from trainer.model import score_tokens
 
 
@@ -27,10 +31,6 @@ def groups() -> list[Group]:
     rng = np.random.default_rng(0)
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
     return [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
-
-
-def whole(groups: list[Group], config: Config) -> Batch:
-    return Batch.of(groups, [1.0] * len(groups), config)
 
 
 def parameters(learner: Learner) -> dict[str, torch.Tensor]:
@@ -43,34 +43,32 @@ def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
     return parameters(learner)
 
 
+def score(learner: Learner, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
+    """Log-probabilities and entropies of one completion, scored alone."""
+    padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
+    with torch.no_grad():
+        scores = score_tokens(learner.policy, padded.input_ids, padded.attention_mask, padded.predicts, targets, temperature)
+    return scores.logprobs.numpy(), scores.entropy.numpy()
+
+
 def on_policy(config: Config, groups: list[Group]) -> None:
     """Makes the behaviour logprobs those of the policy itself."""
     learner = Learner(config, Ranks())
     for group in groups:
         for completion in group.completions:
-            row = Row(group.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0, 1.0)
-            micro = MicroBatch.of([row])
-            with torch.no_grad():
-                scores = score_tokens(
-                    learner.policy,
-                    micro.input_ids,
-                    micro.attention_mask,
-                    micro.predicts,
-                    micro.targets,
-                    config.sampling.temperature,
-                )
-            completion.logprobs = scores.logprobs.numpy()
+            completion.logprobs = score(learner, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
 
 
 def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group]) -> None:
     """Right padding, selection before the head and temperature against the plain forward of every row alone."""
     learner = Learner(config, Ranks())
-    rows = whole(groups, config).rows
-    micro = MicroBatch.of(rows)
+    batch = whole(groups, config)
+    micro = MicroBatch.of(batch, np.arange(len(batch.rows)))
+    padded = micro.padded
     with torch.no_grad():
-        scores = score_tokens(learner.policy, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, 0.7)
+        scores = score_tokens(learner.policy, padded.input_ids, padded.attention_mask, padded.predicts, micro.targets, 0.7)
         expected, entropies = [], []
-        for row in rows:
+        for row in batch.rows:
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
             logits = learner.policy(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7
             distribution = torch.distributions.Categorical(logits=logits)
@@ -85,10 +83,11 @@ def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Confi
     metrics = Learner(config, Ranks()).update(whole(groups, config))
     assert metrics.ratio == pytest.approx(1, abs=1e-5)
     assert metrics.delta_logprob == pytest.approx(0, abs=1e-5)
+    assert metrics.delta_logprob_current == pytest.approx(0, abs=1e-5)
     assert metrics.clip_fraction == 0
     assert metrics.effective_sample_size == pytest.approx(1, abs=1e-5)
     batch = whole(groups, config)
-    expected = -sum(row.advantage * len(row.completion_ids) for row in batch.rows) / batch.total_tokens
+    expected = -sum(float(advantages.sum()) for advantages in batch.advantages) / sum(batch.lengths)
     assert metrics.loss == pytest.approx(expected, abs=1e-5)
 
 
@@ -97,16 +96,21 @@ def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Gro
     one = updated(config, whole(groups, config))
     config.trainer.micro_batch_tokens = max_tokens
     batch = whole(groups, config)
-    assert len(batch.micro_batches(max_tokens)) > 1
+    totals = [len(row) for row in batch.rows]
+    assert len(micro_batches(totals, np.arange(len(totals)), max_tokens)) > 1
     many = updated(config, batch)
     for name, expected in one.items():
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
 
 
 def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
-    batch = whole(groups, config)
-    assert len(batch.rows) == 12  # the group of four equal rewards is left out of the forward pass
-    assert batch.total_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
+    with_equal, without = Learner(config, Ranks()), Learner(config, Ranks())
+    assert [bool(row.any()) for row in whole(groups, config).advantages] == [True] * 8 + [False] * 4 + [True] * 4
+    others = [*groups[:2], groups[3]]
+    both = [learner.update(weighed(learner, part)) for learner, part in ((with_equal, groups), (without, others))]
+    assert both[0].trained_tokens == both[1].trained_tokens  # the equal group is left out of the forward pass
+    tokens = [sum(len(c.token_ids) for group in part for c in group.completions) for part in (groups, others)]
+    assert both[0].loss == pytest.approx(both[1].loss * tokens[1] / tokens[0], rel=1e-4)
     learner = Learner(config, Ranks())
     before = parameters(learner)
     metrics = learner.update(whole([groups[2]], config))
@@ -115,7 +119,14 @@ def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Confi
         torch.testing.assert_close(value, before[name], atol=0, rtol=0)
 
 
-def test_two_trainer_processes_give_the_update_of_one(config: Config, groups: list[Group], tmp_path: Path) -> None:
+SEVERAL = ["--algorithm.update_epochs", "2", "--algorithm.mini_batches", "3", "--algorithm.rollout_correction", "truncate"]
+IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.aggregation", "constant"]
+
+
+@pytest.mark.parametrize("settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"])
+def test_two_trainer_processes_give_the_update_of_one(
+    config: Config, groups: list[Group], tmp_path: Path, settings: list[str]
+) -> None:
     """Trap: trainer nodes beyond the first slept. Here both ranks hold a share, and the result is that of one process."""
     (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -126,13 +137,14 @@ def test_two_trainer_processes_give_the_update_of_one(config: Config, groups: li
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--master-addr", "127.0.0.1", "--master-port", str(port)),
             *(str(here.with_name("ranks_worker.py")), str(tmp_path), "--model.name", config.model.name),
-            *("--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0"),
+            *("--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings),
         ],
         check=True,
         cwd=here.parents[2],
         env={**os.environ, "PYTHONPATH": str(here.parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         timeout=120,
     )
+    config.algorithm = load(settings, {}).algorithm
     learner = Learner(config, Ranks())
     metrics = learner.update(whole(groups, config))
     loss, grad_norm, tokens = (tmp_path / "metrics.txt").read_text().split()
@@ -144,13 +156,18 @@ def test_two_trainer_processes_give_the_update_of_one(config: Config, groups: li
         torch.testing.assert_close(two[name], expected, atol=2e-5, rtol=0, msg=name)
 
 
-def test_shares_of_the_ranks_are_disjoint_and_complete(config: Config, groups: list[Group]) -> None:
-    every = whole(groups, config)
-    shares = [Batch.of(groups, [1.0] * 4, config, rank, 3) for rank in range(3)]
-    assert sum(len(share.rows) for share in shares) == len(every.rows)
-    assert {share.total_tokens for share in shares} == {every.total_tokens}
-    lengths = sorted(len(row) for share in shares for row in share.rows)
-    assert lengths == sorted(len(row) for row in every.rows)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200))
+def test_a_batch_is_cut_into_disjoint_and_complete_parts(lengths: list[int], parts: int, ranks: int, max_tokens: int) -> None:
+    """Mini-batches, the ranks' shares of them and micro-batches: every row exactly once, none over the token budget."""
+    found: list[int] = []
+    for part in mini_batches(len(lengths), parts, seed=3):
+        shares = [share(lengths, part, rank, ranks) for rank in range(ranks)]
+        assert max(len(mine) for mine in shares) - min(len(mine) for mine in shares) <= 1
+        for mine in shares:
+            for micro in micro_batches(lengths, mine, max_tokens):
+                assert len(micro) == 1 or max(lengths[i] for i in micro) * len(micro) <= max_tokens
+                found += micro.tolist()
+    assert sorted(found) == list(range(len(lengths)))
 
 
 def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
@@ -180,8 +197,7 @@ def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]
     with torch.no_grad():
         for parameter in learner.policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
-    batch = Batch.of([groups[2]], [1.0], config)
-    assert len(batch.rows) == 4  # with a KL term every row counts
+    batch = weighed(learner, [groups[2]])
     first = learner.update(batch).kl_reference
     for _ in range(10):
         last = learner.update(batch).kl_reference
@@ -190,8 +206,8 @@ def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]
 
 def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
     config.trainer.max_grad_norm = 1e9
-    full = Learner(config, Ranks()).update(Batch.of(groups, [1.0] * 4, config))
-    half = Learner(config, Ranks()).update(Batch.of(groups, [0.5] * 4, config))
+    learners = [Learner(config, Ranks()), Learner(config, Ranks())]
+    full, half = (learner.update(weighed(learner, groups, [w] * 4)) for learner, w in zip(learners, (1.0, 0.5), strict=True))
     assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
 
 
@@ -201,7 +217,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
     config.trainer.max_skipped_updates = 1
     learner = Learner(config, Ranks())
     good, bad = whole(groups, config), whole(groups, config)
-    bad.rows[0].advantage = float("nan")
+    bad.advantages[0][:] = float("nan")
     before = parameters(learner)
     assert learner.update(bad).skipped == 1
     assert learner.step == 1
@@ -209,7 +225,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
         assert torch.equal(value, before[name])
     assert learner.update(good).skipped == 0  # starts the count anew
     learner.update(bad)
-    with pytest.raises(NotFinite, match="2 steps in a row"):
+    with pytest.raises(NotFinite, match="2 gradients in a row"):
         learner.update(bad)
 
 
@@ -221,7 +237,7 @@ def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]
         with torch.no_grad():  # away from the uniform distribution, where there is nothing to raise
             learner.policy.get_output_embeddings().weight.mul_(8)
         for _ in range(5):
-            metrics = learner.update(Batch.of([groups[2]], [1.0], changed))
+            metrics = learner.update(weighed(learner, [groups[2]]))
         return metrics.entropy
 
     with_bonus = entropy(1.0)

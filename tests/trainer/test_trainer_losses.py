@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.losses import (
     Aggregation,
+    adapted_kl_coef,
     cispo,
     clipped_surrogate,
     importance_correction,
@@ -155,3 +156,16 @@ def test_k1_and_k3_estimate_the_true_divergence() -> None:
     for estimator in ("k1", "k3"):
         mean = kl_divergence(p.log()[draws], q.log()[draws], estimator).mean().item()
         assert mean == pytest.approx(exact, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.01, 0.1),  # on target: unchanged
+        (0.011, 0.1 * (1 + 0.1 * 256 / 10_000)),
+        (5.0, 0.1 * (1 + 0.2 * 256 / 10_000)),  # the error is clipped to ±0.2
+        (0.0, 0.1 * (1 - 0.2 * 256 / 10_000)),
+    ],
+)
+def test_adapted_kl_coef_hand_computed(kl: float, expected: float) -> None:
+    assert adapted_kl_coef(0.1, kl, target=0.01, completions=256, horizon=10_000) == pytest.approx(expected)

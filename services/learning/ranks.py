@@ -1,4 +1,4 @@
-"""The processes of the trainer: every rank learns, rank 0 also talks to the services."""
+"""The processes that learn together: every rank computes, rank 0 also talks to the services."""
 
 import os
 from dataclasses import dataclass

@@ -1,0 +1,84 @@
+"""Training runs on the built-in task for the benchmarks: each in a process of its own, with its curves read back.
+
+`python -m benchmarks.learning DIRECTORY [SETTINGS…]` makes one run with the settings of the demo otherwise.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+
+from common.config import Config, load
+from trainer import train_in_process
+from trainer.record import read_lines
+
+CONFIG = "jobgroup/configs/tiny-cpu.yaml"
+
+
+@dataclass
+class Curve:
+    """Held-out greedy accuracy of one run, and what had been spent until each evaluation."""
+
+    steps: list[int]
+    accuracy: list[float]
+    tokens: list[float]
+    """Completion tokens generated for training."""
+    cpu_seconds: list[float]
+    """Of everything but evaluation."""
+
+    @classmethod
+    def read(cls, directory: Path) -> "Curve":
+        """From a run directory."""
+        config = Config.model_validate_json((directory / "config.json").read_text())
+        size, batch = config.sampling.group_size, config.trainer.batch_size
+        evaluations, tokens, seconds = read_lines(directory / "evaluations.jsonl"), [0.0], [0.0]
+        aside = 0
+        for line in read_lines(directory / "metrics.jsonl"):
+            dropped = line["dropped"].get("equal_rewards", 0)
+            fresh = batch - line["reused_groups"] + dropped - aside  # dynamic sampling puts generated groups aside
+            aside = dropped
+            tokens.append(tokens[-1] + fresh * size * line["completion_tokens"])
+            seconds.append(seconds[-1] + line["cpu_seconds"])
+        steps = [line["step"] for line in evaluations]
+        accuracy = [line["accuracy"] for line in evaluations]
+        return cls(steps, accuracy, [tokens[step] for step in steps], [seconds[step] for step in steps])
+
+    def at_tokens(self, count: float) -> float:
+        """Accuracy after `count` generated tokens, linear between evaluations."""
+        for i, reached in enumerate(self.tokens):
+            if reached >= count:
+                if i == 0:
+                    return self.accuracy[0]
+                part = (count - self.tokens[i - 1]) / (reached - self.tokens[i - 1])
+                return self.accuracy[i - 1] + part * (self.accuracy[i] - self.accuracy[i - 1])
+        return self.accuracy[-1]
+
+
+def train(directory: Path, *settings: str) -> None:
+    """One run into `directory`, which must not hold another one."""
+    subprocess.run([sys.executable, "-m", "benchmarks.learning", str(directory), *settings], check=True)
+
+
+def mean_curve(curves: list[Curve]) -> Curve:
+    """Of several seeds."""
+    columns = {
+        name: [mean(values) for values in zip(*(getattr(curve, name) for curve in curves), strict=True)]
+        for name in ("accuracy", "tokens", "cpu_seconds")
+    }
+    return Curve(curves[0].steps, **columns)
+
+
+def _main() -> None:
+    directory, *settings = sys.argv[1:]
+    words = [
+        *("--config", CONFIG, "--trainer.run_dir", directory, "--state_dir", str(Path(directory) / "state")),
+        *("--trainer.eval_pass_samples", "0", "--trainer.checkpoint_every", "0", *settings),
+    ]
+    train_in_process(load(words, {}), Console(quiet=True))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,65 @@
+"""The client of the critic-server."""
+
+from collections.abc import Sequence
+
+from pydantic import TypeAdapter, ValidationError
+
+from common import critic_wire
+from common.clients import Client
+from common.errors import ServiceError
+from common.fields import MSGPACK
+from common.schemas import (
+    CriticMetrics,
+    CriticStatus,
+    Float32,
+    RestoreRequest,
+    SaveRequest,
+    TokenSequence,
+    UpdateRequest,
+    ValueRequest,
+    ValueTargets,
+)
+
+_METRICS: TypeAdapter[CriticMetrics] = TypeAdapter(CriticMetrics)
+
+
+class CriticClient(Client):
+    """critic-server. Every call may be repeated; one that names another critic than the server has is a 409."""
+
+    async def values(
+        self, sequences: Sequence[TokenSequence], run_id: str | None = None, step: int | None = None
+    ) -> list[Float32]:
+        """[L] for each sequence: the value of the state before each of its completion tokens.
+
+        With `run_id` and `step` by the critic of that run after so many updates, and no other.
+        """
+        body = critic_wire.encode_value_request(ValueRequest(list(sequences), run_id, step))
+        response = await self.request("POST", "/values", content=body, headers={"content-type": MSGPACK})
+        answer = critic_wire.decode_values(response.content)
+        lengths = [len(sequence.completion_ids) for sequence in sequences]
+        if [len(values) for values in answer.values] != lengths:
+            raise ServiceError(f"{self.service}: unexpected answer to /values: not a value for every completion token")
+        return answer.values
+
+    async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:
+        """Trains the critic of `run_id` at `step` on a batch, once; then it is at `step` + 1."""
+        body = critic_wire.encode_update_request(UpdateRequest(run_id, step, seed, list(rows)))
+        response = await self.request("POST", "/update", content=body, headers={"content-type": MSGPACK})
+        try:
+            return _METRICS.validate_json(response.content)
+        except ValidationError as error:
+            raise ServiceError(f"{self.service}: unexpected answer to /update: {error.errors()[0]['msg']}") from None
+
+    async def restore(self, run_id: str, step: int, saved_by: str | None = None) -> CriticStatus:
+        """From now on the critic is that of `run_id`: a new one (`step` 0), or the one saved at `step`, by `saved_by`."""
+        request = RestoreRequest(run_id=run_id, step=step, saved_by=saved_by)
+        return await self.json("POST", "/restore", CriticStatus, json=request.model_dump())
+
+    async def save(self, run_id: str, step: int, keep: int) -> CriticStatus:
+        """Writes the critic of `run_id` at `step` to the server's state directory, and keeps the last `keep` there."""
+        request = SaveRequest(run_id=run_id, step=step, keep=keep)
+        return await self.json("POST", "/save", CriticStatus, json=request.model_dump())
+
+    async def status(self) -> CriticStatus:
+        """Whose critic it is now, and how often it was updated."""
+        return await self.json("GET", "/status", CriticStatus)

@@ -1,0 +1,22 @@
+"""`python -m services.critic`: the critic-server task."""
+
+import torch
+
+from common.config import Config, main
+from common.observe import setup_logging
+from common.topology import CRITIC, Topology
+from services.critic.app import create_critic_app
+from services.server import serve
+
+
+def run(config: Config) -> None:
+    """Serves until SIGTERM."""
+    if config.trainer.num_threads:
+        torch.set_num_threads(config.trainer.num_threads)
+    host, port = Topology.from_env().bind(CRITIC, config.critic.port)
+    setup_logging(CRITIC, config.state_dir / "logs")
+    serve(create_critic_app(config), host, port)
+
+
+if __name__ == "__main__":
+    main(run, "services.critic")

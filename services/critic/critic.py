@@ -1,0 +1,196 @@
+"""The critic: value model, optimiser and the update. The same code in the trainer, on every rank, and in the critic-server."""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import Config
+from common.errors import ConfigError, InvalidInput
+from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
+from services.critic.losses import value_loss
+from services.critic.model import ValueModel
+from services.learning.optimizer import Optimizer
+from services.learning.ranks import Ranks
+from services.learning.sequences import Indices, Padded, micro_batches, mini_batches, score_shared, share
+
+_STATE = "critic_state.pt"
+_FORMAT = 1
+
+
+class Critic:
+    """Expects the return of every state of a completion, and learns from the returns there were.
+
+    `step` counts the batches it was trained on. Every rank calls the same methods with the same arguments and gets the same
+    results; each computes its share.
+
+    Args:
+        config: of the run.
+        ranks: this process among those that learn together.
+        directory: of a checkpoint that `save` wrote, to go on from; only rank 0's counts. None: `critic.model` with a new
+            value head.
+
+    Raises ConfigError when the model or the checkpoint cannot be loaded.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
+        self._settings, self._ranks, self.step = config.critic, ranks, 0
+        self.model = ValueModel(config, directory if ranks.first else None)
+        self.model.module.to(ranks.device)
+        ranks.broadcast_model(self.model.module)
+        trainer = config.trainer
+        self._optimizer = Optimizer(
+            self.model.module,
+            betas=trainer.adam_betas,
+            weight_decay=trainer.weight_decay,
+            max_grad_norm=config.critic.max_grad_norm,
+            max_skipped=trainer.max_skipped_updates,
+        )
+        body = ranks.broadcast(_read_state(directory) if ranks.first and directory is not None else b"")
+        if body:
+            self._load_state(body, directory)
+
+    def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
+        """[L] for each sequence: the value of the state before each of its completion tokens.
+
+        Raises InvalidInput for tokens that the model does not know and for sequences that are too long for it.
+        """
+        self._check(sequences, "sequences")
+        totals, lengths = _lengths(sequences)
+        with torch.no_grad():
+            budget = self._settings.micro_batch_tokens
+            return score_shared(totals, lengths, self._ranks, budget, lambda indices: self.model(_padded(sequences, indices)))
+
+    def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
+        """`critic.update_epochs` passes over the rows of `critic.mini_batches` optimiser steps each.
+
+        The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight, so
+        the result does not depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is
+        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NotFinite after more
+        than `trainer.max_skipped_updates` skipped steps in a row; then the critic is of no further use.
+        """
+        if not rows:
+            raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
+        sequences = [row.sequence for row in rows]
+        self._check(sequences, "rows")
+        totals, norms = _lengths(sequences)[0], []
+        sums = torch.zeros(3, dtype=torch.float64)
+        for epoch in range(self._settings.update_epochs):
+            for indices in mini_batches(len(rows), self._settings.mini_batches, seed + epoch):
+                self._optimizer.zero_grad()
+                sums += self._accumulate(rows, totals, indices)
+                self._ranks.sum_gradients(self.model.module)
+                norms.append(self._optimizer.step(self._settings.learning_rate))
+        self.step += 1
+        return _metrics(rows, self._ranks.sum(sums), norms)
+
+    def save(self, directory: Path) -> None:
+        """Writes weights (as a Hugging Face model), optimiser and step into `directory`. For one rank only."""
+        self.model.save(directory)
+        content = {"format": _FORMAT, "step": self.step, "optimizer": self._optimizer.state_dict()}
+        torch.save(content, directory / _STATE)
+
+    def _accumulate(self, rows: Sequence[ValueTargets], totals: Sequence[int], indices: Indices) -> Tensor:
+        """Adds this rank's share of a mini-batch to the gradient; its sums of loss, clipped tokens and tokens."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        tokens = sum(len(rows[i].returns) for i in indices)
+        mine = share(totals, indices, self._ranks.rank, self._ranks.world_size)
+        for part in micro_batches(totals, mine, self._settings.micro_batch_tokens):
+            chosen = [rows[i] for i in part]
+            values = self.model(_padded([row.sequence for row in chosen], np.arange(len(chosen))))
+            old, returns, weights = (
+                torch.from_numpy(np.concatenate(arrays)).to(values.device)
+                for arrays in (
+                    [row.old_values for row in chosen],
+                    [row.returns for row in chosen],
+                    [np.full(len(row.returns), row.weight, np.float32) for row in chosen],
+                )
+            )
+            result = value_loss(values, old, returns, self._settings.value_clip)
+            loss = (result.loss * weights).sum()
+            (loss / tokens).backward()
+            sums += torch.stack(
+                [loss.detach().double(), result.clipped.double().sum(), torch.ones_like(loss) * len(values)]
+            ).cpu()
+        return sums
+
+    def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
+        """Tokens outside the vocabulary end a process, on a GPU for good: they are refused before they get there."""
+        known, longest = self.model.vocabulary, self.model.max_tokens
+        for i, sequence in enumerate(sequences):
+            for name in ("prompt_ids", "completion_ids"):
+                ids = getattr(sequence, name)
+                wrong = ids[(ids < 0) | (ids >= known)]
+                if len(wrong):
+                    raise InvalidInput(
+                        f"the critic's model has the tokens 0 to {known - 1}",
+                        field=f"{where}[{i}].{name}",
+                        value=int(wrong[0]),
+                        remedy="take a critic.model that has the tokenizer of the policy",
+                    )
+            if longest is not None and len(sequence) > longest:
+                raise InvalidInput(
+                    f"the critic's model takes {longest} tokens at most",
+                    field=f"{where}[{i}]",
+                    value=len(sequence),
+                    remedy="lower sampling.max_new_tokens, or take another critic.model",
+                )
+
+    def _load_state(self, body: bytes, directory: Path | None) -> None:
+        try:
+            content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+            if content["format"] != _FORMAT:
+                raise ValueError("another format")
+            self._optimizer.load_state_dict(content["optimizer"])
+            self.step = int(content["step"])
+        except Exception as error:  # torch.load raises whatever the damage leads to
+            raise _cannot_resume(f"{type(error).__name__} {error}".splitlines()[0], directory) from None
+
+
+def _read_state(directory: Path) -> bytes:
+    try:
+        return (directory / _STATE).read_bytes()
+    except OSError as error:
+        raise _cannot_resume(str(error), directory) from None
+
+
+def _cannot_resume(reason: str, directory: Path | None) -> ConfigError:
+    return ConfigError(
+        f"the critic's checkpoint cannot be resumed from: {reason}",
+        field="checkpoint",
+        value=str(directory),
+        remedy="remove that directory to go on from the one before, or start with --trainer.resume false",
+    )
+
+
+def _lengths(sequences: Sequence[TokenSequence]) -> tuple[list[int], list[int]]:
+    """Tokens of each sequence, and those of them that are its completion's."""
+    return [len(sequence) for sequence in sequences], [len(sequence.completion_ids) for sequence in sequences]
+
+
+def _padded(sequences: Sequence[TokenSequence], indices: Indices) -> Padded:
+    chosen = [sequences[i] for i in indices]
+    return Padded.of([sequence.prompt_ids for sequence in chosen], [sequence.completion_ids for sequence in chosen])
+
+
+def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float]) -> CriticMetrics:
+    loss, clipped, tokens = sums.tolist()
+    old = np.concatenate([row.old_values for row in rows]).astype(np.float64)
+    returns = np.concatenate([row.returns for row in rows]).astype(np.float64)
+    variance = float(returns.var())
+    applied = [norm for norm in norms if math.isfinite(norm)]
+    values: dict[str, Any] = {
+        "value_loss": loss / tokens,
+        "grad_norm": float(np.mean(applied)) if applied else 0.0,
+        "clip_fraction": clipped / tokens,
+        "explained_variance": 1 - float((returns - old).var()) / variance if variance > 0 else 0.0,
+        "value_mean": float(old.mean()),
+        "return_mean": float(returns.mean()),
+    }
+    finite = {name: value if math.isfinite(value) else 0.0 for name, value in values.items()}
+    return CriticMetrics(**finite, skipped=len(norms) - len(applied))

@@ -1,0 +1,33 @@
+"""Token sequences and targets from nothing in particular."""
+
+import numpy as np
+
+from common.schemas import TokenSequence, ValueTargets
+
+VOCABULARY = 300
+
+
+def make_sequences(count: int, seed: int = 0) -> list[TokenSequence]:
+    """Random prompts and completions of different lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        TokenSequence(
+            rng.integers(3, VOCABULARY, int(rng.integers(3, 9))).astype(np.int32),
+            rng.integers(3, VOCABULARY, int(rng.integers(1, 12))).astype(np.int32),
+        )
+        for _ in range(count)
+    ]
+
+
+def make_rows(count: int, seed: int = 0) -> list[ValueTargets]:
+    """Random targets; old values around 0 and weights around 1."""
+    rng = np.random.default_rng(seed + 1)
+    return [
+        ValueTargets(
+            sequence,
+            rng.normal(0, 0.1, len(sequence.completion_ids)).astype(np.float32),
+            rng.normal(0.5, 1, len(sequence.completion_ids)).astype(np.float32),
+            float(rng.uniform(0.5, 1.5)),
+        )
+        for sequence in make_sequences(count, seed)
+    ]

@@ -1,0 +1,140 @@
+"""What the training loop calls: the critic in its own process, and the one behind HTTP."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.config import Config
+from common.critic_client import CriticClient
+from common.errors import ConfigError, ServiceError
+from common.schemas import CriticMetrics
+from services.learning.ranks import Ranks
+from tests.critic.conftest import ROOT, Start
+from tests.critic.rows import make_rows, make_sequences
+from trainer.background import LoopThread
+from trainer.critic import CriticLost, LocalCritic, ValueFunction, value_function
+
+
+def restored(function: ValueFunction, directory: Path | None = None) -> ValueFunction:
+    function.restore(directory)
+    return function
+
+
+def test_a_local_critic_goes_on_from_its_checkpoint(config: Config, tmp_path: Path) -> None:
+    one = restored(LocalCritic(config, Ranks()))
+    one.begin_update(make_rows(6), seed=0)()
+    one.save(tmp_path)
+    again = restored(LocalCritic(config, Ranks()), tmp_path)
+    sequences, rows = make_sequences(4), make_rows(6, seed=1)
+    assert all(np.array_equal(*pair) for pair in zip(again.values(sequences), one.values(sequences), strict=True))
+    assert again.begin_update(rows, seed=1)() == one.begin_update(rows, seed=1)()
+
+
+def test_a_checkpoint_of_a_run_without_a_critic_is_refused(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no critic") as error:
+        LocalCritic(config, Ranks()).restore(tmp_path)
+    assert error.value.field == "critic.location"
+
+
+@contextmanager
+def served(port: int) -> Iterator[tuple[CriticClient, LoopThread]]:
+    """A client of the critic-server on `port`, and the loop it lives in."""
+    with LoopThread() as loop:
+        client = CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)
+        yield client, loop
+        loop.call(client.close())
+
+
+def remote(config: Config, place: tuple[CriticClient, LoopThread], run_id: str) -> ValueFunction:
+    config = config.model_copy(deep=True)
+    config.critic.location = "server"
+    client, loop = place
+    function = value_function(config, Ranks(), client, loop.call, run_id)
+    assert function is not None
+    return function
+
+
+def learn(function: ValueFunction, batches: range) -> list[CriticMetrics]:
+    """One update after the other, each with the old values that the function itself gives."""
+    metrics = []
+    for batch in batches:
+        rows = make_rows(7, seed=batch)
+        for row, values in zip(rows, function.values([row.sequence for row in rows]), strict=True):
+            row.old_values = values
+        metrics.append(function.begin_update(rows, seed=batch)())
+    return metrics
+
+
+def test_a_critic_server_gives_what_the_trainer_would_compute_itself(
+    start: Start, port: int, config: Config, tmp_path: Path
+) -> None:
+    """Also through a checkpoint, a killed server, and the attempt that goes on from the checkpoint."""
+    local = restored(LocalCritic(config, Ranks()))
+    expected = learn(local, range(4))
+    process = start()
+    with served(port) as place:
+        first = restored(remote(config, place, "first"))
+        found = learn(first, range(2))
+        first.save(tmp_path / "checkpoint")
+        learn(first, range(2, 3))
+        process.kill()
+        process.wait()
+        start()
+        with pytest.raises(CriticLost, match="lost the critic of this run") as error:
+            first.values(make_sequences(2))
+        assert "goes on from its newest checkpoint" in str(error.value.remedy)
+        with pytest.raises(CriticLost):
+            first.begin_update(make_rows(2), seed=0)()
+        with pytest.raises(CriticLost):
+            first.save(tmp_path / "lost")
+        second = restored(remote(config, place, "second"), tmp_path / "checkpoint")
+        found += learn(second, range(2, 4))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert asdict(mine) == pytest.approx(asdict(theirs), abs=1e-6)
+        for values, others in zip(second.values(make_sequences(9)), local.values(make_sequences(9)), strict=True):
+            np.testing.assert_allclose(values, others, atol=1e-6)
+            assert values.flags.writeable
+        with pytest.raises(CriticLost):  # another attempt has taken the critic over
+            first.values(make_sequences(2))
+        with pytest.raises(ConfigError, match="holds no critic"):
+            remote(config, place, "third").restore(tmp_path)
+        shutil.rmtree(config.state_dir / "critic")
+        with pytest.raises(ServiceError, match="no critic was saved here at step 2") as missing:
+            remote(config, place, "third").restore(tmp_path / "checkpoint")
+        assert missing.value.status == 404
+
+
+def test_both_ranks_of_a_trainer_get_the_answers_of_the_critic_server(
+    start: Start, port: int, config: Config, settings: list[str], tmp_path: Path
+) -> None:
+    start()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        master = probe.getsockname()[1]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(master)),
+            *(str(Path(__file__).with_name("remote_worker.py")), str(tmp_path), *settings),
+            *("--critic.location", "server", "--critic.port", str(port)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=200,
+    )
+    told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1]
+    local = restored(LocalCritic(config, Ranks()))
+    metrics = asdict(local.begin_update(make_rows(6), seed=3)())
+    assert told[0]["metrics"] == pytest.approx(metrics, abs=1e-6)
+    assert told[0]["values"] == pytest.approx(np.concatenate(local.values(make_sequences(5))).tolist(), abs=1e-6)

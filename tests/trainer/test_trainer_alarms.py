@@ -1,0 +1,42 @@
+"""Alarms: silent when all is well, and a likely cause that fits what was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.algorithm import AlgorithmSection
+from common.config import Config
+from trainer.alarms import alarms
+from trainer.metrics import Sums
+
+WELL = replace(
+    Sums().metrics([0.1], 1e-6, 0.0, 0, False), delta_logprob_current=0.01, kl_rollout=5e-4, effective_sample_size=0.99
+)
+
+
+def test_silent_when_all_is_well() -> None:
+    assert alarms(WELL, 0.0, Config()) == {}
+    assert alarms(replace(WELL, kl_rollout=5e-3), 1.0, Config()) == {}  # old experience is further away
+
+
+def test_on_policy_a_difference_is_the_engines() -> None:
+    found = alarms(replace(WELL, delta_logprob_current=0.1, kl_rollout=0.02), 0.0, Config())
+    assert set(found) == {"delta_logprob", "kl_rollout"}
+    assert "0.1" in found["delta_logprob"]
+    assert "model.dtype is bfloat16" in found["delta_logprob"]
+    assert "precision" in found["kl_rollout"]
+
+
+@pytest.mark.parametrize("reuse", [0.0, 0.5])
+def test_off_policy_the_cause_is_the_age_and_the_remedy_names_the_settings(reuse: float) -> None:
+    config = Config()
+    config.trainer.max_staleness, config.replay.reuse_ratio = 3, reuse
+    text = alarms(replace(WELL, effective_sample_size=0.2, kl_rollout=1.0), 1.5, config)
+    assert set(text) == {"effective_sample_size", "kl_rollout"}
+    for line in text.values():
+        assert "1.5 weight versions old" in line
+        assert "trainer.max_staleness (3)" in line
+        assert "algorithm.rollout_correction" in line
+        assert ("replay.max_reuse_staleness" in line) == (reuse > 0)
+    config.algorithm = AlgorithmSection.model_validate({"rollout_correction": "truncate"})
+    assert "rollout_correction" not in alarms(replace(WELL, kl_rollout=1.0), 1.5, config)["kl_rollout"]

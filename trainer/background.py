@@ -1,0 +1,47 @@
+"""An event loop beside the training loop."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for code that computes in the main thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="collector", daemon=True)
+
+    def __enter__(self) -> "LoopThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=10)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Runs a coroutine in the loop and waits for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Starts a task in the loop."""
+
+        async def create() -> "asyncio.Task[None]":
+            return asyncio.create_task(coroutine)
+
+        return self.call(create())
+
+    def cancel(self, task: "asyncio.Task[None]") -> None:
+        """Cancels a task and waits until it has ended."""
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.wait([task])
+
+        self.call(end())
