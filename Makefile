@@ -6,6 +6,7 @@ SEED ?= 0
 ENGINE ?= embedded
 VENV := .venv
 SKY := .venv-sky
+TRL := .venv-trl
 BASE := .cache/tiny-base
 CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
 GROUP := jobgroup/rlhf-math-jobgroup.yaml
@@ -15,7 +16,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo sglang-cpu test lint check-jobgroup bench clean
+.PHONY: help demo sglang-cpu test lint check-jobgroup bench bench-trl clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -25,6 +26,7 @@ help:
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
+	@echo 'make bench-trl       learning beside TRL, which it installs in $(TRL); about six minutes'
 	@echo 'make clean           remove environments, caches and runs'
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
@@ -71,5 +73,16 @@ check-jobgroup: $(SKY)/.made
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards replay algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
+# TRL is a peer to compare with, no dependency, so it has an environment of its own.
+$(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@echo 'making the environment of TRL in $(TRL): once, about two minutes'
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@touch $@
+
+bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
+	$(VENV)/bin/python -m benchmarks.vs_trl_learning
+
 clean:
-	rm -rf $(VENV) $(SKY) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

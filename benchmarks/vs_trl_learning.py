@@ -1,0 +1,287 @@
+"""Does this trainer learn as TRL's GRPOTrainer does? The same model, prompts, settings, steps, grader and evaluator for both.
+
+Two measurements, on the built-in task with the settings of the demo. *Free*: each half samples its own completions, over
+several seeds; held-out greedy accuracy of the checkpoints and rewards of the training batches, compared in pairs of one seed.
+*Replay*: TRL trains on the very tokens that this trainer trained on, so that loss, gradient norm and weights of every step can
+be compared without any chance in it.
+
+TRL runs in `.venv-trl`, which `make bench-trl` makes. One run at a time, alternately. For a controlled experiment give a half
+other settings, `--ours '--algorithm.aggregation sequence_mean_token_mean'` or `--trl '{"top_k": 50}'`; with `--reuse` the half
+that did not change is taken from an earlier run.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM
+
+from benchmarks.trl_side import Job, grade
+from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
+from common.config import Config, fail, load
+from common.errors import ConfigError
+from common.schemas import Group, Prompt
+from services.data.loaders import load_split
+from services.data.stream import PromptStream
+from services.replay.buffer import unpack_groups
+from services.replay.store import Store
+from trainer import train_in_process
+from trainer.collect import Prompter
+from trainer.learner import learning_rate
+from trainer.model import load_tokenizer, quiet, stop_token_ids
+from trainer.record import read_lines
+
+TRL_PYTHON = Path(".venv-trl/bin/python")
+_TRL_EPS = "1e-4"
+"""What TRL adds to the standard deviation of a group; it is no setting there, so this trainer takes it over."""
+
+
+def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> Config:
+    """Of this trainer's half."""
+    words = [
+        *("--config", "jobgroup/configs/tiny-cpu.yaml", "--seed", str(seed), "--algorithm.advantage_eps", _TRL_EPS),
+        *("--trainer.run_dir", str(directory), "--state_dir", str(directory / "state"), "--trainer.max_steps", str(steps)),
+        *("--trainer.eval_every", str(every), "--trainer.eval_pass_samples", "0"),
+        *("--trainer.checkpoint_every", str(every), "--trainer.keep_checkpoints", "1000"),
+    ]
+    return load(words + shlex.split(extra), {})
+
+
+def trl_settings(config: Config) -> dict[str, Any]:
+    """The same settings in TRL's words; only what differs from TRL's defaults, or is worth saying."""
+    trainer, sampling, algorithm = config.trainer, config.sampling, config.algorithm
+    return {
+        "per_device_train_batch_size": trainer.batch_size * sampling.group_size,
+        "gradient_accumulation_steps": 1,
+        "num_iterations": 1,
+        "num_generations": sampling.group_size,
+        "max_completion_length": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "shuffle_dataset": False,
+        "learning_rate": trainer.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": trainer.warmup_steps,
+        "adam_beta1": trainer.adam_betas[0],
+        "adam_beta2": trainer.adam_betas[1],
+        "weight_decay": trainer.weight_decay,
+        "max_grad_norm": trainer.max_grad_norm,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "epsilon": algorithm.clip_low,
+        "epsilon_high": algorithm.clip_high,
+        "beta": algorithm.kl_coef,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+
+
+def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Group] | None = None) -> Job:
+    """TRL's half: the first prompts of the data-server's stream, and with `groups` their completions."""
+    trainer, tokenizer = config.trainer, load_tokenizer(config.model)
+    assert trainer.max_steps is not None
+    with tempfile.TemporaryDirectory() as state:
+        stream = PromptStream(load_split(config.data, "train", config.seed), config.seed, Path(state))
+        prompts = stream.take(trainer.max_steps * trainer.batch_size).prompts
+        stream.close()
+    rates = [learning_rate(step, None, trainer) for step in range(trainer.max_steps)]
+    ids = [_prompt_ids(prompt, config, tokenizer) for prompt in prompts]
+    return Job(
+        model=config.model.name,
+        output=str(output),
+        seed=config.seed,
+        save_every=trainer.checkpoint_every,
+        settings={**trl_settings(config), **overrides},
+        learning_rates=[] if "warmup_steps" in overrides else rates,
+        prompts=[
+            {"ids": one, "text": tokenizer.decode(one), "answer": prompt.ground_truth}
+            for one, prompt in zip(ids, prompts, strict=True)
+        ],
+        completions=None if groups is None else [c.token_ids.tolist() for group in groups for c in group.completions],
+    )
+
+
+def _prompt_ids(prompt: Prompt, config: Config, tokenizer: Any) -> list[int]:
+    return Prompter(tokenizer, config.sampling.system_prompt, []).token_ids(prompt.prompt)
+
+
+def recorded(config: Config) -> list[Group]:
+    """Every group that a finished run trained on, in the order of its prompts, from its replay buffer."""
+    store = Store(config.state_dir / "replay" / "replay.db")
+    listed = sorted(store.listing(1_000_000, 0), key=lambda row: int(row["position"]))
+    groups = unpack_groups([store.blob(row["id"]) for row in listed])
+    store.close()
+    return groups
+
+
+def padded(tokenizer: Any, prompts: list[list[int]]) -> Any:
+    """Prompts of token ids as transformers' `generate` takes them."""
+    return tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+
+
+def greedy_accuracy(directory: Path, config: Config) -> float:
+    """The one evaluator of both halves: transformers' greedy decoding on the held-out problems."""
+    tokenizer = load_tokenizer(config.model)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    stops = stop_token_ids(model, tokenizer)
+    problems = load_split(config.data, "eval", config.seed)[: config.trainer.eval_samples]
+    inputs = padded(tokenizer, [_prompt_ids(problem, config, tokenizer) for problem in problems])
+    with torch.inference_mode():
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=config.sampling.max_new_tokens, eos_token_id=stops)
+    right = 0
+    for problem, tokens in zip(problems, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        stopped = any(stop in tokens for stop in stops)
+        right += bool(grade(problem.ground_truth, tokenizer.decode(tokens, skip_special_tokens=True), stopped))
+    return right / len(problems)
+
+
+class Runs:
+    """Runs halves in processes of their own under `root`, or finds them in `options.reuse`, and reads what they left."""
+
+    def __init__(self, options: argparse.Namespace, root: Path) -> None:
+        self.options, self.root = options, root
+        self.steps = sorted({*range(options.every, options.steps + 1, options.every), options.steps})
+
+    def config(self, seed: int, extra: str = "", root: Path | None = None) -> Config:
+        """Of this trainer's half; TRL's half is told the same, whatever `extra` says."""
+        return settings((root or self.root) / f"ours-{seed}", seed, self.options.steps, self.options.every, extra)
+
+    def run(self, half: str, seed: int) -> None:
+        if self._place(half, seed).parent != self.root:
+            return
+        if half == "trl":
+            self._trl(self._job(seed, self.root))
+        else:
+            words = ["--one", str(seed), "--out", str(self.root), f"--ours={self.options.ours}"]
+            words += ["--steps", str(self.options.steps), "--every", str(self.options.every)]
+            _run([sys.executable, "-m", "benchmarks.vs_trl_learning", *words], self.root / f"ours-{seed}.txt")
+
+    def replay(self, seed: int) -> Replay:
+        """TRL on the tokens of this trainer's finished run on `seed`."""
+        ours, output = self._place("ours", seed), self.root / f"replay-{seed}"
+        config = self.config(seed, root=ours.parent)
+        groups = recorded(config)
+        task = job(config, output, json.loads(self.options.trl), groups)
+        assert [prompt["ids"] for prompt in task.prompts] == [group.prompt_token_ids.tolist() for group in groups]
+        self._trl(task)
+        base, points = Path(config.model.name), []
+        for step in self.steps:
+            own, other = _checkpoint(ours, step), _checkpoint(output, step)
+            apart = _distance(own, other) / _distance(own, base)
+            points.append(Point(step, greedy_accuracy(own, config), greedy_accuracy(other, config), apart))
+        return Replay(read_lines(ours / "metrics.jsonl"), _log(output)["steps"], points)
+
+    def read(self, half: str, seed: int) -> Half:
+        config, place = self.config(seed), self._place(half, seed)
+        accuracy = [greedy_accuracy(_checkpoint(place, step), config) for step in self.steps]
+        if half == "trl":
+            return Half.of_trl(accuracy, _log(place))
+        lines = {line["step"]: line["accuracy"] for line in read_lines(place / "evaluations.jsonl")}
+        return Half.of_ours(accuracy, read_lines(place / "metrics.jsonl"), [lines[step] for step in self.steps])
+
+    def _job(self, seed: int, root: Path) -> Job:
+        return job(self.config(seed), root / f"trl-{seed}", json.loads(self.options.trl))
+
+    def _trl(self, task: Job) -> None:
+        _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], Path(f"{task.output}.txt"))
+
+    def _place(self, half: str, seed: int) -> Path:
+        """Directory of a half: an earlier one when it ended and had exactly these settings."""
+        earlier = self.options.reuse and self.options.reuse / f"{half}-{seed}"
+        if earlier and half == "trl" and (earlier / "log.json").exists():
+            same = Job.read(earlier / "job.json") == self._job(seed, earlier.parent)
+        elif earlier and half == "ours" and _checkpoint(earlier, self.options.steps).exists():
+            before = json.loads((earlier / "config.json").read_text(encoding="utf-8"))
+            same = before == self.config(seed, self.options.ours, earlier.parent).model_dump(mode="json")
+        else:
+            same = False
+        return earlier if same else self.root / f"{half}-{seed}"
+
+
+def _checkpoint(place: Path, step: int) -> Path:
+    own = place / "checkpoints" / f"step_{step:06d}"
+    return own if own.parent.exists() else place / f"checkpoint-{step}"
+
+
+def _log(place: Path) -> Any:
+    return json.loads((place / "log.json").read_text(encoding="utf-8"))
+
+
+def _distance(one: Path, other: Path) -> float:
+    """Euclidean, between the weights of two checkpoints."""
+    left, right = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict() for path in (one, other))
+    return float(torch.cat([(left[name] - right[name]).flatten() for name in left]).norm())
+
+
+def _run(command: list[str], log: Path) -> None:
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("w", encoding="utf-8") as file:
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    if status:
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
+        raise ConfigError(f"a run ended with status {status}, and these lines last:\n{tail}", field=log.name, value=command)
+
+
+def main() -> None:
+    head, *details = __doc__.split("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vs_trl_learning", description=head, epilog="\n\n".join(details), formatter_class=layout
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="pairs of runs; at least 2 for a standard error (default 5)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the seeds are this one and the next ones (default 0)")
+    parser.add_argument("--steps", type=int, default=40, help="updates of every run (default 40)")
+    parser.add_argument("--every", type=int, default=10, help="a checkpoint is compared every so many steps (default 10)")
+    parser.add_argument("--replays", type=int, default=1, help="seeds on which TRL also trains on our tokens (default 1)")
+    parser.add_argument("--ours", default="", metavar="WORDS", help="more settings of this trainer, for an experiment")
+    parser.add_argument(
+        "--trl", default="{}", metavar="JSON", help="more of TRL's GRPOConfig; `warmup_steps`: TRL's own schedule"
+    )
+    parser.add_argument("--out", type=Path, help="keep runs, logs and checkpoints here, an empty directory")
+    parser.add_argument("--reuse", type=Path, metavar="DIR", help="an earlier --out: runs there with the same settings count")
+    parser.add_argument("--one", type=int, metavar="SEED", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    try:
+        if options.one is not None:
+            train_in_process(Runs(options, options.out).config(options.one, options.ours), Console(quiet=True))
+        else:
+            compare(options)
+    except ConfigError as error:
+        fail(error)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Runs everything and prints the tables."""
+    if not TRL_PYTHON.exists():
+        raise ConfigError(
+            "TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it and runs this"
+        )
+    if options.out and options.out.exists() and any(options.out.iterdir()):
+        raise ConfigError("the directory is not empty", field="--out", value=str(options.out), remedy="name a new one")
+    quiet()
+    torch.set_num_threads(1)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    with tempfile.TemporaryDirectory() as temporary:
+        root = options.out or Path(temporary)
+        root.mkdir(parents=True, exist_ok=True)
+        runs = Runs(options, root)
+        turns = [(half, seed) for seed in seeds for half in (("ours", "trl") if seed % 2 == 0 else ("trl", "ours"))]
+        for half, seed in track(turns, description="training"):
+            runs.run(half, seed)
+        replays = {seed: runs.replay(seed) for seed in track(seeds[: options.replays], description="replaying")}
+        ours, trl = ([runs.read(half, seed) for seed in track(seeds, description="evaluating")] for half in ("ours", "trl"))
+    print_free(runs.steps, ours, trl)
+    if replays:
+        print_replays(replays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Do both halves of `benchmarks.vs_trl_learning` sample from the policy? That alone can differ when their updates are the same.
+
+Under a correct sampler the log-probability of the next token, plus the entropy of its distribution, is zero on average whatever
+came before. So is the sum over a completion, and completions are independent: the mean over all of them in standard errors is
+a z-score. Measured on the completions that this trainer trained on right after each checkpoint of a run kept with `--out`, and
+on as many that transformers' `generate` draws from the same checkpoints and prompts with the settings TRL gives it.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.vs_trl_learning import padded, recorded, settings
+from common.config import Config
+from common.schemas import Group
+from trainer.batch import MicroBatch, Row
+from trainer.losses import row_sum
+from trainer.model import load_tokenizer, quiet, score_tokens, stop_token_ids
+
+
+def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
+    """[completions] sums of log-probability + entropy, of (prompt, completion) pairs."""
+    rows = [Row(torch.tensor(p).numpy(), torch.tensor(c).numpy(), torch.zeros(len(c)).numpy(), 0.0, 1.0) for p, c in pairs]
+    micro = MicroBatch.of(rows)
+    with torch.inference_mode():
+        scores = score_tokens(model, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, temperature=1.0)
+    return row_sum((scores.logprobs + scores.entropy).double(), micro.rows, len(rows))
+
+
+def generated(model: Any, config: Config, groups: list[Group]) -> list[tuple[list[int], list[int]]]:
+    """As many completions of the same prompts, as TRL has `generate` draw them."""
+    tokenizer = load_tokenizer(config.model)
+    stops = stop_token_ids(model, tokenizer)
+    prompts = [group.prompt_token_ids.tolist() for group in groups for _ in group.completions]
+    inputs = padded(tokenizer, prompts)
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=config.sampling.max_new_tokens, eos_token_id=stops
+        )
+    drawn = output[:, inputs["input_ids"].shape[1] :].tolist()
+    ends = [next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in drawn]
+    return [(prompt, tokens[:end]) for prompt, tokens, end in zip(prompts, drawn, ends, strict=True)]
+
+
+def main() -> None:
+    head, *details = __doc__.split("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vs_trl_sampling", description=head, epilog="\n\n".join(details), formatter_class=layout
+    )
+    parser.add_argument("runs", type=Path, help="what vs_trl_learning was given as --out")
+    parser.add_argument("--seeds", type=int, default=5, help="runs to look at, from seed 0 (default 5)")
+    parser.add_argument("--steps", type=int, default=40, help="as of the runs (default 40)")
+    parser.add_argument("--every", type=int, default=10, help="as of the runs (default 10)")
+    options = parser.parse_args()
+    quiet()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    sums: dict[str, list[Tensor]] = {"ours": [], "generate, as TRL calls it": []}
+    points = [(seed, step) for seed in range(options.seeds) for step in range(0, options.steps, options.every)]
+    for seed, step in track(points, description="scoring"):
+        place = options.runs / f"ours-{seed}"
+        config = settings(place, seed, options.steps, options.every, "")
+        path = place / "checkpoints" / f"step_{step:06d}" if step else config.model.name
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        start = step * config.trainer.batch_size
+        groups = recorded(config)[start : start + config.trainer.batch_size]
+        own = [(group.prompt_token_ids.tolist(), c.token_ids.tolist()) for group in groups for c in group.completions]
+        for label, pairs in zip(sums, (own, generated(model, config, groups)), strict=True):
+            sums[label].append(surplus(model, pairs))
+    for label, parts in sums.items():
+        values = torch.cat(parts)
+        error = float(values.std()) / math.sqrt(len(values))
+        mean = float(values.mean())
+        Console().print(
+            f"{label}: {mean:+.5f} ± {error:.5f} nats a completion, z {mean / error:+.2f} ({len(values)} completions)"
+        )
+
+
+if __name__ == "__main__":
+    main()
