@@ -94,9 +94,7 @@ def print_free(steps: Sequence[int], ours: Sequence[Half], trl: Sequence[Half]) 
         table.add_column(header, justify="right")
     for label, left, right in rows:
         apart = [a - b for a, b in zip(left, right, strict=True)]
-        table.add_row(
-            label, _mean(left), _mean(right), _mean(apart), f"{mean(apart) / (standard_error(apart) or math.nan):+.1f}"
-        )
+        table.add_row(label, _mean(left), _mean(right), _mean(apart), _in_errors(apart))
     console = Console(width=120)
     console.print(table)
     last = [a.accuracy[-1] - b.accuracy[-1] for a, b in zip(ours, trl, strict=True)]
@@ -128,6 +126,11 @@ def print_replays(replays: dict[int, Replay]) -> None:
     console.print(
         f"* of the way from the base model; this and the accuracy after steps {', '.join(str(p.step) for p in steps)}"
     )
+
+
+def _in_errors(apart: Sequence[float]) -> str:
+    error = standard_error(apart)
+    return f"{mean(apart) / error:+.1f}" if error > 0 else ""
 
 
 def _mean(values: Sequence[float]) -> str:
