@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -20,18 +21,20 @@ from transformers import AutoModelForCausalLM
 from benchmarks.vs_trl_learning import padded, recorded, settings
 from common.config import Config
 from common.schemas import Group
-from trainer.batch import MicroBatch, Row
+from services.learning.sequences import Padded
 from trainer.losses import row_sum
 from trainer.model import load_tokenizer, quiet, score_tokens, stop_token_ids
 
 
 def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
     """[completions] sums of log-probability + entropy, of (prompt, completion) pairs."""
-    rows = [Row(torch.tensor(p).numpy(), torch.tensor(c).numpy(), torch.zeros(len(c)).numpy(), 0.0, 1.0) for p, c in pairs]
-    micro = MicroBatch.of(rows)
+    rows = Padded.of(*([np.array(tokens, np.int32) for tokens in part] for part in zip(*pairs, strict=True)))
+    lengths = torch.tensor([len(completion) for _, completion in pairs])
+    targets = torch.tensor([token for _, completion in pairs for token in completion])
     with torch.inference_mode():
-        scores = score_tokens(model, micro.input_ids, micro.attention_mask, micro.predicts, micro.targets, temperature=1.0)
-    return row_sum((scores.logprobs + scores.entropy).double(), micro.rows, len(rows))
+        scores = score_tokens(model, rows.input_ids, rows.attention_mask, rows.predicts, targets, temperature=1.0)
+    which = torch.arange(len(pairs)).repeat_interleave(lengths)
+    return row_sum((scores.logprobs + scores.entropy).double(), which, len(pairs))
 
 
 def generated(model: Any, config: Config, groups: list[Group]) -> list[tuple[list[int], list[int]]]:
