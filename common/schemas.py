@@ -25,6 +25,10 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def _is_empty(value: object) -> bool:
+    return not value
+
+
 # ---------------------------------------------------------------- data-server
 
 
@@ -34,10 +38,10 @@ class Prompt(Wire):
     id: str
     prompt: str
     ground_truth: str
-    task: str = ""
-    """Which reward functions grade it, where a data set mixes tasks; empty: the default ones."""
-    columns: dict[str, Any] = {}
-    """Further columns of the row, for reward functions that read them (`test_cases`, …)."""
+    task: str = Field("", exclude_if=_is_empty)
+    """Which reward functions grade it, where a data set mixes tasks; empty: the default ones. Left out of JSON when empty."""
+    columns: dict[str, Any] = Field({}, exclude_if=_is_empty)
+    """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out of JSON when empty."""
 
 
 class PromptBatch(Wire):

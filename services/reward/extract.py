@@ -5,12 +5,12 @@ Every step is linear in the length of the text, whatever the text is: responses 
 
 import re
 
+from common.marks import marks
+
 MAX_ANSWER_CHARS = 1024
 """A longer answer is none: cutting it could turn it into another one."""
 
 _THINK = re.compile(r"(</?think>)", re.IGNORECASE)
-# `\\` before anything but a box is a line break, so that the brace after it is a brace; `\{` and `\}` are characters.
-_TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
 _HEADING = re.compile(r"[\s*_]*[A-Za-z]{2,}")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _NUMBER = re.compile(
@@ -76,7 +76,7 @@ def _without_thoughts(text: str) -> str:
 
 def _last_marked(text: str) -> tuple[bool, str | None]:
     """(whether there is a marked answer, the last one: None when it is over-long)."""
-    for start, end in reversed(_marks(text)):
+    for start, end in reversed(marks(text)):
         if end is None:
             line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
             if _HEADING.match(line):
@@ -89,27 +89,6 @@ def _last_marked(text: str) -> tuple[bool, str | None]:
         if raw and (answer := clean(raw)):
             return True, answer
     return False, None
-
-
-def _marks(text: str) -> list[tuple[int, int | None]]:
-    """Where marked answers are, in the order they end: (start, end) of a balanced box, (start, None) of a `####` line."""
-    if "####" not in text and "\\boxed" not in text and "\\fbox" not in text:
-        return []
-    marks: list[tuple[int, int | None]] = []
-    open_braces: list[int | None] = []  # start of the content for the brace of a box, None for another brace
-    for match in _TOKEN.finditer(text):
-        found = match.group()
-        if found == "####":
-            marks.append((match.end(), None))
-        elif found == "{":
-            open_braces.append(None)
-        elif found == "}":
-            start = open_braces.pop() if open_braces else None
-            if start is not None:
-                marks.append((start, match.start()))
-        elif found[1] in "bf":
-            open_braces.append(match.end())
-    return marks
 
 
 def _last_number(text: str) -> str | None:

@@ -1,0 +1,38 @@
+"""Where a text marks its final answer: in a box whose braces balance, or on a line after `####`."""
+
+import re
+
+# `\\` before anything but a box is a line break, so that the brace after it is a brace; `\{` and `\}` are characters.
+_TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
+
+
+def marks(text: str) -> list[tuple[int, int | None]]:
+    """Where marked answers are, in the order they end: (start, end) of a balanced box, (start, None) of a `####` line.
+
+    A box whose braces do not balance is none. Linear in the length of the text.
+    """
+    if "####" not in text and "\\boxed" not in text and "\\fbox" not in text:
+        return []
+    ends: list[tuple[int, int | None]] = []
+    open_braces: list[int | None] = []  # start of the content for the brace of a box, None for another brace
+    for match in _TOKEN.finditer(text):
+        found = match.group()
+        if found == "####":
+            ends.append((match.end(), None))
+        elif found == "{":
+            open_braces.append(None)
+        elif found == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None:
+                ends.append((start, match.start()))
+        elif found[1] in "bf":
+            open_braces.append(match.end())
+    return ends
+
+
+def last_box(text: str) -> str | None:
+    """What the last `\\boxed{…}` (or `\\fbox{…}`) contains, without spaces around it; None when there is no balanced one."""
+    for start, end in reversed(marks(text)):
+        if end is not None:
+            return text[start:end].strip()
+    return None
