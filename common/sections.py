@@ -27,16 +27,55 @@ class DataSection(Section):
     """data-server: prompts."""
 
     port: int = Field(8000, ge=1, le=65535)
-    source: str = "gsm8k"
-    """`gsm8k` (from the hub), `tiny` (generated on the spot), or a path: .jsonl, .json, .csv, .parquet or a directory."""
+    source: str = Field("gsm8k", min_length=1)
+    """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or of another name on the hub), `tiny` (generated on the
+    spot), a path (.jsonl, .json, .csv, .parquet or a directory), or `org/name` on the hub where there is no such path."""
+    hub_config: str = ""
+    """Configuration of a data set on the hub that has several (`main`); empty: the default one."""
     train_split: str = "train"
     eval_split: str = "test"
     num_samples: int | None = Field(None, gt=0)
-    """Use only the first N training problems (after a seeded shuffle); all of them when unset."""
+    """Use only so many training problems, chosen by the seed; all of them when unset."""
     prompt_field: str = "question"
-    """Column of the problem in files."""
+    """Column of the problem."""
     answer_field: str = "answer"
-    """Column of the answer in files; of a text with `#### N` only N is kept."""
+    """Column of the answer; of a text with `#### N` only N is kept."""
+    messages_field: str = ""
+    """Column of a chat, in the place of `prompt_field`: any system messages, one user message, at most one answer. Where there
+    is no column `answer_field`, the ground truth is what the chat's answer states last (`#### N` or a box)."""
+    columns: list[str] | None = None
+    """Further columns to send with a prompt, for reward functions; all of them when unset."""
+    task: str = ""
+    """Which reward functions grade the answers; empty: the default ones."""
+    task_field: str = ""
+    """Column with the task of each row, where a data set mixes tasks."""
+    map: str = Field("", pattern=r"^([\w.]+:\w+)?$")
+    """A function `package.module:function` that changes every row before it is read: columns -> columns, or None to leave the
+    row out."""
+    levels: list[int | str] = []
+    """MATH: only problems of these levels, as 5, "5" or "Level 5"; empty: all."""
+    subjects: list[str] = []
+    """MATH: only problems of these subjects, as in `Counting & Probability` or `counting_and_probability`; empty: all."""
+
+    @property
+    def is_math(self) -> bool:
+        return self.source == "math" or self.source.startswith("math:")
+
+    def unread(self) -> dict[str, str]:
+        """Settings of this section that others of it make pointless, and why."""
+        built_in = self.source in ("gsm8k", "tiny")
+        reason = f"data.source is {self.source}, whose columns are known"
+        names: dict[str, str] = {}
+        if built_in or self.is_math:
+            own = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
+            names |= dict.fromkeys(own, reason)
+        if built_in:
+            names["hub_config"] = reason
+        if not self.is_math:
+            names |= dict.fromkeys(("levels", "subjects"), f"data.source is {self.source}, not math")
+        if self.messages_field:
+            names["prompt_field"] = "data.messages_field is set"
+        return names
 
 
 class RewardSection(Section):

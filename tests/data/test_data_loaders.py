@@ -171,7 +171,7 @@ def test_same_ids_are_refused(tmp_path: Path) -> None:
 
 def test_wrong_places_are_named(tmp_path: Path) -> None:
     assert "no such file or directory" in refused(tmp_path / "absent.jsonl")
-    assert "gsm8k, tiny, or the path" in refused("gsm8")
+    assert "gsm8k, math, tiny, the path" in refused("gsm8")
     assert "it has nothing" in refused(tmp_path)
     write(tmp_path / "train.jsonl", ROWS)
     assert "no file for the split 'test'; it has train.jsonl" in refused(tmp_path, "eval")

@@ -1,0 +1,102 @@
+"""Reads rows out of files: JSON lines, JSON, CSV and parquet, from one file or from a directory with a file per split."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from services.data.rows import Row, stop
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """The rows of a file, in order. Raises ConfigError, naming file and line, for what is not of the format of its name."""
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        stop(f"{path.name} is not of a known format", path, f"known formats: {', '.join(_READERS)}")
+    try:
+        yield from reader(path)
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        stop(f"{path.name} cannot be read: {error}", path, "repair the file")
+
+
+def file_of_split(folder: Path, split: str) -> Path:
+    """The one file of a directory that is named like the split. Raises ConfigError when there is none, or more than one."""
+    files = [folder / f"{split}{suffix}" for suffix in _READERS if (folder / f"{split}{suffix}").is_file()]
+    if len(files) != 1:
+        there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        problem = "no file" if not files else "more than one file"
+        wanted = " or ".join(f"{split}{suffix}" for suffix in _READERS)
+        stop(f"the directory has {problem} for the split {split!r}; it has {there}", folder, f"put one file {wanted} there")
+    return files[0]
+
+
+def known_format(name: str) -> bool:
+    """Whether a name ends like a file that can be read."""
+    return Path(name).suffix.lower() in _READERS
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                yield where, _mapping(_parse(line, where), where)
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    content = _parse(path.read_bytes(), path.name)
+    if not isinstance(content, list):
+        raise ValueError("it is not a list of rows (one object per line is .jsonl)")
+    for number, item in enumerate(content, 1):
+        where = f"{path.name}, row {number}"
+        yield where, _mapping(item, where)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        names = list(reader.fieldnames or [])
+        if len(set(names)) != len(names):
+            raise ValueError(f"two columns have the same name: {', '.join(names)}")
+        for row in reader:
+            if None in row:
+                raise ValueError(f"line {reader.line_num} has more cells than there are columns: {', '.join(names)}")
+            yield f"{path.name}, line {reader.line_num}", row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    # Heavy, and not needed for the other formats.
+    import pyarrow.parquet
+
+    number = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path.name}, row {number}", row
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _parse(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _mapping(item: object, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise ValueError(f"{where} is not an object with columns")
+    return item
