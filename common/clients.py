@@ -26,6 +26,7 @@ from common.schemas import (
     Completion,
     Group,
     Int32,
+    PassRateReport,
     Prompt,
     PromptBatch,
     RewardItem,
@@ -206,6 +207,14 @@ class DataClient(Client):
     async def seek(self, position: int) -> None:
         """Sets the shuffled stream to `position` prompts from its very beginning."""
         await self.request("POST", "/seek", json={"position": position})
+
+    async def report_pass_rates(self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str) -> None:
+        """Tells the curriculum the share of right completions of each prompt; a retry with the same id counts once.
+
+        Raises ServiceError when the data-server has no curriculum or not these prompts.
+        """
+        report = PassRateReport(prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id)
+        await self.request("POST", "/pass_rates", json=report.model_dump())
 
 
 class RewardClient(Client):

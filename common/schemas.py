@@ -6,11 +6,11 @@ travel as msgpack with raw little-endian arrays (`common.wire`).
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -54,6 +54,25 @@ class PromptBatch(Wire):
     """Epoch of the first prompt, from 0."""
     position: int
     """Prompts taken from this stream before this batch, over all epochs; `POST /seek` goes back to it."""
+
+
+class PassRateReport(Wire):
+    """Body of `POST /pass_rates`: how often prompts of the training split were solved."""
+
+    prompt_ids: list[Annotated[str, StringConstraints(max_length=512)]] = Field(min_length=1, max_length=65536)
+    pass_rates: list[Annotated[float, Field(ge=0, le=1)]]
+    """Share of right completions of each prompt, in the same order."""
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    """Of this report: sent again with the same id it counts once."""
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if len(self.prompt_ids) != len(self.pass_rates):
+            raise ValueError(f"there are {len(self.prompt_ids)} prompt_ids and {len(self.pass_rates)} pass_rates: send as many")
+        return self
+
+    def pairs(self) -> list[tuple[str, float]]:
+        return list(zip(self.prompt_ids, self.pass_rates, strict=True))
 
 
 # ---------------------------------------------------------------- reward-server

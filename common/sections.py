@@ -57,6 +57,15 @@ class DataSection(Section):
     subjects: list[str] = []
     """MATH: only problems of these subjects, as in `Counting & Probability` or `counting_and_probability`; empty: all."""
 
+    curriculum: Literal["none", "difficulty"] = "none"
+    """`difficulty`: after a first pass over all prompts, those whose pass rate is near `curriculum_target` come more often."""
+    curriculum_target: float = Field(0.5, gt=0, lt=1)
+    """Pass rate that is preferred most."""
+    curriculum_free_share: float = Field(0.2, gt=0, le=1)
+    """Share of the draws that go on with the plain order, whatever the pass rates are, so that every prompt keeps coming."""
+    curriculum_smoothing: float = Field(0.5, ge=0, lt=1)
+    """Weight of what was known of a prompt when a new pass rate comes; 0: only the last one counts."""
+
     @property
     def is_math(self) -> bool:
         return self.source == "math" or self.source.startswith("math:")
@@ -73,6 +82,9 @@ class DataSection(Section):
             names["hub_config"] = reason
         if not self.is_math:
             names |= dict.fromkeys(("levels", "subjects"), f"data.source is {self.source}, not math")
+        if self.curriculum == "none":
+            parameters = ("curriculum_target", "curriculum_free_share", "curriculum_smoothing")
+            names |= dict.fromkeys(parameters, "data.curriculum is none")
         if self.messages_field:
             names["prompt_field"] = "data.messages_field is set"
         return names

@@ -27,6 +27,7 @@ from common.errors import ServiceError
 from common.schemas import Completion, Group, Prompt, RewardItem, SampledGroups, SampleRequest, TakeRequest
 from trainer.background import LoopThread
 from trainer.clock import StageClock
+from trainer.mixing import mixed_in
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -196,6 +197,13 @@ class Collector:
             self._loop.call(self.services.replay.set_priorities(priorities))
         self._loop.call(self._finish([group.position for group in fresh]))
 
+    def report_pass_rates(self, fresh: list[Group]) -> None:
+        """Tells a curriculum how often these prompts were solved; does nothing without a curriculum."""
+        if self.config.data.curriculum == "none":
+            return
+        prompt_ids, request_id = [group.prompt_id for group in fresh], f"{self._run_id}-pass-rates-{self._takes}"
+        self._loop.call(self.services.data.report_pass_rates(prompt_ids, [*map(pass_rate, fresh)], request_id))
+
     def replace(self, groups: list[Group]) -> None:
         """Puts groups that a batch has no use for aside and draws as many other prompts instead."""
         self.counts.dropped["equal_rewards"] += len(groups)
@@ -327,6 +335,12 @@ def reward_items(prompt: Prompt, completions: list[Completion]) -> list[RewardIt
         )
         for completion in completions
     ]
+
+
+def pass_rate(group: Group) -> float:
+    """Share of right answers among the completions that were sampled for this group."""
+    own = group.completions[: len(group.completions) - mixed_in(group)]
+    return sum(completion.correct for completion in own) / len(own)
 
 
 def fresh_groups(config: Config) -> int:

@@ -193,6 +193,7 @@ class Lead:
         # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
         priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
         self._collector.trained(fresh, priorities)
+        self._collector.report_pass_rates(fresh)
         if self._held_out and settings.eval_every and step % settings.eval_every == 0 and step < self.total_steps:
             self._evaluate(0)
         self._collector.release(len(fresh))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import FastAPI, Query
@@ -10,7 +11,8 @@ from pydantic import Field
 
 from common.config import Config
 from common.errors import ConfigError, NotFound
-from common.schemas import Prompt, PromptBatch, Wire
+from common.schemas import PassRateReport, Prompt, PromptBatch, Wire
+from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream
 from services.server import create_app
 
@@ -40,6 +42,24 @@ class EvalPrompts(Wire):
     """Problems in the held-out split."""
 
 
+class PassRatesStored(Wire):
+    """Answer of `POST /pass_rates`."""
+
+    stored: int
+    """Pass rates of the request."""
+
+
+class CurriculumStats(Wire):
+    """What a curriculum knows and did."""
+
+    known: int
+    """Problems with a pass rate."""
+    mean_pass_rate: float | None
+    """Of the known ones; absent when there is none."""
+    drawn_freely: int
+    drawn_by_difficulty: int
+
+
 class DataStats(Wire):
     """Answer of `GET /stats`."""
 
@@ -51,6 +71,8 @@ class DataStats(Wire):
     epoch: int
     prompts_served: int
     """By both streams since the state directory was made."""
+    curriculum: CurriculumStats | None = None
+    """Absent without one."""
 
 
 def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt]) -> FastAPI:
@@ -67,7 +89,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
             remedy="make the ids unique, or leave the column id out",
         )
     by_id |= {prompt.id: prompt for prompt in evaluation}
-    stream = PromptStream(train, config.seed, config.state_dir)
+    stream = PromptStream(train, config.seed, config.state_dir, _difficulty(config))
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -84,7 +106,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
     @app.get("/prompts")
     def prompts(batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None) -> PromptBatch:
-        """The next prompts; every prompt comes once an epoch. The same `request_id` gets the same batch again."""
+        """The next prompts: each once an epoch, unless there is a curriculum. The same `request_id` gets the same batch."""
         taken = stream.take(batch_size, shuffle, request_id)
         answered.labels(str(shuffle).lower()).inc(batch_size)
         return PromptBatch(prompts=taken.prompts, total_available=len(train), epoch=taken.epoch, position=taken.position)
@@ -98,15 +120,21 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
     @app.post("/reset")
     def reset() -> Position:
-        """Both streams start over; remembered requests are forgotten."""
+        """Both streams start over; remembered requests and pass rates are forgotten."""
         stream.reset()
         return Position(position=0)
 
     @app.post("/seek")
     def seek(body: Seek) -> Position:
-        """Sets the shuffled stream to a position."""
+        """Sets the shuffled stream to a position; a curriculum to what it knew there."""
         stream.seek(body.position)
         return Position(position=body.position)
+
+    @app.post("/pass_rates")
+    def pass_rates(body: PassRateReport) -> PassRatesStored:
+        """Tells the curriculum how often prompts were solved; durable when answered. A repeated `request_id` counts once."""
+        stream.report(body.pairs(), body.request_id)
+        return PassRatesStored(stored=len(body.prompt_ids))
 
     @app.get("/eval_prompts")
     def eval_prompts(limit: Annotated[int | None, Query(ge=0)] = None, offset: Annotated[int, Query(ge=0)] = 0) -> EvalPrompts:
@@ -114,7 +142,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         end = None if limit is None else offset + limit
         return EvalPrompts(prompts=evaluation[offset:end], total_available=len(evaluation))
 
-    @app.get("/stats")
+    @app.get("/stats", response_model_exclude_none=True)
     def stats() -> DataStats:
         """Sizes of the splits and where the shuffled stream is."""
         now = stream.progress()
@@ -124,6 +152,14 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
             position=now.position,
             epoch=now.epoch,
             prompts_served=now.served,
+            curriculum=CurriculumStats(**asdict(now.curriculum)) if now.curriculum else None,
         )
 
     return app
+
+
+def _difficulty(config: Config) -> Difficulty | None:
+    data = config.data
+    if data.curriculum == "none":
+        return None
+    return Difficulty(data.curriculum_target, data.curriculum_free_share, data.curriculum_smoothing)

@@ -3,12 +3,13 @@
 Which prompt is at a position is a pure function of seed and position, so the cursor is all the state there is. It is on
 disk before a batch is answered: no prompt is handed out twice in an epoch, whoever pulls and whenever the process ends.
 The price is a batch whose answer was lost on the way; a client gets it again by repeating its `request_id`.
+With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are on disk beside the cursor.
 """
 
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.schemas import Prompt
+from services.data.curriculum import Curriculum, CurriculumProgress, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
 _VERSION = 1  # of the schema below
@@ -56,6 +58,7 @@ class Progress:
     epoch: int
     served: int
     """Prompts handed out by both streams since the state directory was made; repeated answers count once."""
+    curriculum: CurriculumProgress | None = None
 
 
 def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
@@ -76,16 +79,20 @@ class PromptStream:
         prompts: the training split, not empty.
         seed: of the shuffled order.
         state_dir: the cursors are in `state_dir/data/stream.db`.
+        difficulty: of the curriculum that draws the shuffled stream; None for a plain one.
 
-    Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed or data set.
+    Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed, data set or kind of
+    stream.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path) -> None:
+    def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path, difficulty: Difficulty | None = None) -> None:
         assert prompts
         self.prompts, self.seed = prompts, seed
         self.path = state_dir / "data" / "stream.db"
         self._lock = threading.Lock()
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
+        self._curriculum = Curriculum(len(prompts), seed, difficulty, self._place_at) if difficulty else None
         self._db = self._open()
 
     def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> Taken:
@@ -101,31 +108,66 @@ class PromptStream:
                 ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (stream,))
                 move = "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?"
                 db.execute(move, (count, count, stream))
+                if shuffle and self._curriculum:
+                    self._curriculum.draw(db, position, count)
                 if request_id is not None:
                     self._remember(db, request_id, stream, position, count)
-            prompts = [self._prompt_at(i, shuffle) for i in range(position, position + count)]
-        return Taken(prompts, position // len(self.prompts), position)
+            if not shuffle:
+                places = [i % len(self.prompts) for i in range(position, position + count)]
+            elif self._curriculum:
+                places = self._curriculum.places(db, position, count)
+            else:
+                places = [self._place_at(i) for i in range(position, position + count)]
+        return Taken([self.prompts[place] for place in places], position // len(self.prompts), position)
+
+    def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
+        """Tells the curriculum (prompt id, pass rate) pairs; a call that repeats a `request_id` changes nothing.
+
+        Raises InvalidInput when there is no curriculum, an id is not of the training split, or the `request_id` came with
+        other pass rates; NotReady when they cannot be stored.
+        """
+        if self._curriculum is None:
+            raise InvalidInput(
+                "pass rates are not used", field="data.curriculum", value="none", remedy="set data.curriculum difficulty"
+            )
+        if unknown := next((name for name, _ in pass_rates if name not in self._places), None):
+            raise InvalidInput(
+                "there is no such prompt in the training split",
+                field="prompt_ids",
+                value=unknown,
+                remedy=f"ids are like {self.prompts[0].id}",
+            )
+        with self._transaction() as db:
+            ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,))
+            by_place = [(self._places[name], rate) for name, rate in pass_rates]
+            self._curriculum.report(db, request_id, by_place, position)
 
     def seek(self, position: int) -> None:
         """Goes on at `position` prompts from the beginning of the shuffled stream.
 
-        Remembered answers that reach beyond it are forgotten: their prompts are drawn anew.
+        Remembered answers that reach beyond it are forgotten: their prompts are drawn anew. A curriculum is set back to what
+        it knew when the stream was there.
         """
         with self._transaction() as db:
             db.execute("UPDATE cursors SET position = ? WHERE stream = ?", (position, _SHUFFLED))
             db.execute("DELETE FROM answers WHERE stream = ? AND position + count > ?", (_SHUFFLED, position))
+            if self._curriculum:
+                self._curriculum.rewind(db, position)
 
     def reset(self) -> None:
-        """Both streams start over, and remembered requests are forgotten."""
+        """Both streams start over; remembered requests and what a curriculum knows are forgotten."""
         with self._transaction() as db:
             db.execute("UPDATE cursors SET position = 0")
             db.execute("DELETE FROM answers")
+            if self._curriculum:
+                self._curriculum.reset(db)
 
     def progress(self) -> Progress:
         with self._transaction() as db:
             ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,))
             ((served,),) = db.execute("SELECT sum(served) FROM cursors")
-        return Progress(position, position // len(self.prompts), served)
+            known = self._curriculum.progress(db) if self._curriculum else None
+        return Progress(position, position // len(self.prompts), served, known)
 
     def flush(self) -> None:
         """Moves the write-ahead log into the database file. Every answer was durable before."""
@@ -136,15 +178,14 @@ class PromptStream:
         with self._lock:
             self._db.close()
 
-    def _prompt_at(self, index: int, shuffle: bool) -> Prompt:
+    def _place_at(self, index: int) -> int:
+        """Which prompt the plain shuffled stream has at a position."""
         epoch, place = divmod(index, len(self.prompts))
-        if not shuffle:
-            return self.prompts[place]
         if epoch not in self._orders:
             if len(self._orders) >= 2:  # a batch at the border of two epochs needs both
                 self._orders.pop(min(self._orders))
             self._orders[epoch] = permutation(self.seed, epoch, len(self.prompts))
-        return self.prompts[int(self._orders[epoch][place])]
+        return int(self._orders[epoch][place])
 
     @staticmethod
     def _repeated(db: sqlite3.Connection, request_id: str, stream: str, count: int) -> int | None:
@@ -197,6 +238,8 @@ class PromptStream:
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 db.execute(statement)
             db.execute("INSERT INTO identity VALUES (?, ?)", identity)
+            if self._curriculum:
+                self._curriculum.create(db)
             return
         ((problem,),) = db.execute("PRAGMA integrity_check(1)")
         if problem != "ok":
@@ -204,8 +247,11 @@ class PromptStream:
         if version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")
         stored = db.execute("SELECT seed, fingerprint FROM identity").fetchone()
-        if stored != identity:
-            changed = f"seed {stored[0]}, not {self.seed}" if stored[0] != identity[0] else "other training problems"
+        drawn = Curriculum.exists(db)
+        if stored != identity or drawn != (self._curriculum is not None):
+            changed = f"a stream {'with' if drawn else 'without'} a curriculum"
+            if stored != identity:
+                changed = f"seed {stored[0]}, not {self.seed}" if stored[0] != identity[0] else "other training problems"
             raise ConfigError(
                 f"the cursor in {self.path} belongs to {changed}",
                 field="state_dir",
@@ -226,6 +272,8 @@ class PromptStream:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
+                if self._curriculum:
+                    self._curriculum.forget()
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise

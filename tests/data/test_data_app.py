@@ -121,6 +121,22 @@ async def test_metrics_count_prompts(client: DataClient) -> None:
     assert 'route="/prompts",status="200"' in page
 
 
+async def test_task_and_columns_are_there_only_where_the_data_has_them(tmp_path: Path) -> None:
+    mixed = [Prompt(id="a", prompt="p", ground_truth="1", task="code", columns={"tests": [1]}), TRAIN[0]]
+    app = create_data_app(config(tmp_path), mixed, EVAL)
+    async with DataClient("data-server", "http://data", transport=httpx.ASGITransport(app), deadline_s=20) as client:
+        answer = (await client.http.get("/prompts?batch_size=2&shuffle=false")).json()["prompts"]
+        assert answer[0] == {"id": "a", "prompt": "p", "ground_truth": "1", "task": "code", "columns": {"tests": [1]}}
+        assert set(answer[1]) == {"id", "prompt", "ground_truth"}
+        assert sorted((await client.prompts(2, "r")).prompts, key=lambda prompt: prompt.id) == mixed
+
+
+async def test_pass_rates_are_refused_without_a_curriculum(client: DataClient) -> None:
+    with pytest.raises(ServiceError, match=r"set data\.curriculum difficulty") as caught:
+        await client.report_pass_rates(["t/1"], [0.5], "r")
+    assert caught.value.status == 422
+
+
 def test_an_id_in_both_splits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'t/2' is in the training and in the evaluation split"):
         create_data_app(config(tmp_path), TRAIN, [TRAIN[2]])

@@ -139,6 +139,36 @@ async def test_every_prompt_once_an_epoch_through_kills_and_concurrent_clients(t
     assert once == Counter(f"tiny-train-{n}" for n in range(TINY))
 
 
+async def curriculum_steps(client: DataClient, first: int, last: int) -> list[list[str]]:
+    """Batches of 8, each with its pass rates reported; the last letter of an id is its difficulty."""
+    batches = []
+    for step in range(first, last):
+        batch = [prompt.id for prompt in (await client.prompts(8, f"draw-{step}")).prompts]
+        await client.report_pass_rates(batch, [int(name[-1]) / 9 for name in batch], f"report-{step}")
+        batches.append(batch)
+    return batches
+
+
+async def test_a_curriculum_goes_on_through_kills_as_if_there_were_none(tmp_path: Path) -> None:
+    settings = ("--data.curriculum", "difficulty", "--data.num_samples", "24")
+    port = free_port()
+    async with client_of(port) as client:
+        with server(tmp_path / "whole", port, *settings):
+            await wait_healthy([client], 60)
+            whole = await curriculum_steps(client, 0, 12)
+        cut: list[list[str]] = []
+        for part in range(3):
+            with server(tmp_path / "cut", port, *settings) as process:
+                await wait_healthy([client], 60)
+                repeats = await curriculum_steps(client, max(0, 4 * part - 1), 4 * part)  # answers that were lost on the way
+                assert repeats == cut[-1:]
+                cut += await curriculum_steps(client, 4 * part, 4 * part + 4)
+                process.send_signal(signal.SIGKILL)
+                process.wait(30)
+    assert cut == whole
+    assert sorted(name for batch in whole[:3] for name in batch) == sorted({name for batch in whole for name in batch})
+
+
 def test_starting_needs_no_heavy_library() -> None:
     script = "import sys, services.data.__main__; print([x for x in ('torch', 'datasets', 'pyarrow') if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -103,6 +103,28 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config
     assert [g.position for g in stored(resumed)] == list(range(16))
 
 
+def test_a_resumed_run_with_a_curriculum_draws_the_prompts_of_an_unbroken_one(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    words = ("--data.curriculum", "difficulty", "--data.num_samples", "8", "--trainer.num_epochs", "3")
+    unbroken = settings(*words, "--trainer.max_steps", "6")
+    train_in_process(unbroken, quiet())
+    place = tmp_path / "broken"
+    train_in_process(settings(*words, "--trainer.max_steps", "3", directory=place), quiet())
+    resumed = settings(*words, "--trainer.max_steps", "6", directory=place)
+    train_in_process(resumed, quiet())
+    assert [g.prompt_id for g in stored(resumed)] == [g.prompt_id for g in stored(unbroken)]
+    reports = []
+    for config in (unbroken, resumed):
+        with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db:
+            reports.append(db.execute("SELECT position, body FROM reports ORDER BY serial").fetchall())
+    assert reports[0] == reports[1]
+    assert [position for position, _ in reports[0]] == [4, 8, 12, 16, 20, 24]
+    groups = stored(unbroken)[:4]
+    rates = {g.prompt_id: sum(c.correct for c in g.completions) / 4 for g in groups}
+    assert sorted(rate for _, rate in json.loads(reports[0][0][1])) == sorted(rates.values())
+
+
 def test_every_prompt_is_trained_on_once_and_on_policy(settings: Callable[..., Config]) -> None:
     config = settings()
     train_in_process(config, quiet())

@@ -14,6 +14,7 @@ from common.wire import encode_groups
 from tests.trainer.groups import make_group
 from trainer.algorithms import weigh
 from trainer.batch import Batch
+from trainer.collect import pass_rate
 from trainer.mixing import failed_prompts, mix_successes, mixed_in
 
 
@@ -29,6 +30,12 @@ def group_of(prompt_id: str, rewards: list[float], name: str = "", version: int 
 
 def texts(group: Group) -> list[str]:
     return [completion.text for completion in group.completions]
+
+
+def test_what_is_mixed_in_does_not_count_as_solved() -> None:
+    failed = group_of("p", [0, 0, 0, 0])
+    assert pass_rate(group_of("p", [1, 0, 0, 1, 0])) == 0.4
+    assert pass_rate(mix_successes([failed], [group_of("p", [1, 1], "old")], 2)[0]) == 0
 
 
 def test_the_last_answers_of_a_failed_group_are_replaced() -> None:
