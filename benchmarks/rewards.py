@@ -20,7 +20,7 @@ from math_verify import parse, verify
 
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.grade import MathGrader
+from services.reward.scorer import Scorer
 
 GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 NOTATIONS = ("{}", "{:,}", "\\${}", "{}.00", "\\frac{{{}}}{{1}}", "{}\\text{{ dollars}}")
@@ -65,11 +65,11 @@ def plain(cases: Sequence[Case]) -> list[bool]:
 
 async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
     """(seconds, verdicts) of our grader, without the start of its workers."""
-    async with MathGrader(RewardSection()) as grader:
+    async with Scorer(RewardSection()) as grader:
         await grader.ready()
         start, verdicts = time.perf_counter(), list[bool]()
         for i in range(0, len(cases), batch):
-            verdicts += [result.correct for result in await grader.grade([case.item for case in cases[i : i + batch]])]
+            verdicts += [result.correct for result in await grader.score([case.item for case in cases[i : i + batch]])]
         return time.perf_counter() - start, verdicts
 
 

@@ -118,7 +118,11 @@ class Config(BaseSettings):
 
     def _unread(self) -> dict[str, str]:
         """Settings that other settings make pointless, and why."""
-        unread = {f"data.{name}": reason for name, reason in self.data.unread().items()}
+        unread = {
+            f"{section}.{name}": reason
+            for section in ("data", "reward")
+            for name, reason in getattr(self, section).unread().items()
+        }
         if not self.algorithm.needs_critic:
             without = (name for name in CriticSection.model_fields if name != "port")  # ports may be set once for all runs
             unread |= {f"critic.{name}": f"algorithm.advantage {self.algorithm.advantage} has no critic" for name in without}

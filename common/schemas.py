@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length", "abort"]
-RewardStatus = Literal["ok", "unparsable", "timeout", "died"]
-"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `timeout`, `died`: not graded, the reward is null."""
+RewardStatus = Literal["ok", "unparsable", "timeout", "died", "error"]
+"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `timeout`, `died` (a worker), `error` (a reward function
+failed): not graded, the reward is null."""
 
 
 class Wire(BaseModel):

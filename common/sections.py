@@ -1,9 +1,11 @@
 """The settings of every section but `algorithm`, each declared once with its default, bounds and meaning."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+RewardName = Annotated[str, StringConstraints(pattern=r"^(math|format|length|repetition|[\w.]+:\w+)$")]
 
 
 class Section(BaseModel):
@@ -91,18 +93,69 @@ class DataSection(Section):
 
 
 class RewardSection(Section):
-    """reward-server: verifies answers."""
+    """reward-server: scores answers."""
 
     port: int = Field(8002, ge=1, le=65535)
+    functions: list[RewardName] = Field(["math"], min_length=1)
+    """Reward functions, the reward is their weighted sum: `math`, `format`, `length`, `repetition`, or the import path
+    `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
+    weights: dict[RewardName, float] = {}
+    """Weight of a function by its name above; 1.0 for those that are not named."""
+    tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
+    """Functions for the problems of a task (the data set's column `task`); `functions` for those without a task. Once one
+    task is named, a problem of another one is refused."""
+    function_timeout_s: float = Field(10.0, gt=0)
+    """Seconds that one call of `format`, `length`, `repetition` or a function of one's own may take."""
+    function_batch: int = Field(64, gt=0)
+    """Completions that one call of a function gets at most; larger batches are spread over the workers."""
     workers: int = Field(2, gt=0)
-    """Grader processes. Each is killed when its deadline passes and replaced."""
+    """Worker processes, of `math` and again of the functions of one's own. Each is killed when its deadline passes and
+    replaced."""
     timeout_s: float = Field(1.0, gt=0)
-    """Seconds that one answer may take in a grader."""
+    """Seconds that one answer may take in a worker of `math`."""
     memory_mb: int = Field(1024, ge=256)
-    """Address space of one grader process."""
+    """Address space of one worker of `math`."""
     require_stop: bool = False
     """Reward only completions that ended by themselves: one cut at `max_new_tokens` gets 0, right or wrong."""
     max_batch_items: int = Field(4096, gt=0)
+    format_required: list[str] = []
+    """Regular expressions that `format` must find in a completion; a dot matches line ends too."""
+    format_forbidden: list[str] = []
+    """Regular expressions that `format` must not find."""
+    length_soft_chars: int = Field(4000, ge=0)
+    """Characters up to which `length` takes nothing."""
+    length_hard_chars: int = Field(8000, gt=0)
+    """Characters from which on `length` takes 1."""
+    repetition_ngram: int = Field(20, gt=0)
+    """Words in a row that count as repeated when they occur again."""
+
+    def function_names(self) -> list[str]:
+        """Every function that any task uses, each once."""
+        names = [*self.functions, *(name for task in self.tasks.values() for name in task)]
+        return list(dict.fromkeys(names))
+
+    def unread(self) -> dict[str, str]:
+        """Settings that no function in use reads, and why."""
+        names = self.function_names()
+        unread = {
+            field: f"no task uses the reward function {function}"
+            for field in type(self).model_fields
+            for function in ("format", "length", "repetition")
+            if field.startswith(f"{function}_") and function not in names
+        }
+        if "math" not in names:
+            unread |= dict.fromkeys(("timeout_s", "memory_mb"), "no task uses the reward function math")
+        return unread
+
+    @model_validator(mode="after")
+    def _fits(self) -> "RewardSection":
+        if strangers := set(self.weights) - set(self.function_names()):
+            raise ValueError(f"weights names {sorted(strangers)[0]}, which is not among the functions: name it there too")
+        if self.length_soft_chars >= self.length_hard_chars:
+            raise ValueError(
+                f"length_soft_chars {self.length_soft_chars} is not below length_hard_chars {self.length_hard_chars}: lower it"
+            )
+        return self
 
 
 class ReplaySection(Section):

@@ -332,6 +332,8 @@ def reward_items(prompt: Prompt, completions: list[Completion]) -> list[RewardIt
             response=completion.text,
             ground_truth=prompt.ground_truth,
             finish_reason=completion.finish_reason,
+            task=prompt.task,
+            columns=prompt.columns,
         )
         for completion in completions
     ]

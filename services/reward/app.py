@@ -1,7 +1,7 @@
-"""HTTP of the reward-server: translates requests to calls of `MathGrader`."""
+"""HTTP of the reward-server: translates requests to calls of `Scorer`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -11,28 +11,37 @@ from starlette.exceptions import HTTPException
 from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from common.sections import RewardSection
-from services.reward.grade import MathGrader
+from services.reward.functions.base import RewardFunction
+from services.reward.scorer import Scorer
 from services.server import create_app
 
 _T = TypeVar("_T")
 
 
-def create_reward_app(config: RewardSection, max_body_bytes: int = 256 << 20) -> FastAPI:
-    """The reward-server. Its grader processes live from the start of the app to its end.
+def create_reward_app(
+    config: RewardSection, max_body_bytes: int = 256 << 20, functions: Sequence[RewardFunction] | None = None
+) -> FastAPI:
+    """The reward-server. Its worker processes live from the start of the app to its end.
 
-    Raises ConfigError when math-verify is not installed.
+    Args:
+        config: names the reward functions and their settings.
+        max_body_bytes: larger request bodies are refused.
+        functions: the caller's own objects, which score every item in threads of this process instead of those that
+            `config` names; they need not be importable, nor can they be killed when they hang.
+
+    Raises ConfigError for a function that does not exist or cannot work here, with the remedy.
     """
     metrics = Metrics("reward_server")
-    grader = MathGrader(config, metrics)
+    scorer = Scorer(config, metrics, functions)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        async with grader:
+        async with scorer:
             yield
 
     app = create_app(
         "reward-server",
-        not_ready=grader.not_ready,
+        not_ready=scorer.not_ready,
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -40,19 +49,19 @@ def create_reward_app(config: RewardSection, max_body_bytes: int = 256 << 20) ->
 
     @app.post("/reward")
     async def reward(item: RewardItem, request: Request) -> RewardResult:
-        """Grades one answer. `reward` is null when it could not be graded; `status` says why."""
-        grader.gold(item.ground_truth, "ground_truth")
-        return (await _while_connected(request, grader.grade([item])))[0]
+        """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
+        scorer.check(item)
+        return (await _while_connected(request, scorer.score([item])))[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
-        """Grades many answers, in order. The means are over the graded ones."""
-        return await _while_connected(request, grader.grade_batch(body.items))
+        """Scores many answers, in order. The means are over those that have a reward."""
+        return await _while_connected(request, scorer.score_batch(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Answers graded so far by status, and the state of the workers."""
-        return grader.stats()
+        """Answers scored so far by status, the functions, and the state of the workers."""
+        return scorer.stats()
 
     return app
 

@@ -1,4 +1,4 @@
-"""Grader processes that can be killed: the only way to bound what sympy does with a hostile answer."""
+"""Worker processes that can be killed: the only way to bound what sympy, or somebody's reward function, does with an answer."""
 
 import asyncio
 import contextlib
@@ -11,39 +11,57 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 log = logging.getLogger(__name__)
 Verdict = Literal["right", "wrong", "timeout", "died"]
+Failure = Literal["timeout", "died"]
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second; on a loaded machine much longer
 _RETRY_S = 1.0
 _END_S = 5.0
 _ANSWERS_PER_WORKER = 2000  # then a fresh one: sympy's caches only grow
+_MAX_LINE_BYTES = 256 << 20
 
 
-class GraderDied(Exception):
-    """A grader process ended, or could not be started."""
+class WorkerDied(Exception):
+    """A worker process ended, or could not be started."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a pool do."""
+
+    module: str
+    """Its `prepare(arguments)` is called once in the process that forks; what that returns makes the handler in a worker."""
+    arguments: dict[str, Any]
+    memory_mb: int | None = None
+    """Address space of one worker; None: no limit."""
+
+    def command(self, *, check: bool = False) -> list[str]:
+        """The command line of the process that forks workers; with `check` it only makes one handler and ends."""
+        spec = {"path": sys.path, "module": self.module, "arguments": self.arguments, "memory_mb": self.memory_mb}
+        # By path, so that it works from any directory and whatever the main program is; -P: not its folder on sys.path.
+        return [sys.executable, "-P", str(_SCRIPT), "check" if check else "serve", json.dumps(spec)]
 
 
 class _Worker:
-    """One grader process, seen from the server."""
+    """One worker process, seen from the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.reader, self.writer, self.pid, self.graded = reader, writer, pid, 0
+        self.reader, self.writer, self.pid, self.answered = reader, writer, pid, 0
 
-    async def grade(self, gold: str, answer: str) -> Verdict:
-        self.writer.write(json.dumps([gold, answer]).encode() + b"\n")
+    async def call(self, message: bytes) -> bytes:
+        self.writer.write(message + b"\n")
         await self.writer.drain()
         line = await self.reader.readline()
-        self.graded += 1
-        if line == b"right\n":
-            return "right"
-        if line == b"wrong\n":
-            return "wrong"
-        raise GraderDied
+        self.answered += 1
+        if not line.endswith(b"\n"):
+            raise WorkerDied
+        return line[:-1]
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -51,24 +69,32 @@ class _Worker:
         self.writer.close()
 
 
-class GraderPool:
-    """Compares answers in worker processes, one answer at a time each; an async context manager.
+class WorkerPool:
+    """Answers calls in worker processes, one call at a time each; an async context manager.
 
     A worker that is over its deadline is killed and replaced when it is next needed. Starting takes a moment:
-    `problem` says why the pool cannot grade yet, and is None as soon as it can.
+    `problem` says why the pool cannot work yet, and is None as soon as it can.
 
     Args:
+        job: what the workers do.
         workers: processes.
-        timeout_s: seconds one answer may take in a worker; waiting for a free worker does not count.
-        memory_mb: address space of one worker.
+        timeout_s: seconds one call may take in a worker; waiting for a free worker does not count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
+        start_s: seconds a worker may take to start.
     """
 
-    def __init__(self, workers: int, timeout_s: float, memory_mb: int, on_restart: Callable[[], None] = lambda: None) -> None:
-        self.size, self.timeout_s, self.memory_mb, self._on_restart = workers, timeout_s, memory_mb, on_restart
+    def __init__(
+        self,
+        job: Job,
+        workers: int,
+        timeout_s: float,
+        on_restart: Callable[[], None] = lambda: None,
+        start_s: float = _START_S,
+    ) -> None:
+        self.job, self.size, self.timeout_s, self.start_s, self._on_restart = job, workers, timeout_s, start_s, on_restart
         self.problem: str | None = "the graders are starting"
         self.unfinished = 0
-        """Answers in workers or waiting for one."""
+        """Calls in workers or waiting for one."""
         self._idle: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None: a place whose worker is gone
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -93,8 +119,8 @@ class GraderPool:
         assert self._filling is not None
         await asyncio.shield(self._filling)
 
-    async def grade(self, gold: str, answer: str) -> Verdict:
-        """Whether the two are equivalent; `timeout` or `died` when that could not be found out.
+    async def call(self, message: bytes) -> bytes | Failure:
+        """The answer of a worker to a line; `timeout` or `died` when there is none.
 
         Cancelling the call frees the worker, if need be by killing it.
         """
@@ -102,41 +128,41 @@ class GraderPool:
         try:
             worker = await self._idle.get()
             try:
-                worker, verdict = await self._grade_in(worker, gold, answer)
+                worker, answer = await self._call_in(worker, message)
             except BaseException:  # cancelled: what the worker computes nobody wants
                 self._idle.put_nowait(None)
                 raise
             self._idle.put_nowait(worker)
-            return verdict
+            return answer
         finally:
             self.unfinished -= 1
 
-    async def _grade_in(self, worker: _Worker | None, gold: str, answer: str) -> tuple[_Worker | None, Verdict]:
+    async def _call_in(self, worker: _Worker | None, message: bytes) -> tuple[_Worker | None, bytes | Failure]:
         if worker is not None and worker.reader.at_eof():  # it died while it was idle: not the fault of this answer
             worker.writer.close()
             self._on_restart()
             worker = None
         try:
             worker = worker or await self._spawn()
-        except GraderDied as error:
+        except WorkerDied as error:
             log.error("a grader did not start: %s", error)
             await asyncio.sleep(_RETRY_S)
             return None, "died"
         keep = False
-        verdict: Verdict = "died"
+        answer: bytes | Failure = "died"
         try:
             async with asyncio.timeout(self.timeout_s):
-                verdict = await worker.grade(gold, answer)
-            keep = worker.graded < _ANSWERS_PER_WORKER
+                answer = await worker.call(message)
+            keep = worker.answered < _ANSWERS_PER_WORKER
         except TimeoutError:
-            verdict = "timeout"
-        except (GraderDied, OSError):
-            verdict = "died"
+            answer = "timeout"
+        except (WorkerDied, OSError, ValueError):  # ValueError: a line over the limit
+            answer = "died"
         finally:
             if not keep:
                 worker.kill()
                 self._on_restart()
-        return (worker if keep else None), verdict
+        return (worker if keep else None), answer
 
     async def _fill(self) -> None:
         for _ in range(self.size):
@@ -144,29 +170,31 @@ class GraderPool:
                 try:
                     self._idle.put_nowait(await self._spawn())
                     break
-                except GraderDied as error:
+                except WorkerDied as error:
                     self.problem = f"the graders do not start: {error}"
                     log.error("%s", self.problem)
                     await asyncio.sleep(_RETRY_S)
         self.problem = None
 
     async def _spawn(self) -> _Worker:
-        """A new worker, ready. Raises GraderDied."""
+        """A new worker, ready. Raises WorkerDied."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._started(), [b"w"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise GraderDied(f"the process that forks graders is gone: {error}") from None
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+                raise WorkerDied(f"the process that forks graders is gone: {error}") from None
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        line = b""
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(self.start_s):
                 line = await reader.readline()
             return _Worker(reader, writer, int(line))
         except (TimeoutError, ValueError, OSError):
             writer.close()
-            raise GraderDied("the process that forks graders did not answer; see its messages above") from None
+            said = line.decode("utf-8", "replace").strip()
+            raise WorkerDied(said or "the process that forks graders did not answer; see its messages above") from None
         except BaseException:
             writer.close()
             raise
@@ -178,10 +206,10 @@ class GraderPool:
         if self._control is not None:
             self._control.close()
         self._control, theirs = socket.socketpair()
-        # By path, so that it works from any directory and whatever the main program is; -P: not its folder on sys.path.
-        command = [sys.executable, "-P", str(_SCRIPT), str(self.memory_mb), str(math.ceil(self.timeout_s) + 1)]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0)
+            self._process = subprocess.Popen(
+                self.job.command(), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0
+            )
         return self._control
 
     def _end_process(self) -> None:
@@ -193,3 +221,27 @@ class GraderPool:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+class GraderPool(WorkerPool):
+    """Compares answers by math-verify.
+
+    Args:
+        workers: processes.
+        timeout_s: seconds one comparison may take.
+        memory_mb: address space of one worker.
+        on_restart: as in `WorkerPool`.
+    """
+
+    def __init__(self, workers: int, timeout_s: float, memory_mb: int, on_restart: Callable[[], None] = lambda: None) -> None:
+        arguments = {"memory_mb": memory_mb, "alarm_s": math.ceil(timeout_s) + 1}
+        super().__init__(Job("services.reward.equivalence", arguments, memory_mb), workers, timeout_s, on_restart)
+
+    async def grade(self, gold: str, answer: str) -> Verdict:
+        """Whether the two are equivalent; `timeout` or `died` when that could not be found out."""
+        said = await self.call(json.dumps([gold, answer]).encode())
+        if said == b"right":
+            return "right"
+        if said == b"wrong":
+            return "wrong"
+        return "timeout" if said == "timeout" else "died"

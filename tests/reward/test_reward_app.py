@@ -44,6 +44,7 @@ async def test_legacy_bodies_get_the_legacy_fields(http: httpx.AsyncClient) -> N
         "ground_truth": "5",
         "correct": True,
     }
+    assert one["components"] == {"math": 1.0}
     many = (await http.post("/batch_reward", json={"items": [GOOD, {**GOOD, "ground_truth": "6"}, GOOD]})).json()
     assert many["rewards"] == [1.0, 0.0, 1.0]
     assert many["mean_reward"] == many["accuracy"] == pytest.approx(2 / 3)
@@ -61,7 +62,7 @@ async def test_the_client_reads_null_rewards_and_their_status(http: httpx.AsyncC
 async def test_stats_and_metrics_count_by_status(http: httpx.AsyncClient) -> None:
     await http.post("/batch_reward", json={"items": [GOOD, GOOD, {**GOOD, "response": "?"}, HANG]})
     stats = (await http.get("/stats")).json()
-    assert stats["graded"] == {"ok": 2, "unparsable": 1, "timeout": 1, "died": 0}
+    assert stats["graded"] == {"ok": 2, "unparsable": 1, "timeout": 1, "died": 0, "error": 0}
     assert stats["worker_restarts"] == 1
     page = (await http.get("/metrics")).text
     assert 'rlhf_reward_server_graded_total{status="timeout"} 1.0' in page

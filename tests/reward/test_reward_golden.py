@@ -9,7 +9,7 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import extract_answer, gold_answer
-from services.reward.grade import MathGrader
+from services.reward.scorer import Scorer
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "rewards.jsonl"
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
@@ -20,8 +20,8 @@ async def test_golden_cases() -> None:
     cases = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     assert len(cases) >= 120
     items = [RewardItem(response=case["response"], ground_truth=case["ground_truth"]) for case in cases]
-    async with MathGrader(RewardSection(timeout_s=20)) as grader:
-        results = await grader.grade(items)
+    async with Scorer(RewardSection(timeout_s=20)) as grader:
+        results = await grader.score(items)
     wrong = [
         f"{case['why']}: {case['response']!r} against {case['ground_truth']!r} gave {result}"
         for case, result in zip(cases, results, strict=True)

@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidInput, NotReady, TooLarge
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.grade import MathGrader
+from services.reward.scorer import Scorer
 
 HOSTILE = [
     "9^{9^{9^9}}",
@@ -68,8 +68,8 @@ async def until(condition: object, limit_s: float = 60) -> None:
 
 
 @pytest.fixture
-async def grader() -> AsyncIterator[MathGrader]:
-    async with MathGrader(RewardSection(workers=2, timeout_s=1)) as started:
+async def grader() -> AsyncIterator[Scorer]:
+    async with Scorer(RewardSection(workers=2, timeout_s=1)) as started:
         assert started.not_ready()
         await started.ready()
         assert started.not_ready() is None
@@ -78,14 +78,14 @@ async def grader() -> AsyncIterator[MathGrader]:
 
 
 async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
-    async with MathGrader(RewardSection(workers=4, timeout_s=1.5)) as grader:
+    async with Scorer(RewardSection(workers=4, timeout_s=1.5)) as grader:
         await grader.ready()
         hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
         hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
         good = [boxed("18"), boxed("x+1", "1+x"), boxed("\\sqrt{12}", "2\\sqrt{3}"), boxed("19")] * len(hostile)
         items = [item for trio in zip(hostile, good[::2], good[1::2], strict=False) for item in trio]
         start = time.monotonic()
-        results = await grader.grade(items)
+        results = await grader.score(items)
         assert time.monotonic() - start < len(hostile) * 1.5 / 4 * 3 + 20
     for item, result in zip(items, results, strict=True):
         assert result.ground_truth == item.ground_truth
@@ -100,61 +100,61 @@ async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right
     assert grader.stats()["graded"]["timeout"] == sum(result.status == "timeout" for result in results)
 
 
-async def test_one_hostile_answer_is_back_soon_after_its_deadline(grader: MathGrader) -> None:
+async def test_one_hostile_answer_is_back_soon_after_its_deadline(grader: Scorer) -> None:
     start = time.monotonic()
-    [result] = await grader.grade([boxed("9^{9^{9^9}}", "5")])
+    [result] = await grader.score([boxed("9^{9^{9^9}}", "5")])
     assert time.monotonic() - start < 6
     assert (result.status, result.reward, result.correct) == ("timeout", None, False)
 
 
-async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: MathGrader) -> None:
-    [result] = await grader.grade([boxed("5", "9^{9^{9^9}}")])
+async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: Scorer) -> None:
+    [result] = await grader.score([boxed("5", "9^{9^{9^9}}")])
     assert (result.status, result.reward) == ("timeout", None)
 
 
-async def test_batch_means_are_over_the_graded_ones(grader: MathGrader) -> None:
+async def test_batch_means_are_over_the_graded_ones(grader: Scorer) -> None:
     hang = boxed("9^{9^{9^9}}")
-    mixed = await grader.grade_batch([boxed("18"), hang, boxed("19")])
+    mixed = await grader.score_batch([boxed("18"), hang, boxed("19")])
     assert (mixed.rewards, mixed.mean_reward, mixed.accuracy) == ([1.0, None, 0.0], 0.5, 0.5)
-    none = await grader.grade_batch([hang])
+    none = await grader.score_batch([hang])
     assert (none.rewards, none.mean_reward, none.accuracy) == ([None], 0.0, 0.0)
 
 
-async def test_no_answer_is_unparsable_and_graded_zero(grader: MathGrader) -> None:
-    [result] = await grader.grade([RewardItem(response="I cannot tell.", ground_truth="18")])
+async def test_no_answer_is_unparsable_and_graded_zero(grader: Scorer) -> None:
+    [result] = await grader.score([RewardItem(response="I cannot tell.", ground_truth="18")])
     assert (result.status, result.reward, result.extracted_answer) == ("unparsable", 0.0, None)
 
 
 @pytest.mark.parametrize(("require_stop", "reward"), [(True, 0.0), (False, 1.0)])
 async def test_a_cut_completion_earns_nothing_when_stopping_is_required(require_stop: bool, reward: float) -> None:
-    async with MathGrader(RewardSection(require_stop=require_stop)) as grader:
+    async with Scorer(RewardSection(require_stop=require_stop)) as grader:
         item = RewardItem(response="\\boxed{18}", ground_truth="18", finish_reason="length")
-        [result] = await grader.grade([item])
-        [stopped] = await grader.grade([boxed("18")])
+        [result] = await grader.score([item])
+        [stopped] = await grader.score([boxed("18")])
     assert (result.status, result.reward, result.correct) == ("ok", reward, reward == 1.0)
     assert stopped.reward == 1.0
 
 
-async def test_an_empty_ground_truth_is_named(grader: MathGrader) -> None:
+async def test_an_empty_ground_truth_is_named(grader: Scorer) -> None:
     with pytest.raises(InvalidInput) as caught:
-        await grader.grade([boxed("18"), boxed("18", " ")])
+        await grader.score([boxed("18"), boxed("18", " ")])
     assert caught.value.field == "items[1].ground_truth"
 
 
 async def test_too_many_items_are_refused() -> None:
-    grader = MathGrader(RewardSection(max_batch_items=2))
+    grader = Scorer(RewardSection(max_batch_items=2))
     with pytest.raises(TooLarge, match="max_batch_items"):
-        await grader.grade([boxed("18")] * 3)
+        await grader.score([boxed("18")] * 3)
 
 
 async def test_more_waiting_answers_than_the_queue_holds_are_refused() -> None:
-    async with MathGrader(RewardSection(workers=1, max_batch_items=2, timeout_s=30)) as grader:
+    async with Scorer(RewardSection(workers=1, max_batch_items=2, timeout_s=30)) as grader:
         await grader.ready()
-        busy = [asyncio.create_task(grader.grade([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
+        busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
         await until(lambda: grader.stats()["unfinished"] == 8)
         with pytest.raises(NotReady):
-            await grader.grade([boxed("x+1", "1+x")])
-        [plain] = await grader.grade([boxed("18")])
+            await grader.score([boxed("x+1", "1+x")])
+        [plain] = await grader.score([boxed("18")])
         assert plain.correct, "what needs no worker is graded even then"
         for task in busy:
             task.cancel()
@@ -162,9 +162,9 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused() -> None:
 
 
 async def test_cancelling_frees_the_workers() -> None:
-    async with MathGrader(RewardSection(workers=2, timeout_s=100)) as grader:
+    async with Scorer(RewardSection(workers=2, timeout_s=100)) as grader:
         await grader.ready()
-        task = asyncio.create_task(grader.grade([boxed("9^{9^{9^9}}")] * 20))
+        task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 20))
         await until(lambda: grader.stats()["unfinished"] == 20)
         await asyncio.sleep(0.2)
         task.cancel()
@@ -172,26 +172,26 @@ async def test_cancelling_frees_the_workers() -> None:
             await task
         assert grader.stats()["unfinished"] == 0
         async with asyncio.timeout(30):
-            results = await grader.grade([boxed("x+1", "1+x")] * 4)
+            results = await grader.score([boxed("x+1", "1+x")] * 4)
         assert all(result.correct for result in results)
 
 
-async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: MathGrader) -> None:
+async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: Scorer) -> None:
     victims = workers()
     assert len(victims) == 2
     for victim in victims:
         victim.kill()
     await asyncio.sleep(0.5)
-    results = await grader.grade([boxed("x+1", "1+x")] * 4)
+    results = await grader.score([boxed("x+1", "1+x")] * 4)
     assert [result.status for result in results] == ["ok"] * 4
     assert all(result.correct for result in results)
     assert grader.stats()["worker_restarts"] == 2
 
 
 async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
-    async with MathGrader(RewardSection(workers=1, timeout_s=100)) as grader:
+    async with Scorer(RewardSection(workers=1, timeout_s=100)) as grader:
         await grader.ready()
-        task = asyncio.create_task(grader.grade([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
+        task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
         await until(lambda: grader.stats()["unfinished"] == 2)
         await asyncio.sleep(0.3)
         [worker] = workers()
@@ -201,17 +201,17 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
     assert (good.status, good.correct) == ("ok", True)
 
 
-async def test_the_process_that_forks_graders_is_replaced_too(grader: MathGrader) -> None:
+async def test_the_process_that_forks_graders_is_replaced_too(grader: Scorer) -> None:
     parents = {worker.ppid() for worker in workers()}
     for process in [*parents, *(worker.pid for worker in workers())]:
         os.kill(process, signal.SIGKILL)
     await asyncio.sleep(0.5)
-    results = await grader.grade([boxed("x+1", "1+x")] * 2)
+    results = await grader.score([boxed("x+1", "1+x")] * 2)
     assert all(result.correct for result in results)
 
 
 async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer() -> None:
-    async with MathGrader(RewardSection(workers=1, timeout_s=60, memory_mb=256)) as grader:
-        bomb, good = await grader.grade([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
+    async with Scorer(RewardSection(workers=1, timeout_s=60, memory_mb=256)) as grader:
+        bomb, good = await grader.score([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
     assert (bomb.status, bomb.reward) == ("died", None)
     assert (good.status, good.correct) == ("ok", True)

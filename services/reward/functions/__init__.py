@@ -1,5 +1,17 @@
 """What a completion is rewarded for: functions that a run's configuration or the caller of the Python API names."""
 
+from services.reward.functions.answers import MathRewardFunction
 from services.reward.functions.base import RewardFunction
+from services.reward.functions.composite import CompositeRewardFunction
+from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
+from services.reward.score import Score
 
-__all__ = ["RewardFunction"]
+__all__ = [
+    "CompositeRewardFunction",
+    "FormatRewardFunction",
+    "LengthPenaltyFunction",
+    "MathRewardFunction",
+    "RepetitionPenaltyFunction",
+    "RewardFunction",
+    "Score",
+]

@@ -1,0 +1,135 @@
+"""From the names in the configuration to reward functions that run."""
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import ConfigError
+from common.schemas import RewardItem
+from common.sections import RewardSection
+from services.reward.functions.base import Message, RewardFunction
+from services.reward.functions.composite import check_names
+from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
+from services.reward.grade import MathGrader
+from services.reward.hosts import Host, ProcessHost
+from services.reward.pool import Job, WorkerPool
+from services.reward.score import Score
+
+_CHECK_S = 300.0
+_HOME = "services.reward.functions"
+_CALLS = "services.reward.calls"
+
+
+@dataclass
+class Built:
+    """What the server runs."""
+
+    hosts: dict[str, Host] = field(default_factory=dict)
+    """By the function's name in the configuration."""
+    pools: list[WorkerPool] = field(default_factory=list)
+    """Worker processes that hosts share; whoever built them enters and leaves them."""
+
+
+class MathHost(Host):
+    """Final answers, in the grader's own workers."""
+
+    def __init__(self, config: RewardSection, queue: int, on_restart: Callable[[], None]) -> None:
+        super().__init__("math", config.max_batch_items, queue, self._check_gold)
+        self._grader = MathGrader(config, on_restart)
+
+    @staticmethod
+    def _check_gold(item: RewardItem, where: str) -> None:
+        MathGrader.gold(item.ground_truth, f"{where}ground_truth")
+
+    @property
+    def problem(self) -> str | None:
+        """Of the graders."""
+        return self._grader.not_ready()
+
+    async def __aenter__(self) -> "MathHost":
+        await self._grader.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._grader.__aexit__(*error)
+
+    async def ready(self) -> None:
+        """Returns when the graders have started."""
+        await self._grader.ready()
+
+    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Without the limit of the others: most answers need no worker, and the grader refuses those that would wait."""
+        self.unfinished += len(items)
+        try:
+            return await self._grader.grade(items)
+        finally:
+            self.unfinished -= len(items)
+
+    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
+        raise NotImplementedError("the grader takes items")
+
+
+def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> Built:
+    """A host for every function that any task uses.
+
+    Args:
+        config: names the functions.
+        queue: items that may wait for one function.
+        on_restart: called whenever a worker was replaced.
+
+    Raises ConfigError for a function that does not exist or cannot work here.
+    """
+    result = Built()
+    plain: dict[str, dict[str, Any]] = {}
+    for name in config.function_names():
+        if name == "math":
+            result.hosts[name] = MathHost(config, queue, on_restart)
+        elif name in _PLAIN:
+            made, arguments = _PLAIN[name], _ARGUMENTS[name](config)
+            made(**arguments)  # refuses wrong arguments here, before a worker does
+            plain[name] = {"name": name, "target": f"{_HOME}:{made.__name__}", "arguments": arguments}
+        else:
+            plain[name] = _custom(name)
+    if plain:
+        job = Job(_CALLS, {"functions": list(plain.values())})
+        pool = WorkerPool(job, config.workers, config.function_timeout_s, on_restart)
+        result.pools.append(pool)
+        for index, (name, spec) in enumerate(plain.items()):
+            result.hosts[name] = ProcessHost(spec["name"], pool, index, config.function_batch, queue)
+    check_names([host.name for host in result.hosts.values()])
+    return result
+
+
+_PLAIN: dict[str, Callable[..., RewardFunction]] = {
+    "format": FormatRewardFunction,
+    "length": LengthPenaltyFunction,
+    "repetition": RepetitionPenaltyFunction,
+}
+_ARGUMENTS: dict[str, Callable[[RewardSection], dict[str, Any]]] = {
+    "format": lambda c: {"required_patterns": c.format_required, "forbidden_patterns": c.format_forbidden},
+    "length": lambda c: {"soft_chars": c.length_soft_chars, "hard_chars": c.length_hard_chars},
+    "repetition": lambda c: {"ngram": c.repetition_ngram},
+}
+
+
+def _custom(path: str) -> dict[str, Any]:
+    """The spec of somebody's function, made once in a process of its own to see that it works and what it is called."""
+    spec: dict[str, Any] = {"target": path, "arguments": {}}
+    command = Job(_CALLS, {"functions": [spec]}).command(check=True)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
+        said = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"the reward function was not made within {_CHECK_S:.0f} s", field="reward.functions", value=path
+        ) from None
+    if done.returncode != 0:
+        raise ConfigError(
+            said or "the process that tried the reward function died",
+            field="reward.functions",
+            value=path,
+            remedy="package.module:Class of a RewardFunction that needs no arguments",
+        )
+    return spec | {"name": json.loads(said)[0]}

@@ -1,0 +1,62 @@
+"""What the function workers do: call reward functions. Runs in `services.reward.worker`, not in the server."""
+
+import importlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from services.reward.functions.base import RewardFunction
+
+log = logging.getLogger(__name__)
+_MAX_REASON_CHARS = 500
+
+
+def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+    """Imports reward functions; a worker makes them, and its handler calls one of them.
+
+    Args:
+        arguments: `functions`: of each its import path `target` and its `arguments`.
+
+    Raises RuntimeError naming the import path of what is not a reward function.
+    """
+    specs: list[dict[str, Any]] = arguments["functions"]
+    targets = [(find(spec["target"]), spec) for spec in specs]
+
+    def make() -> Callable[[str], str]:
+        functions = [_made(target, spec) for target, spec in targets]
+        return lambda line: _handle(functions, json.loads(line))
+
+    return make
+
+
+def find(path: str) -> Any:
+    """What an import path names. Raises RuntimeError when there is nothing."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise RuntimeError(f"the reward function {path} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
+    try:
+        function = target(**spec["arguments"]) if isinstance(target, type) else target
+    except Exception as error:
+        raise RuntimeError(f"the reward function {spec['target']} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(function, RewardFunction):
+        raise RuntimeError(f"{spec['target']} is not a RewardFunction: subclass services.reward.functions.RewardFunction")
+    return function
+
+
+def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
+    if "names" in call:
+        return json.dumps([function.name for function in functions])
+    function = functions[call["function"]]
+    try:
+        scores = function.scores(call["completions"], **call["columns"])
+    except Exception as error:
+        log.warning("the reward function %s failed", function.name, exc_info=True)
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]})
+    return json.dumps({"scores": [asdict(score) for score in scores]})

@@ -1,0 +1,96 @@
+"""What the math workers do: compare two answers with math-verify. Runs in `services.reward.worker`, not in the server."""
+
+import itertools
+import json
+import logging
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from math_verify import parse, verify
+
+_HUNDRED = sympy.Integer(100)
+_TOLERANCE = 1e-6
+_POWER = re.compile(r"\*\*\s*(-?\w+|\([^()]*\))")
+_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+
+
+def equivalent(gold: str, answer: str) -> bool:
+    """Whether two answers mean the same, by math-verify, whose verdict on numbers is checked again.
+
+    Raises MemoryError and RecursionError. Has no time limit: the process that calls it is killed instead.
+    """
+    expected, given = _parse(gold), _parse(answer)
+    if not any(_verify(a, b) for a, b in itertools.product(expected, given)):
+        return False
+    return not (expected and given) or _close(expected[0], given[0])
+
+
+def _verify(expected: object, given: object) -> bool:
+    try:
+        return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
+    except (MemoryError, RecursionError):  # no verdict: math-verify by itself would make it "wrong"
+        raise
+    except Exception:  # sympy cannot compare the two
+        return False
+
+
+def _parse(text: str) -> list[object]:
+    percent = text.endswith("%")
+    bare = text.removesuffix("%").removesuffix("\\").strip() if percent else text
+    # LaTeX does not know these, and math-verify would read the 2 of 2**3 and forget the rest.
+    latex = _PI.sub(r"\\pi ", _POWER.sub(r"^{\1}", bare))
+    try:
+        found: list[object] = parse(f"${latex}$", parsing_timeout=None, raise_on_error=True)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # sympy raises anything on text that is no mathematics: then only the text can match
+        return [text]
+    return [item / _HUNDRED if isinstance(item, sympy.Expr) else text for item in found] if percent else found
+
+
+def _close(expected: object, given: object) -> bool:
+    """False for two numbers that differ: math-verify rounds to 6 decimals, so to it 10^-20 is 10^-30."""
+    numbers = [item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number]
+    if len(numbers) < 2:
+        return True
+    a, b = numbers
+    if a.is_Rational and b.is_Rational:
+        return bool(a == b)
+    if not (a.is_finite and b.is_finite):
+        return bool(a == b)
+    difference, size = abs(sympy.N(a - b, 30, maxn=400)), max(abs(sympy.N(a)), abs(sympy.N(b)))
+    return bool(difference <= _TOLERANCE * size)
+
+
+def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+    """Loads and warms math-verify; a worker's handler answers `[gold, answer]` with `right` or `wrong`.
+
+    Args:
+        arguments: `memory_mb`, the address space of a worker, and `alarm_s`: seconds after which a worker that nobody kills
+            ends itself.
+    """
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    equivalent("\\frac{x+1}{2}", "(1+x)/2")  # fills the caches that every worker inherits
+    memory_bytes, alarm_s = int(arguments["memory_mb"]) << 20, int(arguments["alarm_s"])
+
+    def handle(line: str) -> str:
+        gold, answer = json.loads(line)
+        signal.alarm(alarm_s)  # ends a worker that hangs after everything else that could kill it is gone
+        verdict = "right" if equivalent(gold, answer) else "wrong"
+        signal.alarm(0)
+        if verdict == "wrong" and _used_bytes() > memory_bytes // 2:
+            raise MemoryError  # math-verify takes running out of memory for "wrong" in many places
+        return verdict
+
+    return lambda: handle
+
+
+def _used_bytes() -> int:
+    """The most memory this process has had at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10

@@ -1,0 +1,101 @@
+"""Reward functions over the text alone: its format, its length, its repetitions."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import ConfigError
+from services.reward.functions.base import Message, RewardFunction, text_of
+
+THINKING = r"\A\s*<think>.*?\S.*?</think>.*\S"
+"""Required pattern: thoughts between tags, then something after them."""
+
+
+class FormatRewardFunction(RewardFunction):
+    """1.0 for a completion in which every required pattern and no forbidden one is found, else 0.0.
+
+    A dot matches line ends too, and `^` and `$` match at every line: `<think>.*</think>` finds thoughts of many lines.
+
+    Args:
+        required_patterns: regular expressions, searched anywhere in the text.
+        forbidden_patterns: the same.
+
+    Raises ConfigError naming a pattern that is no regular expression, or when there is none at all.
+    """
+
+    name = "format"
+
+    def __init__(self, required_patterns: Sequence[str] = (), forbidden_patterns: Sequence[str] = ()) -> None:
+        if not required_patterns and not forbidden_patterns:
+            raise ConfigError("the format reward has no pattern", field="required_patterns", remedy="give at least one")
+        self._required = _compiled("required_patterns", required_patterns)
+        self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
+
+    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+        """1.0 or 0.0 for each completion."""
+        return [float(self._fits(text_of(completion))) for completion in completions]
+
+    def _fits(self, text: str) -> bool:
+        return all(pattern.search(text) for pattern in self._required) and not any(
+            pattern.search(text) for pattern in self._forbidden
+        )
+
+
+class LengthPenaltyFunction(RewardFunction):
+    """0.0 up to `soft_chars` characters, then falling linearly to -1.0 at `hard_chars` and beyond.
+
+    The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), over characters. Raises ConfigError when the limits are
+    not in order.
+    """
+
+    name = "length"
+
+    def __init__(self, soft_chars: int = 4000, hard_chars: int = 8000) -> None:
+        if not 0 <= soft_chars < hard_chars:
+            raise ConfigError(
+                "the soft limit is not below the hard one", field="soft_chars", value=soft_chars, remedy="lower it"
+            )
+        self._soft, self._hard = soft_chars, hard_chars
+
+    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+        """A number in [-1, 0] for each completion."""
+        width = self._hard - self._soft
+        return [-min(1.0, max(0.0, (len(text_of(completion)) - self._soft) / width)) for completion in completions]
+
+
+class RepetitionPenaltyFunction(RewardFunction):
+    """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
+
+    Raises ConfigError when `ngram` is below 1.
+    """
+
+    name = "repetition"
+
+    def __init__(self, ngram: int = 20) -> None:
+        if ngram < 1:
+            raise ConfigError("an n-gram has at least one word", field="ngram", value=ngram, remedy="raise it")
+        self._ngram = ngram
+
+    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+        """A number in (-1, 0] for each completion."""
+        return [-self._repeated(text_of(completion).split()) for completion in completions]
+
+    def _repeated(self, words: list[str]) -> float:
+        total = len(words) - self._ngram + 1
+        if total < 1:
+            return 0.0
+        return 1 - len({tuple(words[i : i + self._ngram]) for i in range(total)}) / total
+
+
+def _compiled(field: str, patterns: Sequence[str]) -> list[re.Pattern[str]]:
+    if isinstance(patterns, str):
+        raise ConfigError(f"{field} is one text", field=field, value=patterns, remedy="give a list of patterns")
+    compiled = []
+    for pattern in patterns:
+        try:
+            compiled.append(re.compile(pattern, re.DOTALL | re.MULTILINE))
+        except re.error as error:
+            raise ConfigError(
+                f"not a regular expression: {error}", field=field, value=pattern, remedy="correct the pattern"
+            ) from None
+    return compiled
