@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-RewardName = Annotated[str, StringConstraints(pattern=r"^(math|format|length|repetition|[\w.]+:\w+)$")]
+RewardName = Annotated[str, StringConstraints(pattern=r"^(math|code|format|length|repetition|[\w.]+:\w+)$")]
 
 
 class Section(BaseModel):
@@ -97,8 +97,8 @@ class RewardSection(Section):
 
     port: int = Field(8002, ge=1, le=65535)
     functions: list[RewardName] = Field(["math"], min_length=1)
-    """Reward functions, the reward is their weighted sum: `math`, `format`, `length`, `repetition`, or the import path
-    `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
+    """Reward functions, the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`, or the
+    import path `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
     weights: dict[RewardName, float] = {}
     """Weight of a function by its name above; 1.0 for those that are not named."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
@@ -118,6 +118,20 @@ class RewardSection(Section):
     require_stop: bool = False
     """Reward only completions that ended by themselves: one cut at `max_new_tokens` gets 0, right or wrong."""
     max_batch_items: int = Field(4096, gt=0)
+    code_timeout_s: float = Field(5.0, gt=0)
+    """Seconds that one test case of `code` may take; all cases of a program have five times as much."""
+    code_partial_credit: bool = False
+    """`code` rewards the share of the test cases that pass instead of all or nothing."""
+    code_slots: int | None = Field(None, gt=0)
+    """Programs that `code` runs at once; the number of processors when unset."""
+    code_memory_mb: int = Field(512, ge=32)
+    """Address space of one program (which has one process)."""
+    code_output_kb: int = Field(64, gt=0)
+    """Output of one test case; more fails it."""
+    code_python: str = ""
+    """Interpreter for programs, with the packages installed for it; a bare one is found when empty."""
+    code_sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`none` runs programs as the server's own user with no protection: only for programs that you trust."""
     format_required: list[str] = []
     """Regular expressions that `format` must find in a completion; a dot matches line ends too."""
     format_forbidden: list[str] = []
@@ -140,7 +154,7 @@ class RewardSection(Section):
         unread = {
             field: f"no task uses the reward function {function}"
             for field in type(self).model_fields
-            for function in ("format", "length", "repetition")
+            for function in ("code", "format", "length", "repetition")
             if field.startswith(f"{function}_") and function not in names
         }
         if "math" not in names:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environment of one role in the working directory. Done again only when the pins or the role change.
 #
-#   bash jobgroup/setup.sh services|rollout|trainer|sglang
+#   bash jobgroup/setup.sh services|reward|rollout|trainer|sglang
 #
 #   services   .venv with the light services (no torch)
+#   reward     the same, and bubblewrap, the sandbox of code rewards, where it can be installed
 #   rollout    .venv with the router; on a machine with an NVIDIA GPU also .venv-sglang, elsewhere what the CPU engine needs
 #   trainer    .venv with torch and transformers
 #   sglang     .venv-sglang alone
@@ -57,8 +58,26 @@ make_sglang() {
   make_env .venv-sglang jobgroup/sglang-requirements.txt -r jobgroup/sglang-requirements.txt
 }
 
+# The reward-server says so, with the remedy, when a run rewards code and the sandbox is missing.
+install_bubblewrap() {
+  local root=()
+  if command -v bwrap >/dev/null || ! command -v apt-get >/dev/null; then
+    return
+  fi
+  if [ "$(id -u)" != 0 ]; then
+    root=(sudo -n)
+  fi
+  if ! { "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq bubblewrap libseccomp2; } >/dev/null 2>&1; then
+    echo "setup: bubblewrap cannot be installed here: code rewards will be refused" >&2
+  fi
+}
+
 case "$role" in
 services | trainer) make_role "$role" ;;
+reward)
+  install_bubblewrap
+  make_role services
+  ;;
 rollout)
   if command -v nvidia-smi >/dev/null; then
     make_role rollout
@@ -69,7 +88,7 @@ rollout)
   ;;
 sglang) make_sglang ;;
 *)
-  echo "usage: bash jobgroup/setup.sh services|rollout|trainer|sglang   (got '$role')" >&2
+  echo "usage: bash jobgroup/setup.sh services|reward|rollout|trainer|sglang   (got '$role')" >&2
   exit 2
   ;;
 esac

@@ -11,13 +11,16 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.functions.composite import check_names
+from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.grade import MathGrader
-from services.reward.hosts import Host, ProcessHost
+from services.reward.hosts import Host, ProcessHost, ThreadHost
 from services.reward.pool import Job, WorkerPool
+from services.reward.sandbox.cases import parse_cases
 from services.reward.score import Score
 
 _CHECK_S = 300.0
+_CALLS_AT_ONCE = 64  # threads that wait for slots of the sandbox, or for an endpoint
 _HOME = "services.reward.functions"
 _CALLS = "services.reward.calls"
 
@@ -86,6 +89,8 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
     for name in config.function_names():
         if name == "math":
             result.hosts[name] = MathHost(config, queue, on_restart)
+        elif name == "code":
+            result.hosts[name] = _code(config, queue)
         elif name in _PLAIN:
             made, arguments = _PLAIN[name], _ARGUMENTS[name](config)
             made(**arguments)  # refuses wrong arguments here, before a worker does
@@ -112,6 +117,23 @@ _ARGUMENTS: dict[str, Callable[[RewardSection], dict[str, Any]]] = {
     "length": lambda c: {"soft_chars": c.length_soft_chars, "hard_chars": c.length_hard_chars},
     "repetition": lambda c: {"ngram": c.repetition_ngram},
 }
+
+
+def _code(config: RewardSection, queue: int) -> Host:
+    function = CodeRewardFunction(
+        config.code_timeout_s,
+        config.code_partial_credit,
+        slots=config.code_slots,
+        memory_mb=config.code_memory_mb,
+        output_kb=config.code_output_kb,
+        python=config.code_python,
+        sandbox=config.code_sandbox,
+    )
+
+    def check(item: RewardItem, where: str) -> None:
+        parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+
+    return ThreadHost(function, None, config.function_batch, queue, _CALLS_AT_ONCE, check)
 
 
 def _custom(path: str) -> dict[str, Any]:

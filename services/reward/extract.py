@@ -28,7 +28,7 @@ def extract_answer(response: str) -> str | None:
 
     Thoughts (`<think>`) do not count, closed or not. Of several marked answers the last one counts.
     """
-    text = _without_thoughts(response)
+    text = without_thoughts(response)
     found, answer = _last_marked(text)
     return answer if found else _last_number(text)
 
@@ -58,7 +58,8 @@ def clean(answer: str) -> str:
     return _PERCENT_WORD.sub("%", text.strip())
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
+    """What is outside `<think>` tags, closed or not."""
     kept: list[str] = []
     thinking = False
     for piece in _THINK.split(text):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from common.errors import InvalidInput, NotReady
+from common.errors import NotReady
 from common.schemas import RewardItem, RewardStatus
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.pool import WorkerPool
@@ -187,17 +187,3 @@ async def in_thread(function: Callable[[], _T]) -> _T:
     threading.Thread(target=work, name="reward-function", daemon=True).start()
     answer: _T = await future
     return answer
-
-
-def needs_column(name: str) -> Check:
-    """A check that an item has a column."""
-
-    def check(item: RewardItem, where: str) -> None:
-        if item.columns.get(name) is None:
-            raise InvalidInput(
-                f"the item has no column {name}",
-                field=f"{where}columns.{name}",
-                remedy=f"send it, or give the data set a column {name}",
-            )
-
-    return check

@@ -1,0 +1,186 @@
+"""Test cases of a program: how they are written, and whether what a program did is what they expect."""
+
+import ast
+import base64
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from common.errors import InvalidInput
+
+CaseStatus = Literal["passed", "wrong", "error", "timeout", "memory", "output", "died", "skipped"]
+"""`wrong`: another output or value. `error`: it raised. `timeout`, `memory`, `output`: over a limit. `died`: its process ended
+before the test did. `skipped`: not run, since the score was decided or the time for all cases was used up."""
+
+_RELATIVE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What came of one test case."""
+
+    status: CaseStatus
+    seconds: float = 0.0
+    """Wall time of its process."""
+    detail: str = ""
+    """The exception, at most 200 characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test case: what goes into the sandbox, and what stays outside to compare with."""
+
+    request: dict[str, Any]
+    expected: Any = None
+    exact: bool = True
+    """Compare as Python's `==` does; else floats may differ by 1e-9 of their size, and lists may stand for tuples."""
+    equal: bool = True
+    """False for `assert … != literal`."""
+
+    def verdict(self, done: dict[str, Any]) -> CaseResult:
+        """The result of a case from what the sandbox said about it."""
+        status, seconds, detail = done["status"], float(done["seconds"]), str(done["detail"])
+        if status != "done":
+            return CaseResult(status, seconds, detail)
+        kind = self.request["kind"]
+        if kind == "code":
+            right = True
+        elif kind == "stdin":
+            right = _lines(done["output"]) == _lines(self.expected)
+        else:
+            value = _value(done["value"])
+            same = value == self.expected if self.exact else _close(value, self.expected)
+            right = value is not _MADE_UP and bool(same) == self.equal
+        return CaseResult("passed" if right else "wrong", seconds, detail)
+
+
+def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
+    """The test cases of one problem, from what the data set has.
+
+    Args:
+        cases: a list, or JSON text of one, or one text of Python tests. Each is
+            `{"input": text, "output": text}` (or `expected_output`): a program that reads standard input;
+            `{"function": name, "args": [...], "kwargs": {...}, "output": value}`: a call;
+            or a text: Python tests, usually one `assert` line.
+        where: the field, for messages.
+
+    Raises InvalidInput naming the case that is none of these.
+    """
+    if isinstance(cases, str):
+        try:
+            cases = json.loads(cases)
+        except ValueError:
+            cases = [cases]
+    if isinstance(cases, dict):
+        cases = [cases]
+    if not isinstance(cases, (list, tuple)) or not cases:
+        raise InvalidInput("there are no test cases", field=where, value=cases, remedy="give a list of at least one")
+    return [_parsed(case, f"{where}[{i}]") for i, case in enumerate(cases)]
+
+
+def _parsed(case: Any, where: str) -> Case:
+    if isinstance(case, str):
+        return _from_python(case, where)
+    if isinstance(case, dict):
+        expected = next((case[key] for key in ("output", "expected_output", "expected") if key in case), None)
+        has_expected = any(key in case for key in ("output", "expected_output", "expected"))
+        name = case.get("function", case.get("fn_name"))
+        if isinstance(name, str) and has_expected and isinstance(case.get("args", []), list):
+            request = {"kind": "call", "function": name, "args": case.get("args", []), "kwargs": case.get("kwargs", {})}
+            return Case(request, expected, exact=False)
+        if name is None and isinstance(expected, str) and isinstance(case.get("input", ""), str):
+            return Case({"kind": "stdin", "input": case.get("input", "")}, expected)
+    raise InvalidInput(
+        "this is no test case",
+        field=where,
+        value=case,
+        remedy='{"input": text, "output": text}, {"function": name, "args": [...], "output": value}, or an assert line',
+    )
+
+
+def _from_python(text: str, where: str) -> Case:
+    """A test in Python. `assert expression == literal` is compared outside; the sandbox does not see the literal."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidInput(f"the test is no Python: {error}", field=where, value=text, remedy="correct it") from None
+    if not tree.body:
+        raise InvalidInput("the test is empty", field=where, value=text, remedy="remove it")
+    test = tree.body[0].test if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert) else None
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.NotEq, ast.Is)):
+        for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+            try:
+                expected = ast.literal_eval(literal)
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                continue
+            request = {"kind": "value", "expression": ast.unparse(expression)}
+            return Case(request, expected, equal=not isinstance(test.ops[0], ast.NotEq))
+    return Case({"kind": "code", "code": text})
+
+
+class _Opaque:
+    """A value that is no literal: equal to nothing."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+_MADE_UP = _Opaque()
+
+
+def _value(text: str) -> Any:
+    """A value from its tagged JSON, which a program may have made up."""
+    try:
+        return _decoded(json.loads(text))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError):
+        return _MADE_UP
+
+
+def _decoded(tagged: Any) -> Any:
+    kind = tagged[0]
+    if kind == "none":
+        return None
+    content = tagged[-1]
+    if kind == "int":
+        return int(content, 16)
+    if kind in ("bool", "str"):
+        return content
+    if kind == "float":
+        return float(content)
+    if kind == "complex":
+        return complex(float(content[0]), float(content[1]))
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind in ("list", "tuple", "set", "frozenset"):
+        maker = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+        return maker(_decoded(item) for item in content)
+    if kind == "dict":
+        return {_decoded(key): _decoded(value) for key, value in content}
+    return _Opaque() if kind == "other" else _MADE_UP
+
+
+def _close(value: Any, expected: Any) -> bool:
+    """Equality with what JSON can say: lists for tuples, text for keys, floats to 9 digits."""
+    if isinstance(expected, bool) or isinstance(value, bool):
+        return value is expected
+    if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
+        if isinstance(value, int) and isinstance(expected, int):
+            return value == expected
+        try:
+            return math.isclose(value, expected, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
+        except OverflowError:
+            return False
+    if isinstance(expected, list) and isinstance(value, (list, tuple)):
+        return len(value) == len(expected) and all(_close(a, b) for a, b in zip(value, expected, strict=True))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        keyed = {key if isinstance(key, str) else json.dumps(key, default=repr): item for key, item in value.items()}
+        return keyed.keys() == expected.keys() and all(_close(keyed[key], item) for key, item in expected.items())
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the spaces at their ends, without empty ones at the end of the text."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
