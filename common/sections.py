@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-RewardName = Annotated[str, StringConstraints(pattern=r"^(math|code|format|length|repetition|[\w.]+:\w+)$")]
+RewardName = Annotated[str, StringConstraints(pattern=r"^(math|code|format|reward_model|judge|length|repetition|[\w.]+:\w+)$")]
 
 
 class Section(BaseModel):
@@ -97,8 +97,8 @@ class RewardSection(Section):
 
     port: int = Field(8002, ge=1, le=65535)
     functions: list[RewardName] = Field(["math"], min_length=1)
-    """Reward functions, the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`, or the
-    import path `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
+    """Reward functions, the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`,
+    `reward_model`, `judge`, or the import path `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
     weights: dict[RewardName, float] = {}
     """Weight of a function by its name above; 1.0 for those that are not named."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
@@ -143,6 +143,33 @@ class RewardSection(Section):
     repetition_ngram: int = Field(20, gt=0)
     """Words in a row that count as repeated when they occur again."""
 
+    reward_model_name: str = ""
+    """Sequence-classification model of `reward_model`, on the hub or a directory."""
+    reward_model_device: Literal["auto", "cuda", "cpu"] = "auto"
+    reward_model_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """`auto`: bfloat16 on a GPU, float32 on a CPU."""
+    reward_model_batch_size: int = Field(8, gt=0)
+    """Chats in one forward pass."""
+    reward_model_max_tokens: int = Field(4096, gt=0)
+    """A longer chat has no score."""
+    reward_model_timeout_s: float = Field(120.0, gt=0)
+    """Seconds that one call (of `function_batch` completions at most) may take."""
+    judge_url: str = ""
+    """OpenAI-compatible endpoint of `judge`, as http://127.0.0.1:8000/v1. Its key is in the environment, JUDGE_API_KEY."""
+    judge_model: str = ""
+    """Name of the model there."""
+    judge_rubric: str = ""
+    """What the judge is told is good; a general rubric on correctness when empty."""
+    judge_scale: float = Field(10.0, gt=0)
+    """Best score; the reward is the share of it."""
+    judge_timeout_s: float = Field(60.0, gt=0)
+    """Seconds for one request."""
+    judge_retries: int = Field(3, ge=0)
+    judge_concurrency: int = Field(16, gt=0)
+    """Requests at once."""
+    judge_max_tokens: int = Field(1024, gt=0)
+    """Of a reply."""
+
     def function_names(self) -> list[str]:
         """Every function that any task uses, each once."""
         names = [*self.functions, *(name for task in self.tasks.values() for name in task)]
@@ -154,7 +181,7 @@ class RewardSection(Section):
         unread = {
             field: f"no task uses the reward function {function}"
             for field in type(self).model_fields
-            for function in ("code", "format", "length", "repetition")
+            for function in ("code", "format", "length", "repetition", "reward_model", "judge")
             if field.startswith(f"{function}_") and function not in names
         }
         if "math" not in names:
@@ -165,6 +192,10 @@ class RewardSection(Section):
     def _fits(self) -> "RewardSection":
         if strangers := set(self.weights) - set(self.function_names()):
             raise ValueError(f"weights names {sorted(strangers)[0]}, which is not among the functions: name it there too")
+        for function, needed in (("reward_model", ("reward_model_name",)), ("judge", ("judge_url", "judge_model"))):
+            missing = [name for name in needed if not getattr(self, name)]
+            if function in self.function_names() and missing:
+                raise ValueError(f"the reward function {function} needs {missing[0]}: set it")
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
                 f"length_soft_chars {self.length_soft_chars} is not below length_hard_chars {self.length_hard_chars}: lower it"

@@ -11,6 +11,7 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.functions.composite import check_names
+from services.reward.functions.judge import DEFAULT_RUBRIC, JudgeRewardFunction
 from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.grade import MathGrader
@@ -21,6 +22,7 @@ from services.reward.score import Score
 
 _CHECK_S = 300.0
 _CALLS_AT_ONCE = 64  # threads that wait for slots of the sandbox, or for an endpoint
+_MODEL_START_S = 1800.0  # a large model is downloaded first
 _HOME = "services.reward.functions"
 _CALLS = "services.reward.calls"
 
@@ -91,6 +93,12 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
             result.hosts[name] = MathHost(config, queue, on_restart)
         elif name == "code":
             result.hosts[name] = _code(config, queue)
+        elif name == "judge":
+            result.hosts[name] = ThreadHost(_judge(config), None, config.function_batch, queue, _CALLS_AT_ONCE)
+        elif name == "reward_model":
+            pool = _model_pool(config, on_restart)
+            result.pools.append(pool)
+            result.hosts[name] = ProcessHost(name, pool, 0, config.function_batch, queue)
         elif name in _PLAIN:
             made, arguments = _PLAIN[name], _ARGUMENTS[name](config)
             made(**arguments)  # refuses wrong arguments here, before a worker does
@@ -134,6 +142,33 @@ def _code(config: RewardSection, queue: int) -> Host:
         parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
 
     return ThreadHost(function, None, config.function_batch, queue, _CALLS_AT_ONCE, check)
+
+
+def _judge(config: RewardSection) -> JudgeRewardFunction:
+    return JudgeRewardFunction(
+        config.judge_url,
+        config.judge_model,
+        config.judge_rubric or DEFAULT_RUBRIC,
+        scale=config.judge_scale,
+        timeout_s=config.judge_timeout_s,
+        retries=config.judge_retries,
+        concurrency=config.judge_concurrency,
+        max_tokens=config.judge_max_tokens,
+    )
+
+
+def _model_pool(config: RewardSection, on_restart: Callable[[], None]) -> WorkerPool:
+    """One process that holds the reward model: the server itself never loads torch."""
+    arguments = {
+        "model": config.reward_model_name,
+        "batch_size": config.reward_model_batch_size,
+        "device": config.reward_model_device,
+        "dtype": config.reward_model_dtype,
+        "max_tokens": config.reward_model_max_tokens,
+    }
+    spec = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
+    job = Job(_CALLS, {"functions": [spec]}, answers=None)
+    return WorkerPool(job, 1, config.reward_model_timeout_s, on_restart, _MODEL_START_S)
 
 
 def _custom(path: str) -> dict[str, Any]:

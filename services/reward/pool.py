@@ -40,6 +40,8 @@ class Job:
     arguments: dict[str, Any]
     memory_mb: int | None = None
     """Address space of one worker; None: no limit."""
+    answers: int | None = _ANSWERS_PER_WORKER
+    """Answers after which a worker is replaced by a fresh one; None: never."""
 
     def command(self, *, check: bool = False) -> list[str]:
         """The command line of the process that forks workers; with `check` it only makes one handler and ends."""
@@ -153,7 +155,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await worker.call(message)
-            keep = worker.answered < _ANSWERS_PER_WORKER
+            keep = self.job.answers is None or worker.answered < self.job.answers
         except TimeoutError:
             answer = "timeout"
         except (WorkerDied, OSError, ValueError):  # ValueError: a line over the limit

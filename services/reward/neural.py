@@ -1,0 +1,115 @@
+"""A reward model: the one module of the reward-server that needs torch and transformers, and only once it is used."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from common.errors import ConfigError
+from services.reward.functions.base import Message, RewardFunction, as_floats, column
+from services.reward.score import Score
+
+Device = Literal["auto", "cuda", "cpu"]
+Precision = Literal["auto", "bfloat16", "float32"]
+
+
+class RewardModelFunction(RewardFunction):
+    """The score of a Hugging Face sequence-classification model: its logit, or the probability of the second of two classes.
+
+    It reads the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts where it has
+    none. A chat that is longer than the limit has no score.
+
+    Args:
+        model: a name on the hub or a local directory.
+        batch_size: chats in one forward pass.
+        device: `auto` is a GPU where there is one.
+        dtype: `auto` is bfloat16 on a GPU and float32 on a CPU.
+        max_tokens: longest chat.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises ConfigError when the model cannot be loaded, or when it is none that scores.
+    """
+
+    name = "reward_model"
+    bounds_itself = True
+
+    def __init__(
+        self,
+        model: str,
+        batch_size: int = 8,
+        device: Device = "auto",
+        dtype: Precision = "auto",
+        max_tokens: int = 4096,
+        trust_remote_code: bool = False,
+    ) -> None:
+        try:
+            import torch
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                f"a reward model needs torch and transformers: {error}",
+                field="reward.functions",
+                value="reward_model",
+                remedy="pip install 'rlhf-math[trainer]'",
+            ) from None
+        self._torch = torch
+        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        precision = ("bfloat16" if self._device == "cuda" else "float32") if dtype == "auto" else dtype
+        options = {"trust_remote_code": trust_remote_code}
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model, **options)
+            loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=getattr(torch, precision), **options)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the reward model cannot be loaded: {error}",
+                field="reward.reward_model_name",
+                value=model,
+                remedy="a sequence-classification model on the hub (HF_TOKEN for a gated one) or a directory of one",
+            ) from None
+        if loaded.config.num_labels > 2:
+            raise ConfigError(
+                f"a model with {loaded.config.num_labels} classes does not score",
+                field="reward.reward_model_name",
+                value=model,
+                remedy="one with a single output, or with two classes",
+            )
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        if loaded.config.pad_token_id is None:  # by it the model finds the end of a chat
+            loaded.config.pad_token_id = self._tokenizer.pad_token_id
+        self._tokenizer.padding_side = "right"
+        self._model = loaded.to(self._device).eval()
+        positions = getattr(loaded.config, "max_position_embeddings", max_tokens)
+        self._batch_size, self._max_tokens = batch_size, min(max_tokens, positions)
+
+    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+        """The score of each chat, NaN for one over the limit. Raises InvalidInput without the column `prompt`."""
+        return as_floats(self.scores(completions, **kwargs))
+
+    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+        """Scores; chats of like length share a forward pass. Raises as `__call__` does."""
+        prompts = column(kwargs, "prompt", len(completions), self.name)
+        chats = [self._token_ids(prompt, list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+        scores = [Score(None, "error")] * len(chats)
+        fitting = sorted((i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens), key=lambda i: len(chats[i]))
+        for start in range(0, len(fitting), self._batch_size):
+            batch = fitting[start : start + self._batch_size]
+            for i, value in zip(batch, self._forward([chats[i] for i in batch]), strict=True):
+                scores[i] = Score(value)
+        return scores
+
+    def _token_ids(self, prompt: str | list[Message], completion: list[Message]) -> list[int]:
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self._tokenizer.chat_template:
+            text = self._tokenizer.apply_chat_template([*before, *completion], tokenize=False)
+            ids = self._tokenizer(text, add_special_tokens=False).input_ids  # the template has written them
+        else:
+            texts = ("\n".join(message["content"] for message in chat) for chat in (before, completion))
+            ids = self._tokenizer(*texts).input_ids
+        assert isinstance(ids, list)
+        return ids
+
+    def _forward(self, chats: Sequence[list[int]]) -> list[float]:
+        padded = self._tokenizer.pad({"input_ids": list(chats)}, return_tensors="pt").to(self._device)
+        with self._torch.inference_mode():
+            logits = self._model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits.float()
+        values = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, 1]
+        return [float(value) for value in values]

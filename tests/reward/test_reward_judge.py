@@ -1,0 +1,173 @@
+"""The judge against a real HTTP server that answers as an OpenAI-compatible endpoint does, well and badly."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from common.config import load
+from common.errors import ConfigError, InvalidInput
+from common.schemas import RewardItem
+from common.sections import RewardSection
+from services.reward.functions import JudgeRewardFunction
+from services.reward.functions.judge import parse_score
+from services.reward.scorer import Scorer
+
+Reply = tuple[int, dict[str, str], str]
+
+
+def chats(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def said(text: str) -> Reply:
+    return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+class Endpoint:
+    """Answers a chat by what the completion in it says; remembers the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.answer: Callable[[str, int], Reply] = lambda text, times: said("Fine.\nScore: 7")
+        self._lock = threading.Lock()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                text = body["messages"][1]["content"]
+                with endpoint._lock:
+                    endpoint.requests.append((self.path, dict(self.headers), body))
+                    times = sum(request["messages"][1]["content"] == text for _, _, request in endpoint.requests)
+                status, headers, content = endpoint.answer(text, times)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(content.encode())))
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    made = Endpoint()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_the_judge_sees_rubric_problem_reference_and_answer(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    judge = JudgeRewardFunction(endpoint.url + "/", "big", "Kindness counts.")
+    assert judge(chats("five"), prompt=["2+3?"], ground_truth=["5"]) == [0.7]
+    path, headers, body = endpoint.requests[0]
+    assert path == "/v1/chat/completions"
+    assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Bearer secret"
+    assert (body["model"], body["temperature"]) == ("big", 0)
+    system, user = (message["content"] for message in body["messages"])
+    assert system.startswith("Kindness counts.")
+    assert "from 0 (worst) to 10 (best)" in system
+    assert all(part in user for part in ("2+3?", "<reference answer>\n5\n", "<answer to grade>\nfive\n"))
+    judge(chats("five"), prompt=[[{"role": "user", "content": "as a chat"}]])
+    assert "as a chat" in endpoint.requests[1][2]["messages"][1]["content"]
+    assert "reference" not in endpoint.requests[1][2]["messages"][1]["content"]
+
+
+def test_bad_replies_and_overload_are_tried_again(endpoint: Endpoint) -> None:
+    replies: list[Reply] = [
+        (500, {}, "no"),
+        (429, {"retry-after": "0"}, "busy"),
+        (200, {}, "[]"),
+        said("I like it."),
+        said("Score: 4"),
+    ]
+    endpoint.answer = lambda text, times: replies[times - 1]
+    judge = JudgeRewardFunction(endpoint.url, "big", retries=4)
+    assert judge(chats("x"), prompt=["p"]) == [0.4]
+    assert len(endpoint.requests) == 5
+
+
+def test_one_that_cannot_be_judged_is_an_error_and_harms_no_other(endpoint: Endpoint) -> None:
+    def answer(text: str, times: int) -> Reply:
+        if "slow" in text:
+            time.sleep(2)
+        return said("Score: 11") if "bad" in text else said("Score: 5")
+
+    endpoint.answer = answer
+    judge = JudgeRewardFunction(endpoint.url, "big", retries=1, timeout_s=0.5)
+    scores = judge.scores(chats("good", "bad", "slow", "good"), prompt=["p"] * 4)
+    assert [(score.value, score.status) for score in scores] == [(0.5, "ok"), (None, "error"), (None, "timeout"), (0.5, "ok")]
+    assert math.isnan(judge(chats("bad"), prompt=["p"])[0])
+
+
+def test_a_wrong_key_is_not_tried_again(endpoint: Endpoint) -> None:
+    endpoint.answer = lambda text, times: (401, {}, "who are you?")
+    [score] = JudgeRewardFunction(endpoint.url, "big").scores(chats("x"), prompt=["p"])
+    assert (score.value, score.status, len(endpoint.requests)) == (None, "error", 1)
+
+
+def test_an_endpoint_that_is_not_there_is_an_error(endpoint: Endpoint) -> None:
+    judge = JudgeRewardFunction("http://127.0.0.1:9", "big", retries=0)
+    assert [score.status for score in judge.scores(chats("x"), prompt=["p"])] == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 10", 1.0),
+        ("Good.\n**Score:** 7.5", 0.75),
+        ("Score: 3\nNo, wait.\nScore: 8", 0.8),
+        ("SCORE = 0", 0.0),
+        ('{"reason": "fine", "score": 6}', 0.6),
+        ("Score: 8/10", 0.8),
+        ("Score: 4/5", None),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("Score: good", None),
+        ("10", None),
+        ("", None),
+    ],
+)
+def test_parse_score(reply: str, score: float | None) -> None:
+    assert parse_score(reply, 10) == score
+
+
+def test_settings_that_make_no_judge_are_refused() -> None:
+    with pytest.raises(ConfigError, match="judge_url"):
+        JudgeRewardFunction("localhost", "big")
+    with pytest.raises(ConfigError, match="scale"):
+        JudgeRewardFunction("http://x", "big", scale=0)
+    with pytest.raises(ConfigError, match="judge needs judge_url"):
+        load(["--reward.functions", "judge"], {})
+    with pytest.raises(ConfigError, match="judge_url is set but not read"):
+        load(["--reward.judge_url", "http://x"], {})
+    with pytest.raises(InvalidInput, match="prompt"):
+        JudgeRewardFunction("http://x", "big")(chats("x"))
+
+
+async def test_the_judge_in_the_reward_server(endpoint: Endpoint) -> None:
+    endpoint.answer = lambda text, times: said("Score: 9" if "good" in text else "?")
+    config = RewardSection(
+        functions=["math", "judge"], weights={"judge": 0.5}, judge_url=endpoint.url, judge_model="big", judge_retries=0
+    )
+    async with Scorer(config) as scorer:
+        items = [RewardItem(prompt="p", response=text, ground_truth="5") for text in ("good 5", "bad 5")]
+        good, bad = await scorer.score(items)
+    assert (good.reward, good.correct, good.components) == (1.45, True, {"math": 1.0, "judge": 0.9})
+    assert (bad.reward, bad.status, bad.components) == (None, "error", {"math": 1.0, "judge": None})

@@ -1,0 +1,134 @@
+"""RewardModelFunction with a tiny model made on the spot: batching, chat template, precision, the reward-server."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from common.config import load
+from common.errors import ConfigError, InvalidInput
+from common.schemas import RewardItem
+from common.sections import RewardSection
+from services.reward.functions import RewardModelFunction
+from services.reward.scorer import Scorer
+
+TEXTS = ["5", "The answer is 5. " * 10, "no", "maybe it is 7"]
+PROMPTS = ["2+3?", "Dan has 8 apples.", "2+3?", "x"]
+
+
+def chats(texts: list[str]) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def make_model(directory: Path, tokenizer: Any, labels: int) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512, num_labels=labels, pad_token_id=None,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("scores"), AutoTokenizer.from_pretrained(base_model), 1)
+
+
+def by_hand(model: Path, prompt: str, text: str) -> float:
+    """Logit of one chat by transformers itself, without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = LlamaForSequenceClassification.from_pretrained(model, pad_token_id=tokenizer.eos_token_id, dtype=torch.float32)
+    chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+    ids = tokenizer(
+        tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False, return_tensors="pt"
+    ).input_ids
+    with torch.inference_mode():
+        return float(network(input_ids=ids).logits[0, 0])
+
+
+def test_scores_are_the_models_logits_whatever_the_batch(model: Path) -> None:
+    expected = [by_hand(model, prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+    assert len(set(expected)) == 4
+    for batch_size in (1, 3, 8):
+        function = RewardModelFunction(str(model), batch_size, device="cpu")
+        assert function(chats(TEXTS), prompt=PROMPTS, ground_truth=[""] * 4) == pytest.approx(expected, abs=1e-5)
+    function = RewardModelFunction(str(model), device="cpu")
+    as_chat = [{"role": "user", "content": PROMPTS[0]}]
+    assert function(chats(TEXTS[:1]), prompt=[as_chat]) == pytest.approx(expected[:1], abs=1e-5)
+
+
+def test_bfloat16_on_a_cpu(model: Path) -> None:
+    expected = [by_hand(model, prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+    function = RewardModelFunction(str(model), device="cpu", dtype="bfloat16")
+    assert function(chats(TEXTS), prompt=PROMPTS) == pytest.approx(expected, abs=2e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_bfloat16_on_a_gpu(model: Path) -> None:
+    expected = [by_hand(model, prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+    function = RewardModelFunction(str(model))
+    assert function._model.dtype == torch.bfloat16
+    assert function._model.device.type == "cuda"
+    assert function(chats(TEXTS), prompt=PROMPTS) == pytest.approx(expected, abs=2e-2)
+
+
+def test_a_chat_over_the_limit_has_no_score(model: Path) -> None:
+    function = RewardModelFunction(str(model), device="cpu", max_tokens=60)
+    short, long = function(chats(["5", "x" * 2000]), prompt=["p", "p"])
+    assert math.isfinite(short)
+    assert math.isnan(long)
+    with pytest.raises(InvalidInput, match="prompt"):
+        function(chats(["5"]))
+
+
+def test_two_classes_give_a_probability_and_three_are_refused(base_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    tokenizer.chat_template = None
+    two = RewardModelFunction(str(make_model(tmp_path / "two", tokenizer, 2)), device="cpu")
+    values = two(chats(TEXTS), prompt=PROMPTS)
+    assert all(0 < value < 1 for value in values)
+    assert len(set(values)) == 4
+    with pytest.raises(ConfigError, match="3 classes"):
+        RewardModelFunction(str(make_model(tmp_path / "three", tokenizer, 3)), device="cpu")
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reward_model_name"):
+        RewardModelFunction(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="needs reward_model_name"):
+        load(["--reward.functions", "reward_model"], {})
+
+
+async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
+    config = RewardSection(
+        functions=["math", "reward_model"],
+        weights={"reward_model": 10.0},
+        reward_model_name=str(model),
+        reward_model_device="cpu",
+        reward_model_max_tokens=100,
+    )
+    async with Scorer(config) as scorer:
+        assert scorer.not_ready() is not None
+        await scorer.ready()
+        texts = ["\\boxed{5}", "x" * 4000]
+        fits, long = await scorer.score([RewardItem(prompt="2+3?", response=text, ground_truth="5") for text in texts])
+    expected = by_hand(model, "2+3?", texts[0])
+    assert fits.components["reward_model"] == pytest.approx(expected, abs=1e-5)
+    assert fits.reward == pytest.approx(1 + 10 * expected, abs=1e-4)
+    assert (fits.correct, fits.status) == (True, "ok")
+    assert (long.reward, long.status) == (None, "error")
+
+
+async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> None:
+    config = RewardSection(functions=["reward_model"], reward_model_name=str(tmp_path / "nothing"))
+    async with Scorer(config) as scorer:
+        async with asyncio.timeout(120):
+            while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health is asked so too
+                await asyncio.sleep(0.1)
