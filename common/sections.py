@@ -303,6 +303,8 @@ class SamplingSection(Section):
 class TrainerSection(Section):
     """ppo-trainer: the loop, the optimiser, evaluation and checkpoints."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the policy is updated; `auto`: on a GPU where there is one."""
     port: int = Field(8004, ge=1, le=65535)
     """Serves weight versions to the rollout nodes, and health and metrics."""
     num_epochs: int = Field(3, gt=0)
@@ -327,6 +329,8 @@ class TrainerSection(Section):
     """An update whose gradient is not finite is skipped and counted; stop after more than so many in a row."""
     micro_batch_tokens: int = Field(16_384, gt=0)
     """Tokens (padding included) of one forward and backward pass."""
+    micro_batch_size: int | None = Field(None, gt=0)
+    """Completions of one forward and backward pass, at most; unset: as many as `micro_batch_tokens` has room for."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
     eval_every: int = Field(0, ge=0)

@@ -54,7 +54,8 @@ def run(config: Config, topology: Topology) -> None:
         torch.set_num_threads(settings.num_threads)
     torch.manual_seed(config.seed)
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
-    with Ranks.from_env(timeout_s=2 * settings.wait_timeout_s + settings.publish_timeout_s) as ranks, ExitStack() as stack:
+    patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
+    with Ranks.from_env(patience, settings.device) as ranks, ExitStack() as stack:
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
         learner, position, saved = resumed_learner(config, ranks, run_dir)
         lead, board, services, loop = None, None, None, None

@@ -56,7 +56,7 @@ def train_in_process(config: Config, console: Console | None = None, rollout_tra
         torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    ranks = Ranks()
+    ranks = Ranks(device_kind=config.trainer.device)
     learner, position, saved = resumed_learner(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
     recorder = Recorder(run_dir, config, console or standard_console(), learner.step)

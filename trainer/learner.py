@@ -105,8 +105,9 @@ class Learner:
             return self._scores(model, padded.to(self.ranks.device), targets.to(self.ranks.device)).logprobs
 
         totals = [len(row) for row in batch.rows]
+        tokens, size = self.config.trainer.micro_batch_tokens, self.config.trainer.micro_batch_size
         with torch.no_grad():
-            return score_shared(totals, batch.lengths, self.ranks, self.config.trainer.micro_batch_tokens, score)
+            return score_shared(totals, batch.lengths, self.ranks, tokens, score, size)
 
     def update(self, batch: Batch) -> UpdateMetrics:
         """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
@@ -155,14 +156,14 @@ class Learner:
         A row whose advantages are 0 has no policy gradient: it is left out of the forward pass, but it stays in the
         normalisers, so the result is the same. With a KL term or an entropy bonus every row is computed.
         """
-        algorithm, sums = self.config.algorithm, Sums()
+        algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums()
         self.optimizer.zero_grad()
         total_tokens = sum(len(batch.rows[i].completion_ids) for i in counting.tolist())
         every = (algorithm.kl_coef > 0 and algorithm.kl_in == "loss") or algorithm.entropy_coef > 0
         trained = np.array([i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64)
         lengths = [len(row) for row in batch.rows]
         mine = share(lengths, trained, self.ranks.rank, self.ranks.world_size)
-        for indices in micro_batches(lengths, mine, self.config.trainer.micro_batch_tokens):
+        for indices in micro_batches(lengths, mine, settings.micro_batch_tokens, settings.micro_batch_size):
             micro = MicroBatch.of(batch, indices).to(self.ranks.device)
             self._backward(micro, total_tokens, len(counting), sums, first)
         self.ranks.sum_gradients(self.policy)

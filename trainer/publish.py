@@ -210,7 +210,7 @@ class Publisher:
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
-        if torch.cuda.is_available():
+        if next(policy.parameters()).is_cuda:
             torch.cuda.synchronize()
         manifest = write_version(policy, self._static_files, self._board.directory, self.run_id, version)
         self._board.announce(manifest)

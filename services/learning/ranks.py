@@ -4,34 +4,52 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.errors import ConfigError
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
 
 @dataclass
 class Ranks:
-    """This process among all trainer processes. One process needs no process group."""
+    """This process among all trainer processes. One process needs no process group.
+
+    `device_kind` cpu leaves a GPU alone; cuda raises ConfigError where there is none.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     timeout_s: float = 7200.0
+    device_kind: DeviceKind = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device_kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "torch finds no GPU",
+                field="trainer.device",
+                value=self.device_kind,
+                remedy="look at nvidia-smi and for a CUDA build of torch, or set it to cpu",
+            )
 
     @classmethod
-    def from_env(cls, timeout_s: float) -> "Ranks":
+    def from_env(cls, timeout_s: float, device_kind: DeviceKind = "auto") -> "Ranks":
         """From what torchrun sets; a single process without torchrun."""
         rank, world_size, local_rank = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
-        return cls(rank, world_size, local_rank, timeout_s)
+        return cls(rank, world_size, local_rank, timeout_s, device_kind)
 
     def __enter__(self) -> "Ranks":
-        if torch.cuda.is_available():
+        if self._on_gpu:
             torch.cuda.set_device(self.local_rank)
         if self.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=self.timeout_s))
         return self
 
@@ -41,7 +59,11 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", self.local_rank) if self._on_gpu else torch.device("cpu")
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device_kind != "cpu" and torch.cuda.is_available()
 
     @property
     def first(self) -> bool:

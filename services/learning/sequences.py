@@ -60,11 +60,14 @@ def share(lengths: Sequence[int], indices: Indices, rank: int, world_size: int) 
     return by_length[rank::world_size]
 
 
-def micro_batches(lengths: Sequence[int], indices: Indices, max_tokens: int) -> list[Indices]:
-    """Cuts `indices`, shortest first, so that each part padded has at most `max_tokens` tokens (or is one row)."""
+def micro_batches(lengths: Sequence[int], indices: Indices, max_tokens: int, max_rows: int | None = None) -> list[Indices]:
+    """Cuts `indices`, shortest first, so that each part padded has at most `max_tokens` tokens (or is one row).
+
+    No part has more than `max_rows` rows, where that is given.
+    """
     cuts: list[list[int]] = []
     for index in indices.tolist():  # the newest is the longest of its part
-        if not cuts or lengths[index] * (len(cuts[-1]) + 1) > max_tokens:
+        if not cuts or lengths[index] * (len(cuts[-1]) + 1) > max_tokens or len(cuts[-1]) == max_rows:
             cuts.append([])
         cuts[-1].append(index)
     return [np.array(cut, np.int64) for cut in cuts]
@@ -76,7 +79,12 @@ def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
 
 
 def score_shared(
-    totals: Sequence[int], lengths: Sequence[int], ranks: Ranks, max_tokens: int, score: Callable[[Indices], Tensor]
+    totals: Sequence[int],
+    lengths: Sequence[int],
+    ranks: Ranks,
+    max_tokens: int,
+    score: Callable[[Indices], Tensor],
+    max_rows: int | None = None,
 ) -> list[Float32]:
     """One number for every completion token of every row, the same on every rank, each rank computing a part.
 
@@ -84,10 +92,11 @@ def score_shared(
         totals, lengths: tokens of each row, and those of them that are its completion's.
         max_tokens: of one call of `score`, padding included.
         score: [C] numbers of the completion tokens of the rows at some indices, row by row.
+        max_rows: rows of one call of `score`; None for no limit but `max_tokens`.
     """
     flat, ends = torch.zeros(sum(lengths)), np.cumsum(lengths)
     mine = share(totals, np.arange(len(totals)), ranks.rank, ranks.world_size)
-    for indices in micro_batches(totals, mine, max_tokens):
+    for indices in micro_batches(totals, mine, max_tokens, max_rows):
         parts = score(indices).float().cpu().split([lengths[i] for i in indices.tolist()])
         for i, part in zip(indices.tolist(), parts, strict=True):
             flat[ends[i] - lengths[i] : ends[i]] = part

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from common.config import Config, load
+from common.errors import ConfigError
 from common.schemas import Float32, Group, Int32
 from common.sections import TrainerSection
 from common.wire import encode_groups
@@ -101,6 +103,39 @@ def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Gro
     many = updated(config, batch)
     for name, expected in one.items():
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_micro_batch_has_at_most_so_many_completions(
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    one = updated(config, whole(groups, config))
+    config.trainer.micro_batch_size = size
+    passes: list[int] = []
+    backward = Learner._backward
+
+    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> None:
+        passes.append(len(micro.padded.input_ids))
+        backward(learner, micro, *more)
+
+    monkeypatch.setattr(Learner, "_backward", counted)
+    batch = whole(groups, config)
+    many = updated(config, batch)
+    assert max(passes) == size
+    assert sum(passes) == sum(bool(advantages.any()) for advantages in batch.advantages)
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+def test_the_device_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Ranks().device.type == "cpu"
+    with pytest.raises(ConfigError, match=r"no GPU.*trainer\.device.*cuda.*remedy"):
+        Ranks(device_kind="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Ranks().device.type == "cuda"
+    assert Ranks(device_kind="cuda").device.type == "cuda"
+    assert Ranks(device_kind="cpu").device.type == "cpu"  # a GPU is there, and left alone
 
 
 def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
