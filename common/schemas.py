@@ -43,6 +43,10 @@ class Prompt(Wire):
     """Which reward functions grade it, where a data set mixes tasks; empty: the default ones. Left out of JSON when empty."""
     columns: dict[str, Any] = Field({}, exclude_if=_is_empty)
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out of JSON when empty."""
+    chat: list[dict[str, str]] = Field([], exclude_if=_is_empty)
+    """The whole conversation that the model is asked to go on with, where it is more than one message of the user. It ends
+    with `prompt`; its own system message, if it has one, takes the place of `sampling.system_prompt`. Left out of JSON when
+    empty."""
 
 
 class PromptBatch(Wire):

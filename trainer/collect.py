@@ -13,18 +13,18 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
 from common.critic_client import CriticClient
-from common.errors import ServiceError
-from common.schemas import Completion, Group, Prompt, RewardItem, SampledGroups, SampleRequest, TakeRequest
+from common.errors import ConfigError, ServiceError
+from common.schemas import Completion, FinishReason, Group, Prompt, RewardItem, SampledGroups, SampleRequest, TakeRequest
 from trainer.background import LoopThread
 from trainer.clock import StageClock
 from trainer.mixing import mixed_in
@@ -77,13 +77,22 @@ class Prompter:
     system_prompt: str
     stop_token_ids: list[int]
 
-    def token_ids(self, prompt: str) -> list[int]:
-        """With the model's chat template, or as it is for a model without one."""
-        text = prompt
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """With the model's chat template, or as it is for a model without one.
+
+        Raises ConfigError for a conversation when the model has no chat template.
+        """
+        text = prompt.prompt
         if self.tokenizer.chat_template:
-            system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-            chat = [*system, {"role": "user", "content": prompt}]
+            chat = conversation(prompt, self.system_prompt)
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        elif prompt.chat:
+            raise ConfigError(
+                "a problem is a chat, but the model has no chat template",
+                field="model.name",
+                value=self.tokenizer.name_or_path,
+                remedy="take an instruct model, or give problems as text",
+            )
         ids = self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template).input_ids
         assert isinstance(ids, list)
         return ids
@@ -262,7 +271,7 @@ class Collector:
     async def _collect(self, prompt: Prompt, position: int, epoch: int) -> None:
         """One group, from prompt to the replay buffer; on failure its slot draws another prompt."""
         try:
-            prompt_ids = self._prompter.token_ids(prompt.prompt)
+            prompt_ids = self._prompter.token_ids(prompt)
             completions = await self._generate(prompt_ids, position)
             await self._grade(prompt, completions)
             group = Group(
@@ -324,7 +333,25 @@ class Collector:
             )
 
 
-def reward_items(prompt: Prompt, completions: list[Completion]) -> list[RewardItem]:
+def conversation(prompt: Prompt, system_prompt: str) -> list[dict[str, str]]:
+    """The messages that the model is asked to go on with."""
+    chat = prompt.chat or [{"role": "user", "content": prompt.prompt}]
+    if not system_prompt or chat[0]["role"] == "system":
+        return chat
+    return [{"role": "system", "content": system_prompt}, *chat]
+
+
+class Answered(Protocol):
+    """What is graded of a completion."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+
+
+def reward_items(prompt: Prompt, completions: Sequence[Answered]) -> list[RewardItem]:
     """What the reward-server is asked about completions of one prompt."""
     return [
         RewardItem(

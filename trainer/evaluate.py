@@ -12,7 +12,7 @@ from common.errors import InvalidInput
 from common.schemas import Completion, Prompt, RewardResult
 from trainer.collect import Prompter, Services, reward_items, sampling_seed
 
-_SEED_OFFSET = 1 << 20
+SEED_OFFSET = 1 << 20
 """Keeps the seeds of evaluation apart from those of training."""
 
 
@@ -99,12 +99,12 @@ async def _answer(
     config: Config, services: Services, prompter: Prompter, prompt: Prompt, index: int, n: int, temperature: float
 ) -> tuple[list[Completion], list[RewardResult]]:
     completions = await services.rollout.generate(
-        prompter.token_ids(prompt.prompt),
+        prompter.token_ids(prompt),
         n=n,
         max_new_tokens=config.sampling.max_new_tokens,
         temperature=temperature,
         stop_token_ids=prompter.stop_token_ids,
-        sampling_seed=sampling_seed(config.seed, _SEED_OFFSET + index),
+        sampling_seed=sampling_seed(config.seed, SEED_OFFSET + index),
         deadline_s=config.sampling.request_timeout_s,
     )
     graded = await services.reward.batch_reward(reward_items(prompt, completions))
