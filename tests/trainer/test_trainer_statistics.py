@@ -1,0 +1,77 @@
+"""Hand-computed figures of evaluations."""
+
+import pytest
+
+from trainer.statistics import (
+    Lengths,
+    avg_at_k,
+    maj_at_k,
+    paired_difference,
+    standard_error,
+    wilson_interval,
+)
+
+
+def test_standard_error_hand_computed() -> None:
+    assert standard_error(0.5, 100) == pytest.approx(0.05)
+    assert standard_error(0.2, 64) == pytest.approx(0.05)
+    assert standard_error(1.0, 10) == 0
+
+
+def test_wilson_interval_hand_computed() -> None:
+    """With z² = 3.8415: 0 of 10 ends at z²/(10 + z²); 5 of 10 is 0.5 ± z/(10 + z²)·sqrt(2.5 + z²/4)."""
+    assert wilson_interval(0, 10) == pytest.approx((0, 0.27753), abs=1e-5)
+    assert wilson_interval(10, 10) == pytest.approx((0.72247, 1), abs=1e-5)
+    assert wilson_interval(5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
+
+
+def test_avg_at_k_is_the_share_of_right_answers() -> None:
+    assert avg_at_k([True, False, False, True, True]) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "expected"),
+    [
+        (["4", "5", "4", None], [True, False, True, False], 1),
+        (["4", "5", "5", None], [True, False, False, False], 0),
+        (["4", "5", "6", "5", "4"], [True, False, False, False, True], 0.5),  # a tie of a right and a wrong one
+        (["4", None, None, None], [True, False, False, False], 1),  # no answer has no vote
+        ([None, None], [False, False], 0),
+    ],
+)
+def test_maj_at_k_hand_computed(answers: list[str | None], correct: list[bool], expected: float) -> None:
+    assert maj_at_k(answers, correct) == expected
+
+
+def test_lengths_hand_computed() -> None:
+    lengths = Lengths.of([1, 2, 3, 4, 10], [False, False, False, False, True])
+    assert (lengths.mean, lengths.median, lengths.longest, lengths.truncated) == (4, 3, 10, 0.2)
+    assert lengths.p95 == pytest.approx(8.8)  # 4 + 0.8 · (10 − 4)
+
+
+def test_paired_difference_hand_computed() -> None:
+    """10 problems, 4 gained and 1 lost. Interval: 3/12 ± z·sqrt(6 − 9/12)/12. p: 2 · (1 + 5)/2⁵."""
+    first = [True] * 4 + [False] + [True] * 3 + [False] * 2
+    second = [False] * 4 + [True] + [True] * 3 + [False] * 2
+    found = paired_difference(first, second)
+    assert found.difference == pytest.approx(0.3)
+    assert (found.low, found.high) == pytest.approx((-0.124236, 0.624236), abs=1e-5)
+    assert found.p_value == pytest.approx(0.375)
+    assert (found.gained, found.lost, found.num_samples) == ([0, 1, 2, 3], [4], 10)
+    back = paired_difference(second, first)
+    assert (back.difference, back.low, back.high) == pytest.approx((-found.difference, -found.high, -found.low))
+    assert (back.gained, back.lost, back.p_value) == (found.lost, found.gained, found.p_value)
+
+
+def test_models_that_agree_everywhere_differ_by_nothing() -> None:
+    found = paired_difference([True, False], [True, False])
+    assert found.difference == 0
+    assert found.p_value == 1
+    assert found.low == -found.high < 0  # two problems are not proof that they are the same
+
+
+def test_what_was_not_graded_is_left_out_of_a_comparison() -> None:
+    found = paired_difference([None, True, True], [True, None, False])
+    assert (found.difference, found.gained, found.num_samples) == (1, [2], 1)
+    with pytest.raises(ValueError, match="no problem was graded for both"):
+        paired_difference([None], [True])

@@ -1,0 +1,110 @@
+"""What evaluations are summed up by: uncertainty of a share, avg@k, maj@k, and two models on the same problems. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+Z95 = NormalDist().inv_cdf(0.975)
+"""1.96: of a two-sided interval of 95 %."""
+
+
+def standard_error(share: float, count: int) -> float:
+    """Of a share of `count` independent problems: sqrt(p(1 − p) / n)."""
+    return math.sqrt(share * (1 - share) / count)
+
+
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953); never empty at 0 or 1, nor outside them."""
+    share, z2 = successes / count, Z95**2
+    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def avg_at_k(correct: Sequence[bool]) -> float:
+    """Share of right answers among the k to one problem: the expected accuracy of one sampled answer."""
+    return sum(correct) / len(correct)
+
+
+def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Majority vote over the k answers to one problem (Wang et al. 2022, arXiv:2203.11171).
+
+    Answers are the same when their texts are; None, no answer, has no vote. Of several that have most votes one is drawn
+    at random: this is the expected result.
+
+    Args:
+        answers: [k] as they were extracted.
+        correct: [k]
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    first = [list(answers).index(answer) for answer, count in votes.items() if count == most]
+    return sum(correct[i] for i in first) / len(first)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the answers, in tokens."""
+
+    mean: float
+    median: float
+    p95: float
+    longest: int
+    truncated: float
+    """Share of answers that were cut at the limit."""
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], truncated: Sequence[bool]) -> "Lengths":
+        """Of at least one answer."""
+        median, p95 = np.quantile(tokens, [0.5, 0.95])
+        return cls(float(np.mean(tokens)), float(median), float(p95), max(tokens), sum(truncated) / len(truncated))
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Accuracy of one model minus that of another on the same problems."""
+
+    difference: float
+    low: float
+    """Of the 95 % interval."""
+    high: float
+    p_value: float
+    """Chance of a difference at least so large when the models are equally good."""
+    gained: list[int]
+    """Indices of problems that only the first model has right."""
+    lost: list[int]
+    """Indices of problems that only the second model has right."""
+    num_samples: int
+
+
+def paired_difference(first: Sequence[bool | None], second: Sequence[bool | None]) -> PairedDifference:
+    """Compares two models problem by problem; only the problems on which they differ say something.
+
+    The interval is the adjusted Wald interval for matched proportions, which adds half an observation to each of the four
+    cells (Agresti & Min 2005, doi:10.1002/sim.1781). The p value is that of McNemar's exact test: of b + c problems that
+    differ, b in favour is binomial with one half.
+
+    Args:
+        first, second: [n] whether each problem's answer is right; None where it could not be graded: left out.
+
+    Raises ValueError for different lengths, or when no problem is left.
+    """
+    graded = [i for i, pair in enumerate(zip(first, second, strict=True)) if None not in pair]
+    if not graded:
+        raise ValueError("no problem was graded for both")
+    gained = [i for i in graded if first[i] and not second[i]]
+    lost = [i for i in graded if second[i] and not first[i]]
+    count, b, c = len(graded), len(gained), len(lost)
+    wide, up, down = count + 2, b + 0.5, c + 0.5
+    centre = (up - down) / wide
+    half = Z95 * math.sqrt(up + down - (up - down) ** 2 / wide) / wide
+    tail = sum(math.comb(b + c, i) for i in range(min(b, c) + 1)) / 2 ** (b + c)
+    return PairedDifference(
+        (b - c) / count, max(-1.0, centre - half), min(1.0, centre + half), min(1.0, 2 * tail), gained, lost, count
+    )
