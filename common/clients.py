@@ -303,6 +303,30 @@ class RolloutClient(Client):
         `temperature` 0 is greedy; with the same `sampling_seed` the embedded engine samples the same. Raises
         GenerationFailed when an answer was aborted or lacks what training needs.
         """
+        answers = await self.answers(
+            input_ids,
+            n=n,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            sampling_seed=sampling_seed,
+            deadline_s=deadline_s,
+        )
+        return [completion_from_answer(answer) for answer in answers]
+
+    async def answers(
+        self,
+        input_ids: Sequence[int],
+        *,
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        sampling_seed: int | None = None,
+        deadline_s: float | None = None,
+        logprobs: bool = True,
+    ) -> list[dict[str, Any]]:
+        """`generate`, with the n answers as the engine gave them. Raises GenerationFailed when there are not n."""
         sampling: dict[str, Any] = {
             "n": n,
             "max_new_tokens": max_new_tokens,
@@ -312,7 +336,7 @@ class RolloutClient(Client):
         }
         if sampling_seed is not None:
             sampling["sampling_seed"] = sampling_seed
-        body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": True, "stream": False}
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": logprobs, "stream": False}
         response = await self.request(
             "POST",
             "/generate",
@@ -324,7 +348,7 @@ class RolloutClient(Client):
         answers = answers if isinstance(answers, list) else [answers]
         if len(answers) != n:
             raise GenerationFailed(f"asked for {n} completions, got {len(answers)}")
-        return [completion_from_answer(answer) for answer in answers]
+        return answers
 
     async def remove_worker(self, url: str) -> None:
         """Takes the engine at `url` out of the router; nothing happens when the router does not know it."""

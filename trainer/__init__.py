@@ -1,5 +1,60 @@
-"""The trainer, and the Python API: `train_in_process(config)` trains in this process over the same code as a cluster."""
+"""The trainer, and the Python API (docs/python-api.md).
 
-from trainer.in_process import train_in_process
+Names are imported when they are first used: `import trainer` and the commands' `--help` do not wait for torch.
+"""
 
-__all__ = ["train_in_process"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from common.schemas import Prompt
+    from services.reward.functions import (
+        CompositeRewardFunction,
+        FormatRewardFunction,
+        MathRewardFunction,
+        RewardFunction,
+    )
+    from trainer.evaluator import EvaluationResults, ModelEvaluator, compare_evaluations
+    from trainer.in_process import train_in_process
+    from trainer.online import OnlineRLTrainer, TrainResult
+    from trainer.settings import TrainerConfig
+
+_HOMES = {
+    "common.schemas": ("Prompt",),
+    "services.reward.functions": (
+        "CompositeRewardFunction",
+        "FormatRewardFunction",
+        "MathRewardFunction",
+        "RewardFunction",
+    ),
+    "trainer.evaluator": ("EvaluationResults", "ModelEvaluator", "compare_evaluations"),
+    "trainer.in_process": ("train_in_process",),
+    "trainer.online": ("OnlineRLTrainer", "TrainResult"),
+    "trainer.settings": ("TrainerConfig",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CompositeRewardFunction",
+    "EvaluationResults",
+    "FormatRewardFunction",
+    "MathRewardFunction",
+    "ModelEvaluator",
+    "OnlineRLTrainer",
+    "Prompt",
+    "RewardFunction",
+    "TrainResult",
+    "TrainerConfig",
+    "compare_evaluations",
+    "train_in_process",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,8 +2,9 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,12 +17,14 @@ from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
 from common.critic_client import CriticClient
 from common.observe import Metrics
+from common.schemas import Prompt
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
 from services.learning.ranks import Ranks
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
+from services.reward.functions import RewardFunction
 from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
@@ -41,13 +44,30 @@ _BASE = "http://in-process"
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 
-def train_in_process(config: Config, console: Console | None = None, rollout_transport: WrapApp | None = None) -> Path:
+@dataclass(frozen=True)
+class Problems:
+    """Data given by the caller, in place of `config.data`."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    """Empty: no evaluation (`trainer.eval_samples` 0)."""
+
+
+def train_in_process(
+    config: Config,
+    console: Console | None = None,
+    rollout_transport: WrapApp | None = None,
+    problems: Problems | None = None,
+    rewards: Sequence[RewardFunction] | None = None,
+) -> Path:
     """Trains on this machine in this process, with the embedded engine, and returns the path of the last checkpoint.
 
     Args:
         config: as for the job group; the sections' ports, replicas and engines play no role.
         console: for progress and results; standard output when None.
         rollout_transport: makes the transport to the engine's app, for example one that fails now and then in a test.
+        problems: to train and to evaluate on; those that `config.data` names when None.
+        rewards: grade every answer, in this process; what `config.reward` says when None.
 
     Raises ConfigError, or another ServiceError with the reason when training cannot go on.
     """
@@ -73,7 +93,7 @@ def train_in_process(config: Config, console: Console | None = None, rollout_tra
         )
         apps = AsyncExitStack()
         stack.callback(lambda: loop.call(apps.aclose()))
-        services, publisher.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi))
+        services, publisher.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi, problems, rewards))
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
         metrics = TrainerMetrics(Metrics("ppo_trainer"))
         run_id = new_run_id("in-process")
@@ -97,13 +117,19 @@ def _asgi(app: FastAPI) -> httpx.AsyncBaseTransport:
 
 
 async def _start(
-    config: Config, engine: Engine, apps: AsyncExitStack, rollout_transport: WrapApp
+    config: Config,
+    engine: Engine,
+    apps: AsyncExitStack,
+    rollout_transport: WrapApp,
+    problems: Problems | None,
+    rewards: Sequence[RewardFunction] | None,
 ) -> tuple[Services, EngineClient]:
     """The services' apps, started, with a client for each."""
     body = config.max_body_mb << 20
-    train_split, eval_split = (load_split(config.data, split, config.seed) for split in ("train", "eval"))
-    data = create_data_app(config, train_split, eval_split)
-    reward = create_reward_app(config.reward, body)
+    if problems is None:
+        problems = Problems(load_split(config.data, "train", config.seed), load_split(config.data, "eval", config.seed))
+    data = create_data_app(config, problems.train, problems.held_out)
+    reward = create_reward_app(config.reward, body, rewards)
     replay = create_replay_app(config.replay, config.state_dir, body)
     rollout = make_app(engine)
     for app in (data, reward, replay, rollout):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
@@ -46,6 +46,16 @@ def load_tokenizer(config: ModelSection) -> Any:
         return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", config.name, error) from None
+
+
+def context_length(config: ModelSection) -> int | None:
+    """Positions of `config.name` in tokens; None where the model does not say. Raises ConfigError when it cannot be read."""
+    try:
+        found = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", config.name, error) from None
+    positions = getattr(found.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else int(positions)
 
 
 def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:

@@ -1,0 +1,266 @@
+"""Every field of TrainerConfig changes what it says: real runs of a step or two on the built-in task."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from common.errors import ConfigError
+from common.schemas import Prompt
+from services.data.tiny import problems
+from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, TrainResult
+from trainer.batch import MicroBatch
+from trainer.learner import Learner
+
+pytestmark = pytest.mark.timeout(180)
+Run = Callable[..., TrainResult]
+
+
+class LastLine(RewardFunction):
+    """1 for the right number after `####`."""
+
+    name = "last_line"
+
+    def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return [float(text.endswith(f"#### {truth}")) for text, truth in zip(texts, kwargs["ground_truth"], strict=True)]
+
+
+def tiny(count: int, split: Any = "train") -> list[Prompt]:
+    """Problems of the built-in task."""
+    made = zip(range(count), problems(split), strict=False)
+    return [Prompt(id=f"{split}-{i}", prompt=p.question, ground_truth=str(p.answer)) for i, p in made]
+
+
+@pytest.fixture
+def run(base_model: Path, tmp_path: Path) -> Run:
+    """Trains two steps on two problems × four answers, with changes."""
+
+    def make(held_out: list[Prompt] | None = None, **changes: Any) -> TrainResult:
+        fields = {
+            "model_name_or_path": str(base_model),
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "learning_rate": 1e-3,
+            "max_new_tokens": 24,
+            "max_steps": 2,
+            "kl_coef": 0,
+            "output_dir": tmp_path / f"run{len(list(tmp_path.iterdir()))}",
+            "verbose": False,
+        }
+        return OnlineRLTrainer(TrainerConfig(**fields | changes), LastLine(), tiny(8), held_out).train()
+
+    return make
+
+
+def update(result: TrainResult, name: str) -> list[float]:
+    return [line["update"][name] for line in result.history]
+
+
+def samples(result: TrainResult) -> list[dict[str, Any]]:
+    """The group that every step shows."""
+    return [json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(directory / "model.safetensors"))
+
+
+def distance(result: TrainResult, base: Path) -> float:
+    """How far the weights have moved."""
+    old, new = weights(base), weights(result.checkpoint)
+    return sum(float((new[name] - old[name]).norm()) for name in new)
+
+
+def test_trainer_type(run: Run) -> None:
+    grpo, rloo, ppo = (run(trainer_type=kind, max_steps=1) for kind in ("grpo", "rloo", "ppo"))
+    assert update(grpo, "loss") != update(rloo, "loss")  # the same answers, other advantages
+    assert [result.history[0]["critic"] is not None for result in (grpo, rloo, ppo)] == [False, False, True]
+    assert update(ppo, "updates") == [4]  # two passes of two mini-batches
+    assert update(grpo, "updates") == [1]
+
+
+def test_model_name_or_path(run: Run, policy_dir: Path, base_model: Path) -> None:
+    other = run(model_name_or_path=str(policy_dir), max_steps=1)
+    assert json.loads((other.checkpoint / "config.json").read_text()) == json.loads((policy_dir / "config.json").read_text())
+    assert {name: tensor.shape for name, tensor in weights(other.checkpoint).items()} != {
+        name: tensor.shape for name, tensor in weights(base_model).items()
+    }
+
+
+def test_ref_model_name_or_path_and_kl_coef(run: Run, base_model: Path) -> None:
+    first = run()  # kl_coef 0: no reference
+    assert update(first, "kl_reference") == [0, 0]
+    own = run(kl_coef=0.5)
+    assert update(own, "kl_reference")[0] == pytest.approx(0, abs=1e-6)
+    assert update(own, "kl_reference")[1] > 1e-4
+    other = run(kl_coef=0.5, ref_model_name_or_path=str(first.checkpoint))
+    assert update(other, "kl_reference")[0] > 1e-4
+    strong = run(kl_coef=5.0, ref_model_name_or_path=str(first.checkpoint))
+    assert update(strong, "kl_reference")[0] == pytest.approx(update(other, "kl_reference")[0])
+    assert update(strong, "loss")[0] > update(other, "loss")[0] + 1e-4
+
+
+def test_num_generations(run: Run) -> None:
+    assert [len(group["completions"]) for group in samples(run(num_generations=2, max_steps=1))] == [2]
+    assert [len(group["completions"]) for group in samples(run(num_generations=8, max_steps=1))] == [8]
+
+
+def test_learning_rate_warmup_ratio_and_lr_scheduler_type(run: Run) -> None:
+    steps = {"max_steps": 4}
+    assert update(run(learning_rate=1e-4, **steps), "learning_rate") == [1e-4] * 4
+    assert update(run(warmup_ratio=0.5, **steps), "learning_rate") == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+    assert update(run(lr_scheduler_type="linear", **steps), "learning_rate") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert update(run(lr_scheduler_type="cosine", **steps), "learning_rate")[2] == pytest.approx(5e-4)
+
+
+def test_critic_learning_rate(run: Run) -> None:
+    """Its value head starts at 0; how far it is after one update is up to the rate."""
+    slow, fast = (
+        abs(run(trainer_type="ppo", critic_learning_rate=rate).history[1]["critic"]["value_mean"]) for rate in (1e-6, 1e-2)
+    )
+    assert fast > 100 * slow > 0
+
+
+def test_num_train_epochs_and_max_steps(run: Run) -> None:
+    assert run(max_steps=None).global_step == 4  # 8 problems, 2 in a step
+    assert run(max_steps=None, num_train_epochs=2).global_step == 8
+    assert run(max_steps=3).global_step == 3
+
+
+@pytest.mark.parametrize(("size", "passes"), [(2, 4), (8, 1)])
+def test_per_device_train_batch_size_and_gradient_accumulation_steps(
+    run: Run, monkeypatch: pytest.MonkeyPatch, size: int, passes: int
+) -> None:
+    """Eight answers a step in both, in passes of at most `size`; the update is the same."""
+    seen: list[int] = []
+    backward = Learner._backward
+
+    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> None:
+        seen.append(len(micro.padded.input_ids))
+        backward(learner, micro, *more)
+
+    monkeypatch.setattr(Learner, "_backward", counted)
+    result = run(per_device_train_batch_size=size, gradient_accumulation_steps=passes, max_steps=1, kl_coef=0.1)
+    assert seen == [size] * passes
+    more = run(per_device_train_batch_size=size, gradient_accumulation_steps=2 * passes, max_steps=1, kl_coef=0.1)
+    assert seen[passes:] == [size] * 2 * passes
+    assert sum(len(group["completions"]) for group in samples(more)) == 4
+    assert result.history[0]["equal_groups"] <= 2
+    with pytest.raises(ConfigError, match=r"8 problems × 1 epochs do not make one step of 16 problems.*gradient_acc"):
+        run(per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes)
+
+
+def test_max_prompt_length_and_max_new_tokens(run: Run, base_model: Path) -> None:
+    assert run(max_new_tokens=3, max_steps=1).metrics["completion_tokens"] <= 3
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    longest = max(
+        len(tokenizer.apply_chat_template([{"role": "user", "content": p.prompt}], add_generation_prompt=True).input_ids)
+        for p in tiny(8)
+    )
+    run(max_prompt_length=longest, max_steps=1)
+    with pytest.raises(ConfigError, match=rf"has {longest} tokens.*field: max_prompt_length.*value: {longest - 1}.*raise it"):
+        run(max_prompt_length=longest - 1)
+    room = 512 - longest
+    with pytest.raises(ConfigError, match=rf"context is 512.*field: max_new_tokens.*remedy: lower it to {room}"):
+        run(max_new_tokens=room + 1)
+
+
+def test_temperature(run: Run) -> None:
+    cold, hot = (samples(run(temperature=value, max_steps=1)) for value in (0.01, 3.0))
+    texts = [{completion["text"] for completion in groups[0]["completions"]} for groups in (cold, hot)]
+    assert len(texts[0]) == 1
+    assert len(texts[1]) == 4
+
+
+def test_system_prompt(run: Run) -> None:
+    without, with_it = (samples(run(system_prompt=text, max_steps=1)) for text in ("", "Show your steps."))
+    assert len(with_it[0]["prompt_token_ids"]) > len(without[0]["prompt_token_ids"])
+
+
+def test_a_chat_keeps_its_own_system_message(base_model: Path, tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Show your steps."}, {"role": "user", "content": "1 and 2?"}]
+    rows = [{"prompt": chat, "answer": 3, "id": f"row-{i}"} for i in range(2)]
+    config = TrainerConfig(
+        model_name_or_path=str(base_model),
+        gradient_accumulation_steps=1,
+        max_new_tokens=4,
+        system_prompt="Never seen.",
+        output_dir=tmp_path,
+        verbose=False,
+    )
+    (group,) = samples(OnlineRLTrainer(config, LastLine(), rows).train())
+    read = AutoTokenizer.from_pretrained(base_model).decode(group["prompt_token_ids"])
+    assert "Show your steps." in read
+    assert "Never seen." not in read
+
+
+def test_clip_range(run: Run) -> None:
+    narrow, wide = (update(run(trainer_type="ppo", clip_range=value), "clip_fraction") for value in (0.001, 0.9))
+    assert sum(narrow) > sum(wide)
+
+
+def test_weight_decay(run: Run) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    plain, decayed = (weights(run(weight_decay=value).checkpoint)[name].norm() for value in (0.0, 100.0))
+    assert float(decayed) < 0.9 * float(plain)  # 1e-3 × 100 of every weight, twice
+
+
+def test_max_grad_norm(run: Run, base_model: Path) -> None:
+    """Far below AdamW's epsilon, a gradient moves next to nothing."""
+    free, held = run(max_steps=1), run(max_steps=1, max_grad_norm=1e-12)
+    assert distance(held, base_model) < 0.1 * distance(free, base_model)
+
+
+def test_seed(run: Run) -> None:
+    first, again, other = run(), run(), run(seed=1)
+    assert [group["prompt"] for group in samples(first)] == [group["prompt"] for group in samples(again)]
+    assert [line["reward"] for line in first.history] == [line["reward"] for line in again.history]
+    assert [group["prompt"] for group in samples(first)] != [group["prompt"] for group in samples(other)]
+
+
+def test_save_steps_and_save_total_limit(run: Run) -> None:
+    def kept(**changes: Any) -> list[str]:
+        return sorted(path.name for path in (run(max_steps=4, **changes).output_dir / "checkpoints").iterdir())
+
+    assert kept(save_steps=0) == ["step_000004"]
+    assert kept(save_steps=1, save_total_limit=9) == [f"step_00000{i}" for i in range(1, 5)]
+    assert kept(save_steps=1, save_total_limit=2) == ["step_000003", "step_000004"]
+
+
+def test_eval_steps(run: Run) -> None:
+    held_out = tiny(4, "test")
+    assert [line["step"] for line in run(held_out, max_steps=3).evaluations] == [0, 3]
+    result = run(held_out, max_steps=3, eval_steps=1)
+    assert [line["step"] for line in result.evaluations] == [0, 1, 2, 3]
+    assert result.metrics["eval_accuracy"] == result.evaluations[-1]["accuracy"]
+    with pytest.raises(ConfigError, match=r"nothing to evaluate on.*field: eval_steps.*give an eval_dataset"):
+        run(eval_steps=1)
+
+
+def test_verbose(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run(max_steps=1)
+    assert capsys.readouterr().out == ""
+    run(max_steps=1, verbose=True)
+    assert "step    1/1  reward" in capsys.readouterr().out
+
+
+def test_settings(run: Run) -> None:
+    """Any other setting of the system acts, too."""
+    result = run(settings={"trainer.optimizer": "muon", "algorithm.entropy_coef": 0.01}, max_steps=1)
+    config = json.loads((result.output_dir / "config.json").read_text())
+    assert (config["trainer"]["optimizer"], config["algorithm"]["entropy_coef"]) == ("muon", 0.01)
+    assert update(result, "loss") != update(run(max_steps=1), "loss")
+
+
+def test_use_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"no GPU.*field: use_gpu.*value: True.*leave it out to train on the CPU"):
+        run(use_gpu=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run(max_steps=1).global_step == 1  # a GPU would be there, and nothing asks for it
