@@ -1,0 +1,197 @@
+"""OnlineRLTrainer: what the reward function sees, calling train again, output directories, saving, endings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.errors import ConfigError, ServiceError
+from services.data.tiny import problems
+from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig
+
+pytestmark = pytest.mark.timeout(180)
+ROWS: list[dict[str, Any]] = [
+    {"question": p.question, "answer": p.solution, "steps": i % 3} for i, p in zip(range(8), problems("train"), strict=False)
+]
+
+
+class Short(RewardFunction):
+    """Shorter is better; keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], dict[str, Any]]] = []
+
+    @property
+    def name(self) -> str:
+        return "short"
+
+    def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        self.calls.append((completions, kwargs))
+        return [1 / (1 + len(completion[0]["content"])) for completion in completions]
+
+
+def fields(base_model: Path, tmp_path: Path, **changes: Any) -> TrainerConfig:
+    settings = {
+        "model_name_or_path": str(base_model),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-3,
+        "max_new_tokens": 16,
+        "max_steps": 2,
+        "kl_coef": 0,
+        "output_dir": tmp_path / "run",
+        "verbose": False,
+    }
+    return TrainerConfig(**settings | changes)
+
+
+def test_the_callers_reward_function_gets_chats_and_columns(base_model: Path, tmp_path: Path) -> None:
+    reward = Short()
+    result = OnlineRLTrainer(fields(base_model, tmp_path), reward, datasets.Dataset.from_list(ROWS)).train()
+    assert sum(len(completions) for completions, _ in reward.calls) == 16  # 2 steps × 2 problems × 4 answers
+    for completions, kwargs in reward.calls:
+        assert all(len(kwargs[name]) == len(completions) for name in ("prompt", "ground_truth", "steps"))
+        for completion, prompt, truth, steps in zip(
+            completions, kwargs["prompt"], kwargs["ground_truth"], kwargs["steps"], strict=True
+        ):
+            assert [message["role"] for message in completion] == ["assistant"]
+            row = next(row for row in ROWS if row["question"] == prompt)
+            assert row["answer"].endswith(f"#### {truth}")
+            assert row["steps"] == steps
+    lines = [json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()]
+    shown = [completion for line in lines for completion in line["completions"]]
+    assert len(shown) == 8
+    for completion in shown:
+        assert completion["reward"] == pytest.approx(1 / (1 + len(completion["text"])))
+
+
+def test_train_again_goes_on_for_as_many_steps_again(base_model: Path, tmp_path: Path) -> None:
+    trainer = OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS)
+    first = trainer.train()
+    assert (first.global_step, len(first.history)) == (2, 2)
+    second = trainer.train()
+    assert (second.global_step, [line["step"] for line in second.history]) == (4, [1, 2, 3, 4])
+    unbroken = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=4, output_dir=tmp_path / "long"), Short(), ROWS).train()
+    assert [line["reward"] for line in second.history] == pytest.approx([line["reward"] for line in unbroken.history])
+
+
+def test_an_output_directory_with_a_run_is_not_taken_silently(base_model: Path, tmp_path: Path) -> None:
+    OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
+    again = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS)
+    with pytest.raises(ConfigError, match=r"a run in the output directory.*field: output_dir.*resume_from_checkpoint=True"):
+        again.train()
+    resumed = again.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in resumed.history] == [1, 2, 3]
+    finished = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS).train(resume_from_checkpoint=True)
+    assert finished.global_step == 3  # nothing was left to do
+    replaced = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=1, overwrite_output_dir=True), Short(), ROWS).train()
+    assert [line["step"] for line in replaced.history] == [1]
+
+
+def test_resuming_where_there_is_nothing_begins(base_model: Path, tmp_path: Path) -> None:
+    trainer = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=1), Short(), ROWS)
+    assert trainer.train(resume_from_checkpoint=True).global_step == 1
+
+
+def test_without_an_output_directory_a_new_one_is_made(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = OnlineRLTrainer(fields(base_model.resolve(), tmp_path, max_steps=1, output_dir=None), Short(), ROWS)
+    result = trainer.train()
+    assert result.output_dir == trainer.output_dir
+    assert result.output_dir.parts[0] == "outputs"
+    assert result.output_dir.name.startswith("grpo-")
+    assert (result.output_dir / "curves.png").exists()
+
+
+def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: Path) -> None:
+    trainer = OnlineRLTrainer(fields(base_model, tmp_path, trainer_type="ppo"), Short(), ROWS)
+    with pytest.raises(ConfigError, match=r"no trained model yet.*call train\(\) before save_model"):
+        trainer.save_model(tmp_path / "model")
+    result = trainer.train()
+    target = tmp_path / "deep" / "model"
+    target.mkdir(parents=True)
+    (target / "model-00001-of-00002.safetensors").write_bytes(b"of a larger model that was here")
+    (target / "model.safetensors.index.json").write_text("{}")
+    (target / "notes.txt").write_text("mine")
+    assert trainer.save_model(target) == target
+    names = {path.name for path in target.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
+    assert not names & {"trainer_state.pt", "critic", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    saved, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint))
+    torch.testing.assert_close(saved.state_dict(), trained.state_dict())
+    assert AutoTokenizer.from_pretrained(target).chat_template
+    with pytest.raises(ConfigError, match=r"it is a file.*field: path"):
+        trainer.save_model(target / "notes.txt")
+
+
+def test_evaluate_asks_the_model_as_it_is_now(base_model: Path, tmp_path: Path) -> None:
+    held_out = [{"question": p.question, "answer": p.solution} for p, _ in zip(problems("test"), range(4), strict=False)]
+    trainer = OnlineRLTrainer(fields(base_model, tmp_path, learning_rate=0.03, temperature=2.0), Short(), ROWS, held_out)
+    before = trainer.evaluate()
+    assert before["model"] == str(base_model)
+    result = trainer.train()
+    after = trainer.evaluate(k=2)
+    assert after["model"] == str(result.checkpoint)
+    assert after["responses"] != before["responses"]
+    assert len(after["samples"][0]) == 2
+    apart = ModelEvaluator(result.checkpoint, max_new_tokens=16).evaluate(held_out, Short())
+    assert apart["responses"] == after["responses"]
+    with pytest.raises(ConfigError, match=r"no data to evaluate on.*give it here, or as eval_dataset"):
+        OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).evaluate()
+
+
+def test_a_broken_reward_function_stops_the_run(base_model: Path, tmp_path: Path) -> None:
+    class Broken(Short):
+        def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+            raise KeyError("steps_taken")
+
+    with pytest.raises(ServiceError, match=r"8 groups in a row were dropped.*could not be graded: error"):
+        OnlineRLTrainer(fields(base_model, tmp_path), Broken(), ROWS).train()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Short, r"not a reward function.*field: reward_fn.*add parentheses"),
+        (lambda completions, **kwargs: [0.0], r"not a reward function.*a subclass of RewardFunction"),
+        ([], r"there is no reward function"),
+    ],
+)
+def test_what_is_not_a_reward_function_is_refused(base_model: Path, tmp_path: Path, reward: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OnlineRLTrainer(fields(base_model, tmp_path), reward, ROWS)
+
+
+def test_data_that_does_not_fit_is_refused_before_anything_is_loaded(base_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the data set is empty.*field: train_dataset"):
+        OnlineRLTrainer(fields(base_model, tmp_path), Short(), [])
+    with pytest.raises(ConfigError, match=r"1 problems × 1 epochs do not make one step of 2 problems"):
+        OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS[:1])
+    with pytest.raises(ConfigError, match=r"field: eval_dataset"):
+        OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_load_is_told_under_its_field(base_model: Path, tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*field: model_name_or_path.*value: .*nothing"):
+        OnlineRLTrainer(fields(base_model, tmp_path, model_name_or_path=missing), Short(), ROWS).train()
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*field: ref_model_name_or_path.*value: .*nothing"):
+        OnlineRLTrainer(
+            fields(base_model, tmp_path, ref_model_name_or_path=missing, kl_coef=0.1, output_dir=tmp_path / "other"),
+            Short(),
+            ROWS,
+        ).train()
+
+
+def test_a_changed_config_is_checked_again(base_model: Path, tmp_path: Path) -> None:
+    config = fields(base_model, tmp_path)
+    config.num_generations = 3
+    with pytest.raises(ConfigError, match="not a multiple of num_generations = 3"):
+        OnlineRLTrainer(config, Short(), ROWS)
