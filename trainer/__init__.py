@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from common.schemas import Prompt
+    from services.data.loaders import CustomDatasetLoader, GSM8KLoader, MATHLoader
     from services.reward.functions import (
         CompositeRewardFunction,
         FormatRewardFunction,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "common.schemas": ("Prompt",),
+    "services.data.loaders": ("CustomDatasetLoader", "GSM8KLoader", "MATHLoader"),
     "services.reward.functions": (
         "CompositeRewardFunction",
         "FormatRewardFunction",
@@ -36,8 +38,11 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CompositeRewardFunction",
+    "CustomDatasetLoader",
     "EvaluationResults",
     "FormatRewardFunction",
+    "GSM8KLoader",
+    "MATHLoader",
     "MathRewardFunction",
     "ModelEvaluator",
     "OnlineRLTrainer",
