@@ -1,6 +1,7 @@
 """What the commands `trainer.train_math` and `trainer.evaluate_model` share: arguments, data sets, and how they end."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, get_args
@@ -35,11 +36,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[], None], interrupted: str) -> None:
-    """The body of a command: a named error ends with status 2, Ctrl-C with 130 and `interrupted`."""
+    """The body of a command: a named error ends with status 2, Ctrl-C with 130 and `interrupted`, a closed pipe with 141."""
     try:
         main()
     except ServiceError as error:
         fail(error)
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except KeyboardInterrupt:
         print(f"\ninterrupted{interrupted}", file=sys.stderr, flush=True)
         raise SystemExit(130) from None

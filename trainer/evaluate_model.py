@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,19 +69,18 @@ def main(argv: list[str] | None = None) -> None:
     dataset = problems(arguments["dataset"], arguments["split"], arguments["num_samples"], at_most=50)
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
-    print(_summary(first))
+    said = [_summary(first)]
     if arguments["compare"]:
         from trainer.evaluator import compare_evaluations
 
         second = _evaluate(arguments["compare"], dataset, arguments)
-        print(f"\n{_summary(second)}")
         difference = compare_evaluations(first, second)
-        print(f"\n{_comparison(difference, first, second)}")
-        report["compare"] = {**second}
-        report["comparison"] = asdict(difference)
+        said += [_summary(second), _comparison(difference, first, second)]
+        report |= {"compare": {**second}, "comparison": asdict(difference)}
     if output is not None:
         output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(f"\nwritten to {output}")
+        said.append(f"written to {output}")
+    print("\n\n".join(said))
 
 
 def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
@@ -91,7 +91,8 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
     words: dict[str, Any] = {name: arguments[name] for name in names}
     if model.startswith(("http://", "https://")):
         words |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
-    return ModelEvaluator(model, **words).evaluate(dataset, MathRewardFunction(), arguments["k"])
+    with closing(MathRewardFunction()) as reward:
+        return ModelEvaluator(model, **words).evaluate(dataset, reward, arguments["k"])
 
 
 def _key(variable: str | None) -> str | None:

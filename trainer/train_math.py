@@ -1,5 +1,6 @@
 """Trains a model on math problems in this process."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def main(argv: list[str] | None = None) -> None:
     from services.reward.functions import MathRewardFunction
     from trainer.online import OnlineRLTrainer  # heavy: torch and transformers
 
-    trainer = OnlineRLTrainer(config, MathRewardFunction(), train, test)
-    trainer.train(resume_from_checkpoint=arguments["resume"])
+    with closing(MathRewardFunction()) as reward:
+        trainer = OnlineRLTrainer(config, reward, train, test)
+        trainer.train(resume_from_checkpoint=arguments["resume"])
     saved = trainer.save_model(arguments["save_to"] or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:

@@ -38,6 +38,12 @@ def engine(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield url
 
 
+@pytest.fixture(scope="module")
+def reward() -> Iterator[MathRewardFunction]:
+    with contextlib.closing(MathRewardFunction()) as function:
+        yield function
+
+
 @contextlib.contextmanager
 def server(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server whose chat completions are `answers`, one after the other and the last one for ever; yields URL and bodies."""
@@ -77,18 +83,18 @@ def chat(text: str | None, finish: str = "stop") -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]}
 
 
-def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt]) -> None:
-    results = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, MathRewardFunction(), k=4)
+def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    results = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=4)
     assert results["num_samples"] == len(results["rewards"]) == len(results["responses"]) == 12
     assert results["ground_truths"] == [prompt.ground_truth for prompt in test_data]
     assert results["accuracy"] == sum(reward or 0 for reward in results["rewards"]) / 12 == results["mean_reward"]
     low, high = results["confidence_interval"]
     assert low < results["accuracy"] < high
     assert results["standard_error"] == pytest.approx((results["accuracy"] * (1 - results["accuracy"]) / 12) ** 0.5)
-    for response, reward, truth, answer in zip(
+    for response, score, truth, answer in zip(
         results["responses"], results["rewards"], results["ground_truths"], results["extracted_answers"], strict=True
     ):
-        assert response.endswith(f"#### {truth}") == (reward == 1)
+        assert response.endswith(f"#### {truth}") == (score == 1)
         assert response.endswith(f"#### {answer}")
     assert [len(row) for row in results["samples"]] == [4] * 12
     shares = [sum(sample["correct"] for sample in row) / 4 for row in results["samples"]]
@@ -105,37 +111,41 @@ def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt]) -> 
     json.dumps(results)  # nothing but plain data
 
 
-def test_an_evaluation_repeats(base_model: Path, test_data: list[Prompt]) -> None:
-    first, again = (ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, MathRewardFunction(), 2) for _ in "ab")
+def test_an_evaluation_repeats(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    first, again = (ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, 2) for _ in "ab")
     assert first == again
-    other = ModelEvaluator(base_model, max_new_tokens=24, seed=1).evaluate(test_data, MathRewardFunction(), 2)
+    other = ModelEvaluator(base_model, max_new_tokens=24, seed=1).evaluate(test_data, reward, 2)
     assert other["responses"] == first["responses"]  # greedy
     assert other["samples"] != first["samples"]
 
 
-def test_the_same_model_behind_a_socket(engine: str, base_model: Path, test_data: list[Prompt]) -> None:
+def test_the_same_model_behind_a_socket(
+    engine: str, base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
     """OpenAI's chat completions, SGLang's native call and the local model give the same answers."""
-    local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, MathRewardFunction(), k=2)
-    native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(test_data, MathRewardFunction(), k=2)
+    local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
+    native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
     assert {**native, "model": ""} == {**local, "model": ""}
     for url in (engine, f"{engine}/v1"):
-        served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(test_data, MathRewardFunction(), k=2)
+        served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(test_data, reward, k=2)
         assert served["responses"] == local["responses"]
         assert served["lengths"] == local["lengths"]
         assert len({sample["response"] for row in served["samples"] for sample in row}) > 1
 
 
-def test_a_model_whose_context_is_short_writes_less(base_model: Path, test_data: list[Prompt]) -> None:
-    results = ModelEvaluator(base_model, max_new_tokens=100_000).evaluate(test_data[:2], MathRewardFunction())
+def test_a_model_whose_context_is_short_writes_less(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    results = ModelEvaluator(base_model, max_new_tokens=100_000).evaluate(test_data[:2], reward)
     assert results["num_samples"] == 2
     long = [{"prompt": "apples and eggs " * 200, "answer": 1}]
     with pytest.raises(ConfigError, match=r"the problem dataset-0 has \d+ tokens, and the model's context is 512"):
-        ModelEvaluator(base_model).evaluate(long, MathRewardFunction())
+        ModelEvaluator(base_model).evaluate(long, reward)
 
 
-def test_the_system_prompt_is_sent(base_model: Path, test_data: list[Prompt]) -> None:
+def test_the_system_prompt_is_sent(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
     with server((200, chat("#### 1"))) as (url, bodies):
-        ModelEvaluator(url, model_id="small", system_prompt="Think.").evaluate(test_data[:1], MathRewardFunction())
+        ModelEvaluator(url, model_id="small", system_prompt="Think.").evaluate(test_data[:1], reward)
     assert bodies[0]["messages"] == [
         {"role": "system", "content": "Think."},
         {"role": "user", "content": test_data[0].prompt},
@@ -143,31 +153,33 @@ def test_the_system_prompt_is_sent(base_model: Path, test_data: list[Prompt]) ->
     assert (bodies[0]["model"], bodies[0]["temperature"], bodies[0]["max_tokens"]) == ("small", 0, 512)
 
 
-def test_a_busy_server_is_asked_again(test_data: list[Prompt]) -> None:
+def test_a_busy_server_is_asked_again(test_data: list[Prompt], reward: MathRewardFunction) -> None:
     with server((503, {}), (429, {}), (200, chat(f"#### {test_data[0].ground_truth}"))) as (url, bodies):
-        results = ModelEvaluator(url, model_id="small").evaluate(test_data[:1], MathRewardFunction())
+        results = ModelEvaluator(url, model_id="small").evaluate(test_data[:1], reward)
     assert len(bodies) == 3
     assert results["accuracy"] == 1
     assert results["lengths"] is None  # this server says nothing of tokens
 
 
-def test_a_server_that_does_not_answer_is_named(test_data: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_named(
+    test_data: list[Prompt], monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
+) -> None:
     monkeypatch.setattr("trainer.generators._FIRST_ANSWER_S", 0.5)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(Unreachable, match=r"did not answer.*field: model.*value: http://127.*remedy: look whether the server"):
-        ModelEvaluator(url).evaluate(test_data, MathRewardFunction())
+        ModelEvaluator(url).evaluate(test_data, reward)
 
 
-def test_what_a_server_refuses_is_told(test_data: list[Prompt]) -> None:
+def test_what_a_server_refuses_is_told(test_data: list[Prompt], reward: MathRewardFunction) -> None:
     with server((200, chat(None, "content_filter"))) as (url, _):
         with pytest.raises(ConfigError, match=r"has the models small, large.*field: model_id.*name one"):
-            ModelEvaluator(url).evaluate(test_data, MathRewardFunction())
+            ModelEvaluator(url).evaluate(test_data, reward)
         with pytest.raises(ConfigError, match=r"field: api_key.*--api-key-env"):
-            ModelEvaluator(url, model_id="small", api_key="wrong").evaluate(test_data, MathRewardFunction())
+            ModelEvaluator(url, model_id="small", api_key="wrong").evaluate(test_data, reward)
         with pytest.raises(GenerationFailed, match="the answer to p0 ended with content_filter"):
-            ModelEvaluator(url, model_id="small", api_key="right").evaluate(test_data[:1], MathRewardFunction())
+            ModelEvaluator(url, model_id="small", api_key="right").evaluate(test_data[:1], reward)
     with server((200, {"choices": []})) as (url, _), pytest.raises(GenerationFailed, match="no answer of a chat completion"):
-        ModelEvaluator(url, model_id="small").evaluate(test_data[:1], MathRewardFunction())
+        ModelEvaluator(url, model_id="small").evaluate(test_data[:1], reward)
 
 
 class Unsure(RewardFunction):
@@ -190,9 +202,9 @@ def test_what_cannot_be_graded_is_counted_and_left_out(base_model: Path) -> None
         ModelEvaluator(base_model, max_new_tokens=8).evaluate(rows[:1], Unsure())
 
 
-def test_an_empty_data_set_is_an_error(base_model: Path) -> None:
+def test_an_empty_data_set_is_an_error(base_model: Path, reward: MathRewardFunction) -> None:
     with pytest.raises(ConfigError, match=r"the data set is empty.*field: dataset"):
-        ModelEvaluator(base_model).evaluate([], MathRewardFunction())
+        ModelEvaluator(base_model).evaluate([], reward)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +222,14 @@ def test_arguments_that_do_not_fit_are_refused(model: str, arguments: dict[str, 
         ModelEvaluator(model, **arguments)
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, test_data: list[Prompt]) -> None:
+def test_a_model_that_is_not_there(tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
     with pytest.raises(ConfigError, match=r"cannot be loaded.*nothing"):
-        ModelEvaluator(tmp_path / "nothing").evaluate(test_data, MathRewardFunction())
+        ModelEvaluator(tmp_path / "nothing").evaluate(test_data, reward)
 
 
-def test_a_model_of_the_hub(base_model: Path, test_data: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub(
+    base_model: Path, test_data: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
+) -> None:
     """From a cache of the hub as `huggingface_hub` lays it out, without network."""
     home = tmp_path / "models--org--tiny"
     (home / "refs").mkdir(parents=True)
@@ -231,24 +245,24 @@ def test_a_model_of_the_hub(base_model: Path, test_data: list[Prompt], tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", code, test_data[0].prompt], env=environment, capture_output=True, text=True, check=True
     )
-    local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:1], MathRewardFunction())
+    local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:1], reward)
     assert done.stdout.strip() == local["responses"][0]
 
 
-def test_in_a_notebook_a_loop_runs_already(base_model: Path, test_data: list[Prompt]) -> None:
+def test_in_a_notebook_a_loop_runs_already(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
     async def cell() -> float:
-        return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], MathRewardFunction())["accuracy"]
+        return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], reward)["accuracy"]
 
     assert 0 <= asyncio.run(cell()) <= 1
 
 
-def test_two_evaluations_are_compared_problem_by_problem(base_model: Path, test_data: list[Prompt]) -> None:
-    long, short = (
-        ModelEvaluator(base_model, max_new_tokens=limit).evaluate(test_data, MathRewardFunction()) for limit in (24, 1)
-    )
+def test_two_evaluations_are_compared_problem_by_problem(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    long, short = (ModelEvaluator(base_model, max_new_tokens=limit).evaluate(test_data, reward) for limit in (24, 1))
     found = compare_evaluations(long, short)
     assert found.difference == pytest.approx(long["accuracy"] - short["accuracy"])
     assert found.gained == [i for i in range(12) if long["correct"][i] and not short["correct"][i]]
-    other = ModelEvaluator(base_model, max_new_tokens=1).evaluate(test_data[:5], MathRewardFunction())
+    other = ModelEvaluator(base_model, max_new_tokens=1).evaluate(test_data[:5], reward)
     with pytest.raises(ConfigError, match="not about the same problems"):
         compare_evaluations(long, other)

@@ -30,8 +30,10 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
         engine.start()
-        yield
-        await asyncio.to_thread(engine.stop)
+        try:
+            yield
+        finally:  # a thread that computes at the interpreter's end aborts the process
+            await asyncio.to_thread(engine.stop)
 
     app = create_app("rollout-engine", not_ready=lambda: engine.failure, lifespan=lifespan, metrics=engine.metrics)
     add_control(app, engine)
