@@ -110,7 +110,7 @@ def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Gr
 
 
 def _prompt_ids(prompt: Prompt, config: Config, tokenizer: Any) -> list[int]:
-    return Prompter(tokenizer, config.sampling.system_prompt, []).token_ids(prompt.prompt)
+    return Prompter(tokenizer, config.sampling.system_prompt, []).token_ids(prompt)
 
 
 def recorded(config: Config) -> list[Group]:
