@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from common.schemas import Prompt
     from services.data.loaders import CustomDatasetLoader, GSM8KLoader, MATHLoader
     from services.reward.functions import (
+        CodeRewardFunction,
         CompositeRewardFunction,
         FormatRewardFunction,
+        LengthPenaltyFunction,
         MathRewardFunction,
+        RepetitionPenaltyFunction,
         RewardFunction,
     )
     from trainer.evaluator import EvaluationResults, ModelEvaluator, compare_evaluations
@@ -24,9 +27,12 @@ _HOMES = {
     "common.schemas": ("Prompt",),
     "services.data.loaders": ("CustomDatasetLoader", "GSM8KLoader", "MATHLoader"),
     "services.reward.functions": (
+        "CodeRewardFunction",
         "CompositeRewardFunction",
         "FormatRewardFunction",
+        "LengthPenaltyFunction",
         "MathRewardFunction",
+        "RepetitionPenaltyFunction",
         "RewardFunction",
     ),
     "trainer.evaluator": ("EvaluationResults", "ModelEvaluator", "compare_evaluations"),
@@ -37,16 +43,19 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CodeRewardFunction",
     "CompositeRewardFunction",
     "CustomDatasetLoader",
     "EvaluationResults",
     "FormatRewardFunction",
     "GSM8KLoader",
+    "LengthPenaltyFunction",
     "MATHLoader",
     "MathRewardFunction",
     "ModelEvaluator",
     "OnlineRLTrainer",
     "Prompt",
+    "RepetitionPenaltyFunction",
     "RewardFunction",
     "TrainResult",
     "TrainerConfig",

@@ -12,7 +12,7 @@ from trainer.commands import DATASETS, Parser, listed, one_line, positive, probl
 
 if TYPE_CHECKING:
     from trainer.evaluator import EvaluationResults
-    from trainer.statistics import PairedDifference
+    from trainer.uncertainty import PairedDifference
 
 _EPILOG = """\
 examples:

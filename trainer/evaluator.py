@@ -24,7 +24,15 @@ from trainer.collect import reward_items
 from trainer.datasets import as_prompts, as_rewards
 from trainer.evaluate import pass_at_k
 from trainer.generators import Generator, Sampling, Written, local_generator, openai_generator, sglang_generator, together
-from trainer.statistics import Lengths, PairedDifference, avg_at_k, maj_at_k, paired_difference, standard_error, wilson_interval
+from trainer.uncertainty import (
+    Lengths,
+    PairedDifference,
+    avg_at_k,
+    maj_at_k,
+    paired_difference,
+    standard_error,
+    wilson_interval,
+)
 
 _T = TypeVar("_T")
 

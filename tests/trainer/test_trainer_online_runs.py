@@ -155,6 +155,23 @@ def test_a_broken_reward_function_stops_the_run(base_model: Path, tmp_path: Path
         OnlineRLTrainer(fields(base_model, tmp_path), Broken(), ROWS).train()
 
 
+def test_train_after_an_error_goes_on_from_the_newest_checkpoint(base_model: Path, tmp_path: Path) -> None:
+    class Fragile(Short):
+        broken = True
+
+        def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+            if self.broken and sum(len(texts) for texts, _ in self.calls) >= 8:  # a step
+                raise KeyError("steps_taken")
+            return super().__call__(completions, **kwargs)
+
+    reward = Fragile()
+    trainer = OnlineRLTrainer(fields(base_model, tmp_path, save_steps=1, max_steps=3), reward, ROWS)
+    with pytest.raises(ServiceError):
+        trainer.train()
+    reward.broken = False
+    assert [line["step"] for line in trainer.train().history] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.statistics import (
+from trainer.uncertainty import (
     Lengths,
     avg_at_k,
     maj_at_k,
