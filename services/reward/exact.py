@@ -11,6 +11,10 @@ _MIXED = re.compile(rf"([+-]?)\s*([0-9]+)(?:\s+([0-9]+)/([0-9]+)|\s*\\[dt]?frac\
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _WORD = r"(?!(?:pi|sqrt|percent|or|and|to|plus|minus|times|over|by)\b)[a-z]{2,}"
 _UNIT = re.compile(rf"({_NUM})\s+({_WORD})(?:\s+{_WORD}){{0,2}}", re.IGNORECASE)
+_METRIC = frozenset(("mm", "cm", "dm", "m", "km", "mg", "g", "kg", "t", "ms", "s", "min", "h", "ml", "cl", "l", "mL", "L"))
+_METERED = re.compile(rf"({_NUM})\s+([a-zA-Z]{{1,3}})")
+_REPEATING = re.compile(r"([+-]?)\s*([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
+_BASED = re.compile(r"([0-9A-Za-z]+)\s*_\s*(?:\{\s*([0-9]{1,2})\s*\}|([0-9]))")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 _FRAC = re.compile(rf"([+-]?)\s*\\[dt]?frac\s*({_ARG})\s*({_ARG})")
 
@@ -22,6 +26,8 @@ def same_answer(gold: str, answer: str) -> bool | None:
     """
     if gold == answer:
         return bool(gold)
+    if _differ(gold, answer):
+        return False
     expected = parse_number(gold)
     if expected is None:
         return None
@@ -29,8 +35,20 @@ def same_answer(gold: str, answer: str) -> bool | None:
     return None if given is None else expected == given
 
 
+def _differ(gold: str, answer: str) -> bool:
+    """Whether the answers differ in what math-verify does not look at: the base, the unit, or both sides of an equation."""
+    bases = [_BASED.fullmatch(text) for text in (gold, answer)]
+    if bases[0] and bases[1]:
+        return (bases[0][1], bases[0][2] or bases[0][3]) != (bases[1][1], bases[1][2] or bases[1][3])
+    units = [match[2] for text in (gold, answer) if (match := _METERED.fullmatch(_TEXT.sub(r" \1", text).strip()))]
+    if len(units) == 2 and units[0] != units[1] and _METRIC.issuperset(units):
+        return True
+    sides = [parse_number(side.strip()) for side in answer.split("=", 3)] if "=" in answer else []
+    return len(sides) > 1 and None not in sides and len(set(sides)) > 1
+
+
 def parse_number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal, a simple or mixed fraction or a percentage; None for anything else."""
+    """The value of an integer, a decimal (repeating ones too), a simple or mixed fraction or a percentage; else None."""
     if match := _DECIMAL.fullmatch(text):
         number, exponent, percent = match.groups()
         value = _value(number)
@@ -52,6 +70,11 @@ def parse_number(text: str) -> Fraction | None:
         return (-1 if sign == "-" else 1) * (int(whole) + part)
     if match := _SLASH.fullmatch(text):
         return _ratio(match.group(1), match.group(2))
+    if match := _REPEATING.fullmatch(text):
+        sign, whole, before, digits = match.groups()
+        value = Fraction(int(f"0{whole}{before}")) + Fraction(int(digits), 10 ** len(digits) - 1)
+        value *= Fraction(-1 if sign == "-" else 1, 10 ** len(before))
+        return value
     return None
 
 

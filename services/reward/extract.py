@@ -19,6 +19,7 @@ _NUMBER = re.compile(
 )
 _TAIL_CHARS = 4096
 _WRAPPERS = ((r"\(", r"\)"), (r"\[", r"\]"))
+_CURRENCY = str.maketrans(dict.fromkeys("$€£¥"))
 _SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~")
 _PERCENT_WORD = re.compile(r"(?<=[0-9])\s*percent$", re.IGNORECASE)
 
@@ -43,8 +44,8 @@ def gold_answer(ground_truth: str) -> str | None:
 
 def clean(answer: str) -> str:
     """An answer without what only decorates it: math mode, currency signs, bold type, thin spaces, a final full stop."""
-    text = answer.replace("\\$", "").replace("$", "").replace("−", "-").replace("{,}", ",")
-    text = _SPACES.sub("", text)
+    text = answer.replace("\\$", "").replace("−", "-").replace("{,}", ",")
+    text = _SPACES.sub("", text.translate(_CURRENCY))
     for _ in range(3):  # decorations nest: **\(42\).**
         before = text
         text = text.strip().strip("*_`").strip()
