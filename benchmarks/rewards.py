@@ -3,7 +3,8 @@
     python -m benchmarks.rewards [--cases 1000]
 
 Plain math-verify parses the gold and the whole response, and verifies, in one process, as its documentation shows. The
-cases are GSM8K-like responses made here, half of them wrong, and real GSM8K solutions where the files are at hand.
+cases are GSM8K-like responses made here, half of them wrong, the golden cases of the tests, and real solutions of GSM8K and
+MATH-500 where the files are at hand.
 """
 
 import argparse
@@ -22,7 +23,10 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.scorer import Scorer
 
-GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+MATH500 = ROOT.parent / "shared" / "data" / "math500" / "test.jsonl"
 NOTATIONS = ("{}", "{:,}", "\\${}", "{}.00", "\\frac{{{}}}{{1}}", "{}\\text{{ dollars}}")
 
 
@@ -58,9 +62,25 @@ def real(count: int, rng: random.Random) -> list[Case]:
     return cases
 
 
+def golden() -> list[Case]:
+    """The cases of the tests: many notations, right and wrong."""
+    rows = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
+    return [Case(RewardItem(response=row["response"], ground_truth=row["ground_truth"]), row["correct"]) for row in rows]
+
+
+def real_math(count: int) -> list[Case]:
+    """MATH-500's own solutions, every second one with one added to its final answer."""
+    cases = []
+    for i, line in enumerate(MATH500.read_text(encoding="utf-8").splitlines()[:count]):
+        row = json.loads(line)
+        response = row["solution"] if i % 2 == 0 else f"So the answer is $\\boxed{{{row['answer']}+1}}$."
+        cases.append(Case(RewardItem(response=response, ground_truth=row["answer"]), i % 2 == 0))
+    return cases
+
+
 def plain(cases: Sequence[Case]) -> list[bool]:
     """math-verify as documented."""
-    return [bool(verify(parse(case.item.ground_truth), parse(case.item.response))) for case in cases]
+    return [bool(verify(parse(f"${case.item.ground_truth}$"), parse(case.item.response))) for case in cases]
 
 
 async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
@@ -69,7 +89,8 @@ async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
         await grader.ready()
         start, verdicts = time.perf_counter(), list[bool]()
         for i in range(0, len(cases), batch):
-            verdicts += [result.correct for result in await grader.score([case.item for case in cases[i : i + batch]])]
+            results = await grader.score([case.item for case in cases[i : i + batch]])
+            verdicts += [result.correct for result in results]
         return time.perf_counter() - start, verdicts
 
 
@@ -96,8 +117,11 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     compare("generated", generated(arguments.cases, random.Random(0)), arguments.batch)
+    compare("golden cases", golden(), arguments.batch)
     if GSM8K.is_file():
         compare("GSM8K", real(arguments.cases, random.Random(0)), arguments.batch)
+    if MATH500.is_file():
+        compare("MATH-500", real_math(arguments.cases), arguments.batch)
 
 
 if __name__ == "__main__":

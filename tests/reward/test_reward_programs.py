@@ -226,6 +226,14 @@ def test_a_sandbox_that_does_not_contain_is_refused(monkeypatch: pytest.MonkeyPa
     assert "reward.code_sandbox none" in str(caught.value.remedy)
 
 
+@pytest.mark.parametrize("variant", command.VARIANTS, ids=str)
+def test_what_some_machines_lack_is_not_needed_to_contain(variant: command.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a masked /proc cannot mount one, and one with a read-only /proc/sys cannot switch off namespaces."""
+    code_function()
+    monkeypatch.setattr(run, "VARIANTS", (variant,))
+    CodeRewardFunction()  # tries to break out before it returns
+
+
 def test_a_sandbox_that_fails_now_and_then_is_tried_again_and_never_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     code = code_function()
     whole, calls = command.bwrap_command, []
