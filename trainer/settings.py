@@ -274,8 +274,26 @@ class TrainerConfig(BaseModel):
                 value=self.settings[section],
                 remedy=f"write {{'{section}.name': value}}",
             )
+        if stranger := next(filter(_decided_elsewhere, self.settings), None):
+            raise ConfigError(
+                f"{stranger} is not for a run in one process with your own data and reward function",
+                field="settings",
+                value={stranger: self.settings[stranger]},
+                remedy="leave it out; say it with the data set or the reward function, or run the job group",
+            )
         # The rest is for `Config` to judge; that it refuses, it refuses here and not when training starts.
         self.to_config(self.problems_per_step, 0, Path("outputs"))
+
+
+def _decided_elsewhere(name: str) -> bool:
+    """Whether the caller's data and reward function, or the one process, decide what a setting is about."""
+    section, _, rest = name.partition(".")
+    return rest == "port" or {
+        "data": not rest.startswith("curriculum"),
+        "reward": rest not in ("workers", "function_timeout_s", "function_batch", "require_stop", "max_batch_items"),
+        "rollout": rest != "max_running_requests",
+        "critic": rest == "location",
+    }.get(section, False)
 
 
 def _named(error: ValidationError) -> ConfigError:

@@ -112,7 +112,7 @@ def test_other_trainers_presets_and_settings(base_model: Path, tmp_path: Path, k
         [
             *("--preset", "rloo_math", "--model", str(base_model), "--trainer", kind, *QUICK, "--max-steps", "1"),
             *("--output-dir", str(tmp_path / "run"), "--save-to", str(tmp_path / "saved"), "--quiet"),
-            *("--set", "algorithm.entropy_coef=0.01", "--set", "data.prompt_field=question"),
+            *("--set", "algorithm.entropy_coef=0.01", "--set", "data.curriculum=difficulty"),
         ]
     )
     config = json.loads((tmp_path / "run" / "config.json").read_text())
