@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from common.errors import NotReady
+from common.errors import InvalidInput, NotReady
 from common.schemas import RewardItem, RewardStatus
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.pool import WorkerPool
@@ -21,6 +21,7 @@ from services.reward.score import Score
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_TAKEN = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], None]
 """Raises InvalidInput for an item that the function cannot score, naming the field under the prefix."""
 
@@ -65,6 +66,10 @@ class Host(ABC):
 
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
+        for name in _TAKEN.intersection(item.columns):
+            raise InvalidInput(
+                "a reward function has an argument of this name", field=f"{where}columns.{name}", remedy="rename the column"
+            )
         if self._check is not None:
             self._check(item, where)
 

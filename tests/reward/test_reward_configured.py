@@ -58,6 +58,8 @@ async def test_a_task_has_its_own_functions() -> None:
         with pytest.raises(InvalidInput, match="no reward functions for this task") as caught:
             await scorer.score([item("5"), item("5", task="wrods")])
         assert caught.value.field == "items[1].task"
+        with pytest.raises(InvalidInput, match=r"items\[0\]\.columns\.completions"):
+            await scorer.score([item("5", "5", "both", completions="x", keyword="cat")])
         with pytest.raises(InvalidInput, match=r"items\[0\]\.ground_truth"):
             await scorer.score([item("5", " ", "both", keyword="cat")])
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import psutil
@@ -27,11 +28,12 @@ def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
 class Server:
     """A reward-server process on a free port."""
 
-    def __init__(self, state: Path, timeout_s: float) -> None:
+    def __init__(self, state: Path, timeout_s: float, *more: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "services.reward", "--reward.port", str(port), "--reward.timeout_s", str(timeout_s)]
-        self.process = subprocess.Popen([*command, "--state_dir", str(state)], cwd=ROOT, stderr=subprocess.DEVNULL)
+        command += ["--state_dir", str(state), *more]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
         self.graders: list[psutil.Process] = []
         until(self.healthy)
@@ -69,12 +71,18 @@ class Server:
         return alive
 
 
+class Start(Protocol):
+    """Starts a server."""
+
+    def __call__(self, timeout_s: float, *more: str) -> Server: ...
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[float], Server]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     servers: list[Server] = []
 
-    def go(timeout_s: float) -> Server:
-        servers.append(Server(tmp_path, timeout_s))
+    def go(timeout_s: float, *more: str) -> Server:
+        servers.append(Server(tmp_path, timeout_s, *more))
         return servers[-1]
 
     yield go
@@ -85,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[float], Server]]:
             server.process.wait()
 
 
-def test_sigterm_leaves_no_process(start: Callable[[float], Server]) -> None:
+def test_sigterm_leaves_no_process(start: Start) -> None:
     server = start(1.0)
     answer = server.http.post("/batch_reward", json={"items": [{"response": "\\boxed{1+x}", "ground_truth": "x+1"}]})
     assert answer.json()["rewards"] == [1.0]
@@ -95,7 +103,7 @@ def test_sigterm_leaves_no_process(start: Callable[[float], Server]) -> None:
     until(lambda: not server.left(), 20)
 
 
-def test_kill_9_leaves_no_process_even_when_graders_hang(start: Callable[[float], Server]) -> None:
+def test_kill_9_leaves_no_process_even_when_graders_hang(start: Start) -> None:
     server = start(1000.0)
     with server.start_hanging_request():
         server.note_graders()
@@ -104,7 +112,7 @@ def test_kill_9_leaves_no_process_even_when_graders_hang(start: Callable[[float]
         until(lambda: not server.left(), 20)
 
 
-def test_a_client_that_hangs_up_frees_its_graders(start: Callable[[float], Server]) -> None:
+def test_a_client_that_hangs_up_frees_its_graders(start: Start) -> None:
     server = start(1000.0)
     server.start_hanging_request().close()
     until(lambda: server.unfinished() == 0, 30)
@@ -120,3 +128,24 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert port in ended.stderr
+
+
+def test_functions_of_ones_own_run_in_the_real_server_and_leave_no_process(start: Start) -> None:
+    own = "tests.reward.own_functions:Moody"
+    server = start(1.0, "--reward.functions", f"math,{own}", "--reward.function_timeout_s", "1", "--reward.weights", f"{own}=2")
+    server.note_graders()
+    items = [{"response": text, "ground_truth": "5"} for text in ("5", "hang", "die", "6")]
+    answer = server.http.post("/batch_reward", json={"items": items}).json()
+    assert answer["rewards"] == [2.0, None, None, 1.0]
+    assert [result["status"] for result in answer["results"]] == ["ok", "timeout", "died", "ok"]
+    server.process.kill()
+    server.process.wait(30)
+    until(lambda: not server.left(), 20)
+
+
+def test_a_function_that_does_not_exist_ends_the_start_with_its_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.reward", "--state_dir", str(tmp_path), "--reward.functions", "no.such:Thing"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "no.such:Thing" in ended.stderr
+    assert "remedy" in ended.stderr

@@ -1,7 +1,11 @@
 """CodeRewardFunction: harmless programs pass, test cases of all kinds are compared, scores are what they should be."""
 
+import os
+import subprocess
+import tempfile
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -224,6 +228,29 @@ def test_a_sandbox_that_does_not_contain_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="not contained: host_files") as caught:
         CodeRewardFunction()
     assert "reward.code_sandbox none" in str(caught.value.remedy)
+
+
+def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
+    code_function()
+    with tempfile.TemporaryDirectory(prefix="rlhf-math-test-", ignore_cleanup_errors=True) as folder:
+        made = subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", f"{folder}/venv"], capture_output=True)
+        packages = list(Path(folder).glob("venv/lib/python3*/site-packages"))
+        if made.returncode != 0 or not packages:
+            pytest.skip("there is no system Python that makes environments")
+        (packages[0] / "own_package.py").write_text("value = 5\n", encoding="utf-8")
+        Path(folder).chmod(0o755)
+        code = CodeRewardFunction(python=f"{folder}/venv/bin/python")
+        source = "import own_package\nprint(own_package.value)"
+        assert code([block(source)], test_cases=[[{"input": "", "output": "5"}]]) == [1.0]
+        bare = CodeRewardFunction()
+        assert bare([block(source)], test_cases=[[{"input": "", "output": "5"}]]) == [0.0]
+        if os.geteuid() == 0:
+            Path(folder).chmod(0o700)
+            with pytest.raises(ConfigError, match="Permission denied") as caught:
+                CodeRewardFunction(python=f"{folder}/venv/bin/python")
+            assert "code_python" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="there is no Python for it"):
+        CodeRewardFunction(python="/nowhere/python")
 
 
 @pytest.mark.parametrize("variant", command.VARIANTS, ids=str)

@@ -32,10 +32,11 @@ def environment():
     return set(os.environ) <= known and fails(lambda: open("/proc/1/environ").read())
 
 def host_files():
-    return not any(map(os.path.exists, ("/etc/passwd", "/root/.bashrc", "/home", "/var", "/tmp", "/sys/kernel")))
+    hidden = ("/etc/passwd", "/etc/hostname", "/root/.bashrc", "/var/log", "/run", "/boot", "/sys/kernel")
+    return not any(map(os.path.exists, hidden))
 
 def writing():
-    return all(fails(lambda: open(folder + "probe", "w")) for folder in ("/", "/dev/", "/dev/shm/", "/usr/"))
+    return all(fails(lambda: open(folder + "probe", "w")) for folder in ("/", "/dev/", "/dev/shm/", "/usr/", "/tmp/"))
 
 def network():
     return fails(lambda: socket.create_connection(("127.0.0.1", 9), 1)) and fails(lambda: socket.socket(socket.AF_INET))
