@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.functions.base import Message, RewardFunction
+from services.reward.functions.base import RewardFunction
 from services.reward.functions.composite import check_names
 from services.reward.functions.judge import DEFAULT_RUBRIC, JudgeRewardFunction
 from services.reward.functions.programs import CodeRewardFunction
@@ -40,8 +40,8 @@ class Built:
 class MathHost(Host):
     """Final answers, in the grader's own workers."""
 
-    def __init__(self, config: RewardSection, queue: int, on_restart: Callable[[], None]) -> None:
-        super().__init__("math", config.max_batch_items, queue, self._check_gold)
+    def __init__(self, config: RewardSection, on_restart: Callable[[], None]) -> None:
+        super().__init__("math", self._check_gold)
         self._grader = MathGrader(config, on_restart)
 
     @staticmethod
@@ -65,15 +65,12 @@ class MathHost(Host):
         await self._grader.ready()
 
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Without the limit of the others: most answers need no worker, and the grader refuses those that would wait."""
+        """The grader's own limit holds: most answers need no worker, and it refuses those that would wait."""
         self.unfinished += len(items)
         try:
             return await self._grader.grade(items)
         finally:
             self.unfinished -= len(items)
-
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
-        raise NotImplementedError("the grader takes items")
 
 
 def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> Built:
@@ -90,7 +87,7 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
     plain: dict[str, dict[str, Any]] = {}
     for name in config.function_names():
         if name == "math":
-            result.hosts[name] = MathHost(config, queue, on_restart)
+            result.hosts[name] = MathHost(config, on_restart)
         elif name == "code":
             result.hosts[name] = _code(config, queue)
         elif name == "judge":

@@ -39,13 +39,11 @@ class Host(ABC):
 
     Args:
         name: of its component.
-        batch: items that one call gets at most.
-        queue: items that may be unfinished at once; more are refused.
         check: of every item before it is accepted.
     """
 
-    def __init__(self, name: str, batch: int, queue: int, check: Check | None = None) -> None:
-        self.name, self._batch, self._queue, self._check = name, batch, queue, check
+    def __init__(self, name: str, check: Check | None = None) -> None:
+        self.name, self._check = name, check
         self.unfinished = 0
         """Items that wait or are scored now."""
 
@@ -72,6 +70,24 @@ class Host(ABC):
             )
         if self._check is not None:
             self._check(item, where)
+
+    @abstractmethod
+    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Scores in order. Raises NotReady when too many items wait already."""
+
+
+class CallHost(Host):
+    """A function that is called with several completions at once.
+
+    Args:
+        name, check: as for every host.
+        batch: items that one call gets at most.
+        queue: items that may be unfinished at once; more are refused.
+    """
+
+    def __init__(self, name: str, batch: int, queue: int, check: Check | None = None) -> None:
+        super().__init__(name, check)
+        self._batch, self._queue = batch, queue
 
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """Scores in order. Raises NotReady when too many items wait already."""
@@ -104,7 +120,7 @@ class Host(ABC):
         """One call of the function. Raises CallFailed."""
 
 
-class ThreadHost(Host):
+class ThreadHost(CallHost):
     """A function in threads of this process: the caller's own objects, and those that bound themselves.
 
     Args:
@@ -131,7 +147,7 @@ class ThreadHost(Host):
                 raise CallFailed("error", f"{type(error).__name__}: {error}") from error
 
 
-class ProcessHost(Host):
+class ProcessHost(CallHost):
     """A function in the workers of a pool, which several functions may share.
 
     Args:

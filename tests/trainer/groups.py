@@ -1,7 +1,10 @@
 """Groups sampled from nothing in particular."""
 
+from typing import Any
+
 import numpy as np
 
+from common.algorithm import AlgorithmSection
 from common.config import Config
 from common.schemas import Completion, Group
 from services.learning.ranks import Ranks
@@ -37,6 +40,25 @@ def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0,
         completions=completions,
         position=position,
     )
+
+
+def off_policy_groups() -> list[Group]:
+    """Four groups of four, one of equal rewards, sampled by another policy than a new one."""
+    rng = np.random.default_rng(1)
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
+    for group in groups:
+        for completion in group.completions:
+            noise = rng.normal(0, 0.3, len(completion.logprobs)).astype(np.float32)
+            completion.logprobs = (np.log(1 / VOCABULARY) + noise).astype(np.float32)
+    return groups
+
+
+def with_algorithm(config: Config, **settings: Any) -> Config:
+    """A copy with these settings of the algorithm and defaults for the rest."""
+    changed = config.model_copy(deep=True)
+    changed.algorithm = AlgorithmSection.model_validate(settings)
+    return changed
 
 
 def weighed(learner: Learner, groups: list[Group], weights: list[float] | None = None) -> Batch:

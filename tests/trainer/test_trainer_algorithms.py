@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -12,7 +11,7 @@ from common.config import Config, load
 from common.errors import ConfigError
 from common.schemas import Group
 from services.learning.ranks import Ranks
-from tests.trainer.groups import make_group, weighed, whole
+from tests.trainer.groups import off_policy_groups, weighed, whole, with_algorithm
 from trainer.algorithms import weigh
 from trainer.batch import Batch
 from trainer.learner import Learner
@@ -20,15 +19,7 @@ from trainer.learner import Learner
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Off policy: the behaviour logprobs are not the policy's."""
-    rng = np.random.default_rng(1)
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
-    groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
-    for group in groups:
-        for completion in group.completions:
-            noise = rng.normal(0, 0.3, len(completion.logprobs)).astype(np.float32)
-            completion.logprobs = (np.log(1 / 300) + noise).astype(np.float32)
-    return groups
+    return off_policy_groups()
 
 
 def updated(config: Config, groups: list[Group], max_tokens: int = 16_384) -> dict[str, torch.Tensor]:
@@ -36,12 +27,6 @@ def updated(config: Config, groups: list[Group], max_tokens: int = 16_384) -> di
     learner = Learner(config, Ranks())
     learner.update(weighed(learner, groups))
     return {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
-
-
-def with_algorithm(config: Config, **settings: Any) -> Config:
-    changed = config.model_copy(deep=True)
-    changed.algorithm = AlgorithmSection.model_validate(settings)
-    return changed
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Group
 from services.learning.ranks import Ranks
-from tests.trainer.groups import make_group, weighed, whole
+from tests.trainer.groups import make_group, off_policy_groups, weighed, whole, with_algorithm
 from trainer import checkpoint
 from trainer.algorithms import weigh
 from trainer.batch import Batch
@@ -24,21 +23,7 @@ from trainer.model import load_tokenizer
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Sampled by another policy than the one that is trained."""
-    rng = np.random.default_rng(1)
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
-    groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
-    for group in groups:
-        for completion in group.completions:
-            noise = rng.normal(0, 0.3, len(completion.logprobs))
-            completion.logprobs = (np.log(1 / 300) + noise).astype(np.float32)
-    return groups
-
-
-def with_algorithm(config: Config, **settings: Any) -> Config:
-    changed = config.model_copy(deep=True)
-    changed.algorithm = AlgorithmSection.model_validate(settings)
-    return changed
+    return off_policy_groups()
 
 
 def parameters(learner: Learner) -> dict[str, torch.Tensor]:
