@@ -46,6 +46,7 @@ GROUP, DATA, REWARD, REPLAY, TRAINER = "rlhf-math", "data-server", "reward-serve
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
 RUN_DATA, RUN_TRAINER = "run: exec .venv/bin/python -m services.data", "run: exec .venv/bin/python -m common.topology torchrun"
 SETUP = "setup: bash jobgroup/setup.sh services"
+SETUP_REWARD = "setup: bash jobgroup/setup.sh reward"
 FAULTS = {
     "header-field": Fault(
         GROUP, "inter_connection: true", "interconnection: true", "header: SkyPilot ignores the unknown field"
@@ -64,7 +65,7 @@ FAULTS = {
     "same-name-twice": Fault(REPLAY, f"name: {REPLAY}", f"name: {REWARD}", f"Duplicate job name in Job Group: {REWARD}"),
     "no-name": Fault(REWARD, f"name: {REWARD}", "", "task 3: it has no name"),
     "shell-of-run": Fault(DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: bash: line"),
-    "shell-of-setup": Fault(REWARD, SETUP, "setup: 'echo \"services'", f"{REWARD}.setup: bash cannot read it"),
+    "shell-of-setup": Fault(REWARD, SETUP_REWARD, "setup: 'echo \"services'", f"{REWARD}.setup: bash cannot read it"),
     "variable": Fault(DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"),
     "skypilot-variable": Fault(DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"),
     "variable-of-setup": Fault(DATA, f"{SETUP}\n{RUN_DATA}", "setup: A=1; echo $A\nrun: echo $A", f"{DATA}.run: ${{A}} is not"),
