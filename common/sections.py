@@ -345,7 +345,7 @@ class TrainerSection(Section):
     """Write a checkpoint every N steps, and always at the end; 0: only at the end."""
     keep_checkpoints: int = Field(3, gt=0)
     resume: bool = True
-    """Go on from the newest checkpoint in `run_dir`, if there is one."""
+    """Go on from the newest checkpoint in `run_dir`, if there is one. Without it earlier checkpoints are set aside."""
     run_dir: Path | None = None
     """Where configuration, metrics, samples, curves and checkpoints go; `runs/<group name>` when unset."""
     wait_timeout_s: float = Field(1800.0, gt=0)

@@ -7,6 +7,7 @@ random generators and the position in the prompt stream, and is read without unp
 import io
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,12 @@ def save(
 def newest(directory: Path) -> Path | None:
     """The newest complete checkpoint in `directory`."""
     return next(reversed(_all(directory)), None)
+
+
+def set_aside(directory: Path) -> None:
+    """Makes room for a run that begins anew: an earlier run's checkpoints would be taken for newer ones of this run."""
+    if _all(directory):
+        directory.rename(directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def read_state(path: Path) -> bytes:

@@ -281,7 +281,9 @@ def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learne
 
     Only rank 0 knows the checkpoint's path: the others get what is in it from rank 0.
     """
-    path = checkpoint.newest(run_dir / "checkpoints") if ranks.first and config.trainer.resume else None
+    if ranks.first and not config.trainer.resume:
+        checkpoint.set_aside(run_dir / "checkpoints")
+    path = checkpoint.newest(run_dir / "checkpoints") if ranks.first else None
     learner = Learner(config, ranks, path)
     ranks.broadcast_model(learner.policy)
     if learner.reference is not None:

@@ -23,6 +23,7 @@ from trainer import checkpoint
 from trainer.batch import Batch
 from trainer.clock import StageClock
 from trainer.evaluate import pass_at_k
+from trainer.lead import resumed_learner
 from trainer.learner import Learner
 from trainer.model import load_tokenizer
 from trainer.publish import Publisher, PublishFailed, WeightBoard, write_static_files
@@ -70,6 +71,22 @@ def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, t
     assert AutoTokenizer.from_pretrained(path).chat_template
     for a, b in zip(model.parameters(), learner.policy.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints_of_another(config: Config) -> None:
+    """Those of an earlier run have higher steps: they would push out what the new run writes, and be resumed from."""
+    assert config.trainer.run_dir is not None
+    directory, learner = config.trainer.run_dir / "checkpoints", Learner(config, Ranks())
+    for learner.step in (60, 80, 100):
+        save(config, learner, directory)
+    config.trainer.resume = False
+    anew, position, saved = resumed_learner(config, Ranks(), config.trainer.run_dir)
+    assert (anew.step, position, saved) == (0, 0, None)
+    anew.step = 20
+    assert save(config, anew, directory).is_dir()
+    assert [path.name for path in directory.iterdir()] == ["step_000020"]
+    [aside] = config.trainer.run_dir.glob("checkpoints-until-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["step_000060", "step_000080", "step_000100"]
 
 
 def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path) -> None:
