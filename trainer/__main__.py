@@ -15,7 +15,7 @@ from common.errors import ConfigError, ServiceError
 from common.observe import Metrics, setup_logging
 from common.schemas import WorkerReport
 from common.topology import Topology
-from services.learning.ranks import Ranks
+from services.learning.ranks import Ranks, end
 from trainer.background import LoopThread
 from trainer.collect import Prompter, Services
 from trainer.critic import ValueFunction, value_function
@@ -157,3 +157,4 @@ def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Clie
 
 if __name__ == "__main__":
     main()
+    end()

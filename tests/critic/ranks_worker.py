@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from common.config import load
 from services.critic.critic import Critic
-from services.learning.ranks import Ranks
+from services.learning.ranks import Ranks, end
 from tests.critic.rows import make_rows, make_sequences
 
 
@@ -33,3 +33,4 @@ def main(directory: Path, settings: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    end()

@@ -11,7 +11,7 @@ import torch
 
 from common.config import load
 from common.critic_client import CriticClient
-from services.learning.ranks import Ranks
+from services.learning.ranks import Ranks, end
 from tests.critic.rows import make_rows, make_sequences
 from trainer.background import LoopThread
 from trainer.critic import value_function
@@ -41,3 +41,4 @@ def main(directory: Path, settings: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    end()

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from common.config import load
 from common.wire import decode_groups
-from services.learning.ranks import Ranks
+from services.learning.ranks import Ranks, end
 from tests.trainer.groups import weighed
 from trainer.learner import Learner
 
@@ -30,3 +30,4 @@ def main(directory: Path, settings: list[str]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    end()
