@@ -136,7 +136,8 @@ class Learner:
 
     def hold(self, batch: Batch) -> UpdateMetrics:
         """A step in which the policy stays as it is (critic warm-up)."""
-        self._moved(metrics := Sums().metrics([], 0.0, self.kl_coef, 0, False), len(batch.rows))
+        metrics = Sums().metrics([], 0.0, self.kl_coef, 0, False)
+        self._moved(metrics, len(batch.rows))
         return metrics
 
     def _moved(self, metrics: UpdateMetrics, completions: int) -> None:

@@ -164,7 +164,8 @@ def test_the_files_of_the_host_cannot_be_read(code: CodeRewardFunction, tmp_path
     secret = tmp_path / "secret"
     secret.write_text("here", encoding="utf-8")
     secret.chmod(0o644)
-    paths = [str(secret), "/etc/passwd", "/etc/shadow", str(Path(__file__)), str(Path.home()), "/root/.ssh", "/var/log", "/run"]
+    home = Path.home()
+    paths = [str(secret), "/etc/passwd", "/etc/shadow", __file__, str(home), str(home / ".ssh"), "/var/log", "/run"]
     assert contained(code, [f"os.stat({path!r})" for path in paths]) == []
 
 

@@ -32,7 +32,7 @@ def environment():
     return set(os.environ) <= known and fails(lambda: open("/proc/1/environ").read())
 
 def host_files():
-    hidden = ("/etc/passwd", "/etc/hostname", "/root/.bashrc", "/var/log", "/run", "/boot", "/sys/kernel")
+    hidden = ("/etc/passwd", "/etc/hostname", "/etc/shadow", "/var/log", "/run", "/boot", "/sys/kernel")
     return not any(map(os.path.exists, hidden))
 
 def writing():
