@@ -23,7 +23,7 @@ from common.config import Config
 from common.schemas import Group
 from services.learning.sequences import Padded
 from trainer.losses import row_sum
-from trainer.model import load_tokenizer, quiet, score_tokens, stop_token_ids
+from trainer.model import Scorer, load_tokenizer, quiet, stop_token_ids
 
 
 def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
@@ -32,7 +32,7 @@ def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
     lengths = torch.tensor([len(completion) for _, completion in pairs])
     targets = torch.tensor([token for _, completion in pairs for token in completion])
     with torch.inference_mode():
-        scores = score_tokens(model, rows.input_ids, rows.attention_mask, rows.predicts, targets, temperature=1.0)
+        scores = Scorer(model)(rows, targets, temperature=1.0)
     which = torch.arange(len(pairs)).repeat_interleave(lengths)
     return row_sum((scores.logprobs + scores.entropy).double(), which, len(pairs))
 

@@ -67,6 +67,8 @@ def run(config: Config, topology: Topology) -> None:
         if services and loop:
             lead, board = _lead(config, topology, learner, critic, services, loop, run_dir, position, run_id, stack)
             lead.prepare()
+        else:
+            learner.share_weights()
         if critic:
             critic.restore(saved)
         total_steps = int(ranks.broadcast(str(lead.total_steps).encode() if lead else b""))

@@ -11,7 +11,6 @@ import httpx
 import torch
 from fastapi import FastAPI
 from rich.console import Console
-from torch import nn
 
 from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
@@ -35,7 +34,7 @@ from trainer.critic import value_function
 from trainer.lead import Lead, new_run_id, resumed_learner
 from trainer.loop import train
 from trainer.model import load_tokenizer, stop_token_ids
-from trainer.publish import version_name, write_static_files, write_version
+from trainer.publish import Weights, version_name, write_static_files, write_version
 from trainer.record import Recorder
 from trainer.record import console as standard_console
 from trainer.server import TrainerMetrics
@@ -84,7 +83,7 @@ def train_in_process(
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread())
         publisher = _DirectPublisher(run_dir / "weights", static_files, loop, config.trainer.publish_timeout_s)
-        directory = publisher.write(learner.policy, learner.step)
+        directory = publisher.write(learner.weights(), learner.step)
         engine = Engine(
             Model(directory, config.rollout.max_context_tokens),
             max_running=config.rollout.max_running_requests,
@@ -155,13 +154,13 @@ class _DirectPublisher:
         self.engine: EngineClient | None = None
         self._directory, self._static_files, self._loop, self._timeout_s = directory, static_files, loop, timeout_s
 
-    def write(self, policy: nn.Module, version: int) -> Path:
+    def write(self, weights: Weights, version: int) -> Path:
         """Writes a version, and removes the others."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        write_version(policy, self._static_files, self._directory, "in-process", version)
+        write_version(weights, self._static_files, self._directory, "in-process", version)
         return self._directory / version_name(version)
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def publish(self, weights: Weights, version: int) -> None:
         """Returns when the engine has confirmed the version. Raises LoadFailed when it does not."""
         assert self.engine is not None
-        self._loop.call(self.engine.load(self.write(policy, version), str(version), self._timeout_s))
+        self._loop.call(self.engine.load(self.write(weights, version), str(version), self._timeout_s))

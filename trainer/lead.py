@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from common.clients import Client, wait_healthy
 from common.config import Config
@@ -30,6 +29,7 @@ from trainer.metrics import UpdateMetrics
 from trainer.mixing import failed_prompts, mix_successes, mixed_in
 from trainer.plots import plot_curves
 from trainer.priorities import MIN_PRIORITY, load_priority
+from trainer.publish import Weights
 from trainer.record import Recorder, StepRecord
 from trainer.server import TrainerMetrics
 
@@ -37,7 +37,7 @@ from trainer.server import TrainerMetrics
 class Publishes(Protocol):
     """Brings weights to every rollout engine; returns when they generate with them."""
 
-    def publish(self, policy: nn.Module, version: int) -> None: ...
+    def publish(self, weights: Weights, version: int) -> None: ...
 
 
 class Lead:
@@ -105,7 +105,7 @@ class Lead:
         self._loop.call(self.services.data.seek(self._collector.position))
         if settings.eval_samples:
             self._held_out = self._loop.call(self.services.data.eval_prompts(settings.eval_samples))
-        self._publisher.publish(self.learner.policy, self.learner.step)
+        self._publisher.publish(self.learner.weights(), self.learner.step)
         if self._held_out and self.learner.step == 0:
             self._evaluate(settings.eval_pass_samples)
 
@@ -187,7 +187,7 @@ class Lead:
         """After the update: publish, acknowledge, evaluate, free the slots, save, record."""
         step, settings = self.learner.step, self.config.trainer
         with self.clock.stage("publish"):
-            self._publisher.publish(self.learner.policy, step)
+            self._publisher.publish(self.learner.weights(), step)
         fresh = experience.groups[: experience.fresh]
         columns = zip(experience.groups, batch.mean_advantages(), strict=True)
         # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
@@ -287,7 +287,7 @@ def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learne
     learner = Learner(config, ranks, path)
     ranks.broadcast_model(learner.policy)
     if learner.reference is not None:
-        ranks.broadcast_model(learner.reference)
+        ranks.broadcast_model(learner.reference.model)
     body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
     if not body:
         return learner, 0, None

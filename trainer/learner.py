@@ -1,13 +1,15 @@
 """The learner: policy, reference, optimiser and the updates on a batch. The same code on one process and on many."""
 
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config import Config
 from common.schemas import Float32
@@ -19,7 +21,7 @@ from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
 from trainer.losses import adapted_kl_coef, importance_correction, kl_divergence, off_policy_mask, token_coefficients
 from trainer.metrics import Sums, UpdateMetrics
-from trainer.model import TokenScores, load_model, score_tokens
+from trainer.model import Scorer, TokenScores, load_model
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
@@ -49,7 +51,8 @@ class Learner:
         """Changes when `algorithm.kl_target` is set."""
         self.policy = load_model(config.model, directory).to(ranks.device)
         self.policy.train()
-        self.reference: nn.Module | None = None
+        self._scorer = Scorer(self.policy)
+        self.reference: Scorer | None = None
         if config.algorithm.kl_coef > 0:
             self.reference = self._load_reference(config.model, directory)
         settings = config.trainer
@@ -62,17 +65,35 @@ class Learner:
             settings.max_skipped_updates,
         )
 
-    def _load_reference(self, config: ModelSection, directory: Path | None) -> nn.Module:
+    def _load_reference(self, config: ModelSection, directory: Path | None) -> Scorer:
         """A reference that was refreshed is in the checkpoint; else it is the model that the run began with."""
         saved = directory / "reference" if directory else None
         source = saved if saved and saved.exists() else config.reference or None
         home = torch.device("cpu") if self.config.trainer.offload_reference else self.ranks.device
-        return load_model(config, source).to(home).eval().requires_grad_(False)
+        reference: Scorer = Scorer(load_model(config, source)).to(home).eval().requires_grad_(False)
+        return reference
 
     def save_reference(self, directory: Path) -> None:
         """Writes the reference into a checkpoint."""
         if self.reference is not None:
-            self.reference.save_pretrained(directory / "reference")
+            self.reference.model.save_pretrained(directory / "reference")
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights to publish, by their Hugging Face names, one at a time.
+
+        Every rank calls this and takes everything, so that weights spread over the ranks can be put together. Of tensors
+        that share memory only the first is given, as the hub does. A tensor is good until the next update.
+        """
+        seen = set()
+        for name, tensor in self.policy.state_dict().items():
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in seen:
+                seen.add(key)
+                yield name, tensor.detach()
+
+    def share_weights(self) -> None:
+        """The part of a rank that does not publish, while rank 0 does."""
+        deque(self.weights(), maxlen=0)
 
     @property
     def seed(self) -> int:
@@ -86,7 +107,7 @@ class Learner:
         in_reward = self.reference is not None and algorithm.kl_in == "reward"
         uncorrected = [i for i, row in enumerate(batch.rows) if not row.corrected]
         if decoupled or in_reward or uncorrected:
-            old = self._logprobs(self.policy, batch)
+            old = self._logprobs(self._scorer, batch)
             for i in uncorrected:
                 batch.rows[i].behaviour_logprobs = old[i]
             if decoupled or in_reward:
@@ -97,12 +118,12 @@ class Learner:
             if self.config.trainer.offload_reference:
                 self.reference.to("cpu")
 
-    def _logprobs(self, model: nn.Module, batch: Batch) -> list[Float32]:
+    def _logprobs(self, scorer: Scorer, batch: Batch) -> list[Float32]:
         def score(indices: Indices) -> Tensor:
             rows = [batch.rows[i] for i in indices.tolist()]
             padded = Padded.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows])
             targets = torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64))
-            return self._scores(model, padded.to(self.ranks.device), targets.to(self.ranks.device)).logprobs
+            return self._scores(scorer, padded.to(self.ranks.device), targets.to(self.ranks.device)).logprobs
 
         totals = [len(row) for row in batch.rows]
         tokens, size = self.config.trainer.micro_batch_tokens, self.config.trainer.micro_batch_size
@@ -149,7 +170,7 @@ class Learner:
                 self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions, algorithm.kl_horizon
             )
         if self.reference is not None and algorithm.reference_refresh and self.step % algorithm.reference_refresh == 0:
-            self.reference.load_state_dict(self.policy.state_dict())
+            self.reference.model.load_state_dict(self.policy.state_dict())
 
     def _accumulate(self, batch: Batch, counting: Indices, first: bool) -> Sums:
         """Leaves the gradient of the loss over the rows `counting` of all ranks; returns the sums over their tokens.
@@ -173,7 +194,7 @@ class Learner:
 
     def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> None:
         algorithm, rows, count = self.config.algorithm, micro.rows, len(micro.padded.input_ids)
-        scores = self._scores(self.policy, micro.padded, micro.targets)
+        scores = self._scores(self._scorer, micro.padded, micro.targets)
         behaviour, advantages = micro.behaviour_logprobs, micro.advantages
         scale = micro.weights * token_coefficients(
             algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
@@ -199,15 +220,13 @@ class Learner:
         with torch.no_grad():
             sums.add(loss, policy, scores, old, behaviour, kl_reference, micro.current, first)
 
-    def _scores(self, model: Any, padded: Padded, targets: Tensor) -> TokenScores:
+    def _scores(self, scorer: Scorer, padded: Padded, targets: Tensor) -> TokenScores:
         device = self.ranks.device.type
         low = device == "cuda" and self.config.model.dtype == "bfloat16"
         with torch.autocast(device, torch.bfloat16, enabled=low):
-            temperature = self.config.sampling.temperature
-            bonus = self.config.algorithm.entropy_coef > 0 and model is self.policy
-            return score_tokens(
-                model, padded.input_ids, padded.attention_mask, padded.predicts, targets, temperature, entropy_gradient=bonus
-            )
+            bonus = self.config.algorithm.entropy_coef > 0 and scorer is self._scorer
+            scores: TokenScores = scorer(padded, targets, self.config.sampling.temperature, entropy_gradient=bonus)
+            return scores
 
 
 def _finite(metrics: UpdateMetrics) -> UpdateMetrics:

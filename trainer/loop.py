@@ -34,3 +34,5 @@ def train(learner: Learner, critic: ValueFunction | None, ranks: Ranks, lead: Le
             critic_metrics = learned() if learned else None
         if lead:
             lead.finish(experience, batch, metrics, critic_metrics)
+        else:
+            learner.share_weights()

@@ -1,9 +1,8 @@
 """Loading the policy, and its log-probabilities without the whole logits matrix."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
 from common.sections import ModelSection
+from services.learning.sequences import Padded
 
 _CHUNK = 2048
 """Completion tokens whose logits exist at once: [2048, vocabulary] in float32."""
@@ -83,8 +83,7 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-@dataclass
-class TokenScores:
+class TokenScores(NamedTuple):
     """Of C tokens."""
 
     logprobs: Tensor
@@ -93,31 +92,32 @@ class TokenScores:
     """[C] in nats, of the distribution each token was drawn from; with gradient when that was asked for."""
 
 
-def score_tokens(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    predicts: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy_gradient: bool = False,
-) -> TokenScores:
-    """Log-probabilities of `targets` under softmax(logits / temperature).
+class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
+    """A causal language model that gives log-probabilities of given tokens instead of logits."""
 
-    Args:
-        input_ids, attention_mask, predicts: [rows, T]; `predicts` marks the positions whose next token is scored.
-        targets: [C] with C = predicts.sum(), row by row.
-        temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
-        entropy_gradient: for an entropy bonus; costs memory.
-    """
-    hidden = model.get_decoder()(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    hidden, head = hidden[predicts], model.get_output_embeddings()
-    parts = []
-    for i in range(0, len(hidden), _CHUNK):
-        chunk = (head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature, entropy_gradient)
-        again = len(hidden) > _CHUNK and torch.is_grad_enabled()  # then logits are computed again instead of kept
-        parts.append(checkpoint(_score, *chunk, use_reentrant=False) if again else _score(*chunk))
-    return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, padded: Padded, targets: Tensor, temperature: float, entropy_gradient: bool = False) -> TokenScores:
+        """Log-probabilities of `targets` under softmax(logits / temperature).
+
+        Args:
+            padded: the tokens, with the positions whose next token is scored.
+            targets: [C] the tokens that are scored, row by row.
+            temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
+            entropy_gradient: for an entropy bonus; costs memory.
+        """
+        hidden = self.model.get_decoder()(
+            input_ids=padded.input_ids, attention_mask=padded.attention_mask, use_cache=False
+        ).last_hidden_state
+        hidden, head = hidden[padded.predicts], self.model.get_output_embeddings()
+        parts = []
+        for i in range(0, len(hidden), _CHUNK):
+            chunk = (head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature, entropy_gradient)
+            again = len(hidden) > _CHUNK and torch.is_grad_enabled()  # then logits are computed again instead of kept
+            parts.append(checkpoint(_score, *chunk, use_reentrant=False) if again else _score(*chunk))
+        return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
 
 def _score(

@@ -11,18 +11,19 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor
 
 from common.errors import NotFound, ServiceError
 from common.schemas import WeightFile, WeightManifest, WorkerReport
 
 log = logging.getLogger(__name__)
+Weights = Iterable[tuple[str, Tensor]]
+"""Tensors by their Hugging Face names, each once."""
 _KEEP = 3
 """Versions kept on disk: a slow node may still be downloading the one before the newest."""
 _SILENT_S = 30.0
@@ -40,7 +41,7 @@ def version_name(version: int) -> str:
     return f"v{version:06d}"
 
 
-def write_version(model: Any, static_files: list[Path], directory: Path, run_id: str, version: int) -> WeightManifest:
+def write_version(weights: Weights, static_files: list[Path], directory: Path, run_id: str, version: int) -> WeightManifest:
     """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete."""
     target = directory / version_name(version)
     partial = target.with_suffix(".partial")
@@ -49,21 +50,11 @@ def write_version(model: Any, static_files: list[Path], directory: Path, run_id:
     partial.mkdir(parents=True)
     for file in static_files:
         shutil.copyfile(file, partial / file.name)
-    save_file(_tensors(model), partial / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     files = [WeightFile(name=file.name, size=file.stat().st_size, sha256=_sha256(file)) for file in sorted(partial.iterdir())]
     partial.rename(target)
     return WeightManifest(version=version, run_id=run_id, files=files)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by their Hugging Face names; of tensors that share memory only the first is written, as the hub does."""
-    tensors, seen = {}, set()
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen:
-            seen.add(key)
-            tensors[name] = tensor.detach().cpu().contiguous()
-    return tensors
 
 
 def _sha256(file: Path) -> str:
@@ -208,11 +199,9 @@ class Publisher:
         self._board, self._static_files, self.run_id = board, static_files, run_id
         self._timeout_s, self._fence, self._say = timeout_s, fence, say
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
-        if next(policy.parameters()).is_cuda:
-            torch.cuda.synchronize()
-        manifest = write_version(policy, self._static_files, self._board.directory, self.run_id, version)
+        manifest = write_version(weights, self._static_files, self._board.directory, self.run_id, version)
         self._board.announce(manifest)
         for worker in self._board.wait_confirmed(manifest, self._timeout_s, self._say):
             self._fence(worker)

@@ -68,6 +68,11 @@ class Ranks:
         return self.device_kind != "cpu" and torch.cuda.is_available()
 
     @property
+    def sharded(self) -> bool:
+        """Whether models are spread over the ranks, so that every forward and backward pass is one of all of them."""
+        return False
+
+    @property
     def first(self) -> bool:
         """Is this the rank that talks to the services?"""
         return self.rank == 0

@@ -128,7 +128,7 @@ def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tm
     publish, board, learner = publisher(config, tmp_path, 30, [])
     board.report(report(None, "ready", node=0))
     board.report(report(None, "ready", node=1))
-    thread = threading.Thread(target=publish.publish, args=(learner.policy, 3))
+    thread = threading.Thread(target=publish.publish, args=(learner.weights(), 3))
     thread.start()
     while board.latest() is None:
         time.sleep(0.01)
@@ -159,7 +159,7 @@ def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path
     publish, board, learner = publisher(config, tmp_path, 0.5, fenced)
     board.report(report(1, node=0))
     board.report(report(0, "stale", node=1))
-    publish.publish(learner.policy, 1)
+    publish.publish(learner.weights(), 1)
     assert fenced == ["http://node1:30001"]
 
 
@@ -168,16 +168,16 @@ def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Con
     publish, board, learner = publisher(config, tmp_path, 1.0, fenced)
     board.report(report(1, node=0))
     board.report(report(0, "stale", node=1))
-    publish.publish(learner.policy, 1)
+    publish.publish(learner.weights(), 1)
     board.report(report(2, node=0))
-    publish.publish(learner.policy, 2)  # at once: nobody waits for node 1 a second time
+    publish.publish(learner.weights(), 2)  # at once: nobody waits for node 1 a second time
     assert fenced == ["http://node1:30001"]
     board.report(report(3, node=0))
     board.report(report(3, node=1))
-    publish.publish(learner.policy, 3)
+    publish.publish(learner.weights(), 3)
     board.report(report(4, node=0))
     board.report(report(3, "updating", node=1))
-    publish.publish(learner.policy, 4)
+    publish.publish(learner.weights(), 4)
     assert fenced == ["http://node1:30001"] * 2
 
 
@@ -186,8 +186,8 @@ def test_a_silent_worker_is_not_waited_for(config: Config, tmp_path: Path, monke
     publish, board, learner = publisher(config, tmp_path, 60, [])
     board.report(report(1, node=0))
     board.report(report(1, node=1))
-    publish.publish(learner.policy, 1)
-    thread = threading.Thread(target=publish.publish, args=(learner.policy, 2))
+    publish.publish(learner.weights(), 1)
+    thread = threading.Thread(target=publish.publish, args=(learner.weights(), 2))
     thread.start()
     limit = time.monotonic() + 30
     while thread.is_alive() and time.monotonic() < limit:
@@ -201,14 +201,14 @@ def test_nobody_confirms(config: Config, tmp_path: Path) -> None:
     publish, board, learner = publisher(config, tmp_path, 0.5, [])
     board.report(report(0, "failed", node=1))
     with pytest.raises(PublishFailed, match=r"0 of 2 rollout nodes serve weights 1; missing: rollout-server-1 \(failed"):
-        publish.publish(learner.policy, 1)
+        publish.publish(learner.weights(), 1)
 
 
 def test_old_versions_leave_the_disk(config: Config, tmp_path: Path) -> None:
     publish, board, learner = publisher(config, tmp_path, 5, [])
     for version in range(6):
         board.report(report(version, nodes=1))
-        publish.publish(learner.policy, version)
+        publish.publish(learner.weights(), version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000003", "v000004", "v000005"]
     with pytest.raises(NotFound, match="no such weight file"):
         board.file(0, "config.json")
@@ -219,7 +219,7 @@ def test_versions_of_an_earlier_attempt_do_not_count(config: Config, tmp_path: P
     publish, board, learner = publisher(config, tmp_path, 5, [])
     for version in (51, 52, 53, 54):
         board.report(report(version, nodes=1))
-        publish.publish(learner.policy, version)
+        publish.publish(learner.weights(), version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000052", "v000053", "v000054"]
 
 
@@ -236,7 +236,7 @@ async def test_waiting_for_a_version_ends_when_the_board_closes(tmp_path: Path) 
 def test_only_files_of_the_version_are_served(config: Config, tmp_path: Path, name: str) -> None:
     publish, board, learner = publisher(config, tmp_path, 5, [])
     board.report(report(0, nodes=1))
-    publish.publish(learner.policy, 0)
+    publish.publish(learner.weights(), 0)
     with pytest.raises(NotFound):
         board.file(0, name)
 
@@ -252,7 +252,7 @@ def test_weights_over_http(config: Config, tmp_path: Path) -> None:
         assert http.post(f"{base}/workers/rollout-server-0", json=body).status_code == 200
         assert http.post(f"{base}/workers/rollout-server-7", json=body).status_code == 422
         assert http.post(f"{base}/workers/rollout-server-0", json=body | {"state": "odd"}).status_code == 422
-        publish.publish(learner.policy, 0)
+        publish.publish(learner.weights(), 0)
         manifest = http.get(f"{base}/weights/latest", params={"wait_s": 5}).json()
         for file in manifest["files"]:
             content = http.get(f"{base}/weights/0/files/{file['name']}").content

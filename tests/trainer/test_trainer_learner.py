@@ -25,7 +25,7 @@ from services.learning.sequences import Padded, micro_batches, mini_batches, sha
 from tests.trainer.groups import make_group, weighed, whole
 from trainer.batch import Batch, MicroBatch
 from trainer.learner import Learner, learning_rate
-from trainer.model import score_tokens
+from trainer.model import Scorer
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def score(learner: Learner, prompt: Int32, completion: Int32, temperature: float
     """Log-probabilities and entropies of one completion, scored alone."""
     padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
     with torch.no_grad():
-        scores = score_tokens(learner.policy, padded.input_ids, padded.attention_mask, padded.predicts, targets, temperature)
+        scores = Scorer(learner.policy)(padded, targets, temperature)
     return scores.logprobs.numpy(), scores.entropy.numpy()
 
 
@@ -68,7 +68,7 @@ def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Gr
     micro = MicroBatch.of(batch, np.arange(len(batch.rows)))
     padded = micro.padded
     with torch.no_grad():
-        scores = score_tokens(learner.policy, padded.input_ids, padded.attention_mask, padded.predicts, micro.targets, 0.7)
+        scores = Scorer(learner.policy)(padded, micro.targets, 0.7)
         expected, entropies = [], []
         for row in batch.rows:
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
