@@ -90,8 +90,9 @@ class AlgorithmSection(Section):
     """Penalty at sampling.max_new_tokens."""
     mask_truncated: bool = False
     """Leave completions cut at sampling.max_new_tokens out of the loss; they still count in their group's statistics."""
-    rollout_correction: Literal["none", "truncate", "mask"] = "none"
-    """Importance sampling between the rollout engine's policy and the trainer's at the start of the update."""
+    rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """Importance sampling between the rollout engine's policy and the trainer's at the start of the update. `auto`:
+    `truncate` with trainer.max_staleness above 0, else `none`; the saved configuration has what it came to."""
     correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = Field(2.0, gt=1)
     """`truncate` bounds weights by it, `mask` drops what is above it or below its inverse."""
@@ -114,6 +115,12 @@ class AlgorithmSection(Section):
     @property
     def needs_critic(self) -> bool:
         return self.advantage == "gae"
+
+    @property
+    def correction(self) -> Literal["truncate", "mask"] | None:
+        """`rollout_correction` of a whole configuration, which has resolved `auto`; None where there is none."""
+        assert self.rollout_correction != "auto", "common.config resolves it"
+        return None if self.rollout_correction == "none" else self.rollout_correction
 
     @property
     def updates_per_batch(self) -> int:

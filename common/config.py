@@ -76,6 +76,14 @@ class Config(BaseSettings):
     trainer: TrainerSection = TrainerSection()
 
     @model_validator(mode="after")
+    def _resolved(self) -> "Config":
+        """`auto` becomes what it stands for here, so that nobody else has to know."""
+        if self.algorithm.rollout_correction == "auto":
+            correction = "truncate" if self.trainer.max_staleness else "none"
+            self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
+        return self
+
+    @model_validator(mode="after")
     def _fits(self) -> "Config":
         if self.rollout.engine == "embedded" and self.sampling.max_new_tokens >= self.rollout.max_context_tokens:
             raise ValueError(
@@ -128,6 +136,9 @@ class Config(BaseSettings):
             unread |= {f"critic.{name}": f"algorithm.advantage {self.algorithm.advantage} has no critic" for name in without}
         if self.algorithm.kl_coef == 0:
             unread |= dict.fromkeys(("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0")
+        if self.algorithm.rollout_correction == "none":
+            corrections = ("algorithm.correction_level", "algorithm.correction_cap")
+            unread |= dict.fromkeys(corrections, "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0")
         replay = self.replay
         if replay.reuse_ratio == 0:
             reuse = ("priority", "priority_exponent", "importance_exponent", "max_times_sampled", "corrected")

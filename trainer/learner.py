@@ -103,7 +103,7 @@ class Learner:
     def score(self, batch: Batch) -> None:
         """Sets the log-probabilities that the algorithm reads, of the policy as it is now and of the reference."""
         algorithm = self.config.algorithm
-        decoupled = algorithm.rollout_correction != "none" and algorithm.updates_per_batch > 1
+        decoupled = algorithm.correction is not None and algorithm.updates_per_batch > 1
         in_reward = self.reference is not None and algorithm.kl_in == "reward"
         uncorrected = [i for i, row in enumerate(batch.rows) if not row.corrected]
         if decoupled or in_reward or uncorrected:
@@ -200,10 +200,10 @@ class Learner:
             algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
         )
         old = behaviour
-        if algorithm.rollout_correction != "none":
+        if algorithm.correction is not None:
             # Decoupled: the ratio is taken to the trainer's own policy before the updates, a weight corrects for the engine's.
             old = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-            mode, level, cap = algorithm.rollout_correction, algorithm.correction_level, algorithm.correction_cap
+            mode, level, cap = algorithm.correction, algorithm.correction_level, algorithm.correction_cap
             scale = scale * importance_correction(old, behaviour, rows, count, mode, level, cap)
         policy = policy_loss(algorithm, scores.logprobs, old, advantages, rows, count)
         per_token, kl_reference = policy.loss, torch.zeros_like(scores.logprobs)

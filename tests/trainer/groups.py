@@ -57,7 +57,7 @@ def off_policy_groups() -> list[Group]:
 def with_algorithm(config: Config, **settings: Any) -> Config:
     """A copy with these settings of the algorithm and defaults for the rest."""
     changed = config.model_copy(deep=True)
-    changed.algorithm = AlgorithmSection.model_validate(settings)
+    changed.algorithm = AlgorithmSection.model_validate({"rollout_correction": "none", **settings})
     return changed
 
 

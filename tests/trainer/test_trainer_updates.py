@@ -126,7 +126,7 @@ def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> 
 
 
 def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, groups: list[Group]) -> None:
-    config.algorithm = AlgorithmSection.model_validate({"name": "ppo", "mask_truncated": True})
+    config = with_algorithm(config, name="ppo", mask_truncated=True)
     groups[0].completions[0].finish_reason = "length"
     batch = whole(groups, config)
     counted = np.concatenate(batch.advantages[1:])
@@ -151,7 +151,7 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
     assert far.kl_reference > 1e-3
     changed.trainer.offload_reference = True
     assert Learner(changed, Ranks()).update(whole(groups, changed)) == far
-    changed.algorithm = AlgorithmSection.model_validate({"kl_coef": 0.1, "reference_refresh": 2})
+    changed = with_algorithm(changed, kl_coef=0.1, reference_refresh=2)
     learner = Learner(changed, Ranks())
     distances = [learner.update(weighed(learner, groups)).kl_reference for _ in range(3)]
     assert distances[0] > 1e-3
