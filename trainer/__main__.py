@@ -17,7 +17,7 @@ from common.schemas import WorkerReport
 from common.topology import Topology
 from services.learning.ranks import Ranks, end
 from trainer.background import LoopThread
-from trainer.collect import Prompter, Services
+from trainer.collect import Progress, Prompter, Services
 from trainer.critic import ValueFunction, value_function
 from trainer.lead import Lead, new_run_id, resumed_learner
 from trainer.learner import Learner
@@ -57,7 +57,7 @@ def run(config: Config, topology: Topology) -> None:
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
     with Ranks.from_env(patience, settings.device) as ranks, ExitStack() as stack:
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
-        learner, position, saved = resumed_learner(config, ranks, run_dir)
+        learner, progress, saved = resumed_learner(config, ranks, run_dir)
         lead, board, services, loop = None, None, None, None
         run_id = new_run_id(topology.group or "local")
         if ranks.first:
@@ -65,7 +65,7 @@ def run(config: Config, topology: Topology) -> None:
             services = _services(config, topology, loop, stack)
         critic = value_function(config, ranks, services.critic if services else None, loop.call if loop else None, run_id)
         if services and loop:
-            lead, board = _lead(config, topology, learner, critic, services, loop, run_dir, position, run_id, stack)
+            lead, board = _lead(config, topology, learner, critic, services, loop, run_dir, progress, run_id, stack)
             lead.prepare()
         else:
             learner.share_weights()
@@ -109,7 +109,7 @@ def _lead(
     services: Services,
     loop: LoopThread,
     run_dir: Path,
-    position: int,
+    progress: Progress,
     run_id: str,
     stack: ExitStack,
 ) -> tuple[Lead, WeightBoard]:
@@ -140,7 +140,7 @@ def _lead(
         loop,
         recorder,
         TrainerMetrics(metrics),
-        position,
+        progress,
         run_id,
     )
     return lead, board

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class TrainerState:
     optimizer: list[dict[str, Any]]
     rng: torch.Tensor
     kl_coef: float
+    finished: list[int] = field(default_factory=list)
+    """Positions of the prompt stream after `position` that are done too."""
 
 
 def save(

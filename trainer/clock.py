@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 STAGES = ("update", "publish", "evaluation", "generation", "reward", "replay")
 """In order of precedence: while several are active, the time counts for the first of them."""
+PUBLISHING = "publishing"
+"""Publishing behind the training loop: comes last, and counts as `publish` where nothing else is active."""
 WAITING = "waiting"
 """Time in which no stage is active."""
 
@@ -16,13 +18,13 @@ class StageClock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active = dict.fromkeys(STAGES, 0)
+        self._active = dict.fromkeys((*STAGES, PUBLISHING), 0)
         self._seconds = dict.fromkeys((*STAGES, WAITING), 0.0)
         self._since = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts the time inside for `name`, one of `STAGES`."""
+        """Counts the time inside for `name`, one of `STAGES` or `PUBLISHING`."""
         with self._lock:
             self._attribute()
             self._active[name] += 1
@@ -47,8 +49,8 @@ class StageClock:
 
     def _attribute(self) -> None:
         now = time.perf_counter()
-        stage = next((name for name in STAGES if self._active[name]), WAITING)
-        self._seconds[stage] += now - self._since
+        stage = next((name for name, count in self._active.items() if count), WAITING)
+        self._seconds["publish" if stage == PUBLISHING else stage] += now - self._since
         self._since = now
 
 

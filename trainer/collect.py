@@ -3,9 +3,10 @@
     data-server ──prompt──► router ──n completions──► reward-server ──graded group──► replay-buffer ──batch──► trainer
 
 At most (max_staleness + 1) × (fresh groups per step) groups are in flight or waiting to be trained on. A slot is taken before a
-prompt is drawn and given back by `release` after the update that used its group, so with staleness 0 nothing is
-generated while the weights change. A group that fails is dropped and counted, its slot draws another prompt; too many
-in a row stop the run with the reason.
+prompt is drawn and given back by `release` when the engines serve what its group trained: with staleness 0 nothing is
+generated while the weights change; else a group begins at most max_staleness versions before the one that is updated on
+it, and `take` evicts what other groups have overtaken for longer. A group that fails is dropped and counted, its slot draws
+another prompt; too many in a row stop the run with the reason.
 """
 
 import asyncio
@@ -98,6 +99,16 @@ class Prompter:
         return ids
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is in the prompt stream: what it has trained on or dropped, and never draws again."""
+
+    position: int = 0
+    """Everything before it is done."""
+    finished: list[int] = field(default_factory=list)
+    """Positions after it that are done too, ascending: with max_staleness, groups overtake one another."""
+
+
 @dataclass
 class Counts:
     """Since the run began."""
@@ -118,6 +129,7 @@ class Collector:
         clock: told which stage is active.
         loop: event loop that runs in another thread.
         run_id: makes request ids unique to this run.
+        progress: of the run, from its checkpoint.
     """
 
     def __init__(
@@ -128,6 +140,7 @@ class Collector:
         clock: StageClock,
         loop: LoopThread,
         run_id: str,
+        progress: Progress,
     ) -> None:
         self.config, self.services, self.counts = config, services, Counts()
         self._prompter, self._clock, self._loop, self._run_id = prompter, clock, loop, run_id
@@ -136,21 +149,37 @@ class Collector:
         self._drawn = 0
         self._next = 0
         self._takes = 0
-        self._finished: set[int] = set()
-        self.position = 0
-        """Every prompt of the stream before this position was trained on or dropped; where a resumed run goes on."""
+        self._position, self._finished = progress.position, set(progress.finished)
+        self._waiting: dict[int, int] = {}  # weight versions of the groups that wait to be trained on, by position
         self._failure: BaseException | None = None
 
     @contextmanager
     def running(self, groups: int) -> Iterator[None]:
         """Collects `groups` groups in all while inside."""
         slots = min(groups, (self.config.trainer.max_staleness + 1) * fresh_groups(self.config))
-        self._wanted, self._next = groups, self.position
+        self._wanted, self._next = groups, self._position
         task = self._loop.start(self._run(slots))
         try:
             yield
         finally:
             self._loop.cancel(task)
+
+    def progress(self) -> Progress:
+        """Where a run goes on that resumes from here."""
+
+        async def read() -> Progress:
+            return Progress(self._position, sorted(self._finished))
+
+        return self._loop.call(read())
+
+    def fail(self, error: BaseException) -> None:
+        """The run cannot go on: `take` raises this from now on."""
+        self._failure = self._failure or error
+
+    def check(self) -> None:
+        """Raises why the run cannot go on, if so."""
+        if self._failure is not None:
+            raise self._failure
 
     def take(self, count: int, min_version: int) -> list[Group]:
         """The next `count` fresh groups, none older than `min_version`, in the order of their prompts.
@@ -164,15 +193,10 @@ class Collector:
             if now - said > _SAY_EVERY_S:
                 log.warning("waiting since %.0f s for %d groups; active now: %s", now - start, count, self._clock.active())
                 said = now
-            if self._failure is not None:
-                raise self._failure
+            self.check()
             request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id)
-            taken = self._loop.call(self.services.replay.take(request))
-            if taken.evicted:
-                self.counts.dropped["stale"] += taken.evicted
-                self._loop.call(self._again(taken.evicted))
-            if taken.groups:
-                return sorted(taken.groups, key=lambda group: group.position)
+            if groups := self._loop.call(self._take(request)):
+                return sorted(groups, key=lambda group: group.position)
         raise CollectFailed(
             f"no batch of {count} groups within {self.config.trainer.wait_timeout_s:.0f} s",
             field="trainer.wait_timeout_s",
@@ -224,11 +248,23 @@ class Collector:
         """Frees the slots of `count` groups, after the weights that they trained were published."""
         self._loop.call(self._free(count))
 
+    async def _take(self, request: TakeRequest) -> list[Group]:
+        taken = await self.services.replay.take(request)
+        for group in taken.groups:
+            self._waiting.pop(group.position, None)
+        if taken.evicted:
+            self.counts.dropped["stale"] += taken.evicted
+            await self._finish([position for position, version in self._waiting.items() if version < request.min_version])
+            await self._again(taken.evicted)
+        return taken.groups
+
     async def _finish(self, positions: list[int]) -> None:
-        self._finished.update(positions)
-        while self.position in self._finished:
-            self._finished.remove(self.position)
-            self.position += 1
+        for position in positions:
+            self._waiting.pop(position, None)
+            self._finished.add(position)
+        while self._position in self._finished:
+            self._finished.remove(self._position)
+            self._position += 1
 
     async def _free(self, count: int) -> None:
         for _ in range(count):
@@ -258,15 +294,20 @@ class Collector:
             self._failure = group.exceptions[0]
 
     async def _draw(self, count: int) -> list[tuple[int, Prompt, int]]:
-        request_id = f"{self._run_id}-{self._drawn}-{count}"
-        batch = await self.services.data.prompts(count, request_id)
-        if batch.position != self._next:  # its cursor died with its disk, or somebody else drew from the stream
-            log.warning("the data-server is at position %d instead of %d: it is set back", batch.position, self._next)
-            await self.services.data.seek(self._next)
-            batch = await self.services.data.prompts(count, f"{request_id}-again")
-        self._next = batch.position + count
-        total = batch.total_available
-        return [(batch.position + i, prompt, (batch.position + i) // total) for i, prompt in enumerate(batch.prompts)]
+        """(position, prompt, epoch) of the next `count` prompts that are not done yet."""
+        drawn: list[tuple[int, Prompt, int]] = []
+        while (left := count - len(drawn)) > 0:
+            request_id = f"{self._run_id}-{self._next}-{left}"
+            batch = await self.services.data.prompts(left, request_id)
+            if batch.position != self._next:  # its cursor died with its disk, or somebody else drew from the stream
+                log.warning("the data-server is at position %d instead of %d: it is set back", batch.position, self._next)
+                await self.services.data.seek(self._next)
+                batch = await self.services.data.prompts(left, f"{request_id}-again")
+            for position, prompt in enumerate(batch.prompts, self._next):
+                if position >= self._position and position not in self._finished:
+                    drawn.append((position, prompt, position // batch.total_available))
+            self._next += left
+        return drawn
 
     async def _collect(self, prompt: Prompt, position: int, epoch: int) -> None:
         """One group, from prompt to the replay buffer; on failure its slot draws another prompt."""
@@ -285,6 +326,7 @@ class Collector:
                 position=position,
                 created_at=time.time(),
             )
+            self._waiting[position] = group.weight_version
             with self._clock.stage("replay"):
                 await self.services.replay.add([group])
             self.counts.in_a_row = 0

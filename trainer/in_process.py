@@ -76,7 +76,7 @@ def train_in_process(
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     ranks = Ranks(device_kind=config.trainer.device)
-    learner, position, saved = resumed_learner(config, ranks, run_dir)
+    learner, progress, saved = resumed_learner(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
     recorder = Recorder(run_dir, config, console or standard_console(), learner.step)
     static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
@@ -98,7 +98,7 @@ def train_in_process(
         run_id = new_run_id("in-process")
         critic = value_function(config, ranks, services.critic, loop.call, run_id)
         lead = Lead(
-            config, learner, critic, tokenizer, services, prompter, publisher, loop, recorder, metrics, position, run_id
+            config, learner, critic, tokenizer, services, prompter, publisher, loop, recorder, metrics, progress, run_id
         )
         lead.prepare()
         if critic:

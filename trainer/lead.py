@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from trainer.alarms import alarms
 from trainer.background import LoopThread
 from trainer.batch import Batch
 from trainer.clock import CpuClock, StageClock
-from trainer.collect import CollectFailed, Collector, Prompter, Services, fresh_groups
+from trainer.collect import CollectFailed, Collector, Progress, Prompter, Services, fresh_groups
 from trainer.critic import ValueFunction
+from trainer.deliver import Delivery, Publishes
 from trainer.evaluate import Evaluation, evaluate
 from trainer.experience import Experience
 from trainer.learner import Learner
@@ -29,15 +30,8 @@ from trainer.metrics import UpdateMetrics
 from trainer.mixing import failed_prompts, mix_successes, mixed_in
 from trainer.plots import plot_curves
 from trainer.priorities import MIN_PRIORITY, load_priority
-from trainer.publish import Weights
 from trainer.record import Recorder, StepRecord
 from trainer.server import TrainerMetrics
-
-
-class Publishes(Protocol):
-    """Brings weights to every rollout engine; returns when they generate with them."""
-
-    def publish(self, weights: Weights, version: int) -> None: ...
 
 
 class Lead:
@@ -54,7 +48,7 @@ class Lead:
         loop: event loop in a thread of its own.
         recorder: of the run directory.
         metrics: gauges of the trainer's `/metrics`.
-        position: of the prompt stream, from the checkpoint; 0 for a new run.
+        progress: in the prompt stream, from the checkpoint.
         run_id: of this attempt.
     """
 
@@ -70,7 +64,7 @@ class Lead:
         loop: LoopThread,
         recorder: Recorder,
         metrics: TrainerMetrics,
-        position: int,
+        progress: Progress,
         run_id: str,
     ) -> None:
         self.config, self.learner, self.recorder, self.services = config, learner, recorder, services
@@ -79,8 +73,8 @@ class Lead:
         self._tokenizer, self._prompter, self._publisher, self._loop = tokenizer, prompter, publisher, loop
         self._metrics, self._run_id, self._critic = metrics, run_id, critic
         self._priority = load_priority(config.replay.priority)
-        self._collector = Collector(config, services, prompter, self.clock, loop, run_id)
-        self._collector.position = position
+        self._collector = Collector(config, services, prompter, self.clock, loop, run_id, progress)
+        self._delivery = Delivery(publisher, learner, self._collector, self.clock)
         self._held_out: list[Prompt] = []
         self.total_steps = 0
         self.last_evaluation: Evaluation | None = None
@@ -102,7 +96,7 @@ class Lead:
         dropped = self._loop.call(self.services.replay.reset_fresh())
         if dropped:
             self.recorder.say(f"dropped {dropped} groups of an earlier attempt; their prompts are drawn again")
-        self._loop.call(self.services.data.seek(self._collector.position))
+        self._loop.call(self.services.data.seek(self._collector.progress().position))
         if settings.eval_samples:
             self._held_out = self._loop.call(self.services.data.eval_prompts(settings.eval_samples))
         self._publisher.publish(self.learner.weights(), self.learner.step)
@@ -135,7 +129,11 @@ class Lead:
         ):
             self.clock.lap()
             self._cpu.lap()
-            yield
+            try:
+                yield
+                self._delivery.settle()
+            finally:
+                self._delivery.leave()
 
     def take(self) -> Experience:
         """The next batch: fresh groups, and `replay.reuse_ratio` of prioritised reuse."""
@@ -184,11 +182,17 @@ class Lead:
         return mix_successes(groups, self._collector.successes(failed, self._oldest_reused), count)
 
     def finish(self, experience: Experience, batch: Batch, update: UpdateMetrics, critic: CriticMetrics | None) -> None:
-        """After the update: publish, acknowledge, evaluate, free the slots, save, record."""
+        """After the update: publish, acknowledge, evaluate, free the slots, save, record.
+
+        With `trainer.max_staleness` the publishing, and then the freeing of the slots, goes on beside the next step.
+        """
         step, settings = self.learner.step, self.config.trainer
-        with self.clock.stage("publish"):
-            self._publisher.publish(self.learner.weights(), step)
         fresh = experience.groups[: experience.fresh]
+        if settings.max_staleness:
+            self._delivery.start(len(fresh))
+        else:
+            with self.clock.stage("publish"):
+                self._publisher.publish(self.learner.weights(), step)
         columns = zip(experience.groups, batch.mean_advantages(), strict=True)
         # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
         priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
@@ -196,7 +200,8 @@ class Lead:
         self._collector.report_pass_rates(fresh)
         if self._held_out and settings.eval_every and step % settings.eval_every == 0 and step < self.total_steps:
             self._evaluate(0)
-        self._collector.release(len(fresh))
+        if not settings.max_staleness:
+            self._collector.release(len(fresh))
         if settings.checkpoint_every and step % settings.checkpoint_every == 0 and step < self.total_steps:
             self._save()
         record = self._record(experience, update, critic)
@@ -221,6 +226,8 @@ class Lead:
             self._loop.call(client.close())
 
     def _evaluate(self, pass_samples: int) -> None:
+        with self.clock.stage("publish"):
+            self._delivery.settle()
         with self.clock.stage("evaluation"), self._cpu.stopped():
             evaluation = self._loop.call(
                 evaluate(self.config, self.services, self._prompter, self._held_out, self.learner.step, pass_samples)
@@ -229,13 +236,15 @@ class Lead:
         self.recorder.evaluation(evaluation)
 
     def _save(self) -> Path:
+        progress = self._collector.progress()
         state = checkpoint.TrainerState(
             step=self.learner.step,
-            position=self._collector.position,
+            position=progress.position,
             run_id=self._run_id,
             optimizer=self.learner.optimizer.state_dict(),
             rng=torch.get_rng_state(),
             kl_coef=self.learner.kl_coef,
+            finished=progress.finished,
         )
         directory, keep = self.run_dir / "checkpoints", self.config.trainer.keep_checkpoints
         return checkpoint.save(directory, self.learner.policy, self._tokenizer, state, keep, self._save_more)
@@ -276,8 +285,8 @@ def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
 
 
-def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, int, Path | None]:
-    """The learner, from rank 0's newest checkpoint when there is one; the position in the prompt stream; that checkpoint.
+def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, Progress, Path | None]:
+    """The learner, from rank 0's newest checkpoint when there is one; where it is in the prompt stream; that checkpoint.
 
     Only rank 0 knows the checkpoint's path: the others get what is in it from rank 0.
     """
@@ -290,9 +299,9 @@ def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learne
         ranks.broadcast_model(learner.reference.model)
     body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
     if not body:
-        return learner, 0, None
+        return learner, Progress(), None
     state = checkpoint.load_state(body, path or run_dir)
     learner.optimizer.load_state_dict(state.optimizer)
     learner.step, learner.kl_coef = state.step, state.kl_coef
     torch.set_rng_state(state.rng)
-    return learner, state.position, path
+    return learner, Progress(state.position, state.finished), path

@@ -22,6 +22,7 @@ from tests.trainer.groups import make_group, whole
 from trainer import checkpoint
 from trainer.batch import Batch
 from trainer.clock import StageClock
+from trainer.collect import Progress
 from trainer.evaluate import pass_at_k
 from trainer.lead import resumed_learner
 from trainer.learner import Learner
@@ -80,8 +81,8 @@ def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints
     for learner.step in (60, 80, 100):
         save(config, learner, directory)
     config.trainer.resume = False
-    anew, position, saved = resumed_learner(config, Ranks(), config.trainer.run_dir)
-    assert (anew.step, position, saved) == (0, 0, None)
+    anew, progress, saved = resumed_learner(config, Ranks(), config.trainer.run_dir)
+    assert (anew.step, progress, saved) == (0, Progress(), None)
     anew.step = 20
     assert save(config, anew, directory).is_dir()
     assert [path.name for path in directory.iterdir()] == ["step_000020"]
