@@ -354,6 +354,8 @@ class TrainerSection(Section):
     """Seconds one call to a service may take, retries included: longer than it takes to restart its pod."""
     publish_timeout_s: float = Field(600.0, gt=0)
     """Seconds for every rollout node to confirm a weight version; one that does not is fenced from traffic."""
+    lost_after_s: float = Field(45.0, gt=0)
+    """Seconds of silence after which a trainer process is lost and the others end with its name, to be started again."""
     max_failed_groups: int = Field(64, gt=0)
     """Stop after this many groups in a row were dropped because of errors."""
     num_threads: int | None = Field(None, gt=0)

@@ -15,6 +15,7 @@ from common.errors import ConfigError, ServiceError
 from common.observe import Metrics, setup_logging
 from common.schemas import WorkerReport
 from common.topology import Topology
+from services.learning.liveness import Liveness
 from services.learning.ranks import Ranks, end
 from trainer.background import LoopThread
 from trainer.collect import Progress, Prompter, Services
@@ -55,7 +56,11 @@ def run(config: Config, topology: Topology) -> None:
     torch.manual_seed(config.seed)
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
-    with Ranks.from_env(patience, settings.device) as ranks, ExitStack() as stack:
+    with (
+        Ranks.from_env(patience, settings.device) as ranks,
+        Liveness(ranks, topology, settings.lost_after_s),
+        ExitStack() as stack,
+    ):
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
         learner, progress, saved = resumed_learner(config, ranks, run_dir)
         lead, board, services, loop = None, None, None, None

@@ -1,0 +1,48 @@
+"""Run by torchrun on every node: ranks that watch each other, in the part that the test names.
+
+`step`: a collective, and again, for ever. `compute`: rank 1 multiplies matrices for three times the limit, then they end.
+`wait`: rank 0 waits for something else than a collective. `fail`: rank 1 has an error of its own.
+`early`: rank 1 ends long before rank 0.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from common.errors import ServiceError
+from common.topology import Topology
+from services.learning.liveness import Liveness
+from services.learning.ranks import Ranks, end
+
+
+def main(directory: Path, part: str, limit_s: float) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    torch.set_num_threads(1)
+    with Ranks.from_env(timeout_s=600) as ranks, Liveness(ranks, Topology.from_env(), limit_s):
+        ranks.barrier()
+        (directory / f"ready{ranks.rank}").touch()
+        begin = time.monotonic()
+        if part == "fail" and ranks.rank == 1:
+            raise ServiceError("no room on the device")
+        if part == "wait" and ranks.first:
+            time.sleep(600)
+        if part == "early" and ranks.first:
+            time.sleep(3 * limit_s)
+        if part == "compute" and ranks.rank == 1:
+            matrix = torch.rand(3000, 3000)
+            while time.monotonic() - begin < 3 * limit_s:
+                matrix = matrix @ matrix / 3000
+        while part in ("step", "wait", "fail"):
+            ranks.sum(torch.ones(1000))
+            time.sleep(0.01)
+        if part == "compute":
+            ranks.barrier()
+    (directory / f"done{ranks.rank}").touch()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    end()
