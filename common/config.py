@@ -44,6 +44,12 @@ SHORT_NAMES = {
     "RUN_DIR": ("trainer", "run_dir"),
 }
 _PREFIX = "RLHF_"
+_RANK_OPTIONS = frozenset(
+    f"--{name}"
+    for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
+    for name in (way, f"{way}-size", size, "nnodes")
+)
+"""Arguments of SGLang that change how many ranks an engine has; with several data-parallel ones it refuses a group."""
 
 
 class Config(BaseSettings):
@@ -111,6 +117,13 @@ class Config(BaseSettings):
                 f"replay.mix_successes {self.replay.mix_successes} is not below sampling.group_size "
                 f"{self.sampling.group_size}: a group of nothing but successes has no advantage"
             )
+        if self.trainer.weight_sync == "distributed" and self.rollout.engine == "sglang":
+            ranks = _RANK_OPTIONS.intersection(word.partition("=")[0] for word in self.rollout.engine_args)
+            if ranks:
+                raise ValueError(
+                    f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
+                    "are its rollout.tensor_parallel_size: set that instead, or trainer.weight_sync http"
+                )
         for name, reason in self._unread().items():
             section, _, field = name.partition(".")
             holder = getattr(self, section)

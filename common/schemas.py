@@ -140,7 +140,52 @@ class WeightManifest(Wire):
     version: int = Field(ge=0)
     run_id: str
     """Of the training run: a version number alone does not tell two runs apart."""
-    files: list[WeightFile] = Field(min_length=1)
+    files: list[WeightFile] = []
+    """Empty: the trainer writes them when somebody asks for them (`GET /weights/latest?files=true`)."""
+    directory: str = ""
+    """Where the files are on the trainer's disk; for rollout nodes that see the same disk. Empty: to be downloaded."""
+    broadcast: "Broadcast | None" = None
+    """How the tensors reach the engines without files."""
+
+
+class Bucket(Wire):
+    """Tensors that travel in one message: their bytes one after the other, of one dtype, so that each is aligned."""
+
+    names: list[str] = Field(min_length=1)
+    """Hugging Face names."""
+    dtypes: list[str]
+    """As torch calls them: `float32`."""
+    shapes: list[list[int]]
+
+
+class Broadcast(Wire):
+    """A torch.distributed group of the trainer (rank 0, the source) and all ranks of the engines, and what it sends."""
+
+    group: str
+    master_address: str
+    master_port: int
+    world_size: int
+    backend: Literal["gloo", "nccl"]
+    ranks: dict[str, int]
+    """By worker: the rank of its engine's first GPU; the others of the engine follow it."""
+    buckets: list[Bucket]
+
+
+class WeightChecksums(Wire):
+    """What an engine says of its weights (`POST /weights/{version}/verify` of the trainer)."""
+
+    worker: str
+    ranks: list[dict[str, str]] = Field(min_length=1)
+    """For every GPU of the engine, the checksum of each tensor by its name in the engine."""
+
+
+class WeightVerdict(Wire):
+    """The engine's weights are right as far as they could be compared; otherwise the answer is 409."""
+
+    checksum: str
+    """Of all of the engine's weights."""
+    compared: str
+    """With what: the trainer's own tensors, or the other engines."""
 
 
 WorkerState = Literal["starting", "ready", "updating", "stale", "failed"]
@@ -161,6 +206,12 @@ class WorkerReport(Wire):
     run_id: str | None = None
     detail: str = ""
     """Why, when the state is `stale` or `failed`."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of the engine."""
+    epoch: str = ""
+    """Another one when the engine has to be in a new group: it was started again, or a broadcast to it failed."""
+    checksum: str = ""
+    """Of the engine's weights, when they came by broadcast and were verified."""
 
 
 # ---------------------------------------------------------------- experience

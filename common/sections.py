@@ -352,6 +352,10 @@ class TrainerSection(Section):
     """Seconds to wait for the other tasks to become healthy, or for a batch, before giving up with the reason."""
     service_timeout_s: float = Field(600.0, gt=0)
     """Seconds one call to a service may take, retries included: longer than it takes to restart its pod."""
+    weight_sync: Literal["http", "shared", "distributed"] = "http"
+    """How new weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads them where the trainer
+    wrote them (`run_dir` on a volume that all nodes mount at the same path). `distributed`: the tensors are broadcast into the
+    running engines by torch.distributed, NCCL between GPUs and gloo otherwise. Whoever cannot takes the files over HTTP."""
     publish_timeout_s: float = Field(600.0, gt=0)
     """Seconds for every rollout node to confirm a weight version; one that does not is fenced from traffic."""
     lost_after_s: float = Field(45.0, gt=0)

@@ -135,6 +135,15 @@ class Topology:
         place = self._local(f"{task}-{self.node_rank}.{self.group}")
         return place.address, port + place.port_shift
 
+    def loopback_env(self) -> dict[str, str]:
+        """What torch.distributed needs in its environment where all tasks are on this machine; nothing on a cluster.
+
+        Without it the rendezvous of loopback nodes hangs.
+        """
+        if self.group is not None and not self.local_hosts:
+            return {}
+        return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")}
+
     def own_name(self, task: str) -> str:
         """The stable name of this node, for logs and registrations: `rollout-server-1`."""
         return f"{task}-{self.node_rank}"
@@ -172,10 +181,7 @@ def _main(argv: list[str]) -> None:
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit("usage: python -m common.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)")
     topology = Topology.from_env()
-    if topology.local_hosts or topology.group is None:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
-        )  # without it the rendezvous of loopback nodes hangs
+    os.environ.update(topology.loopback_env())
     command = topology.torchrun(argv[1:])
     os.execv(command[0], command)  # noqa: S606 - the same process, so signals reach torchrun
 

@@ -136,7 +136,9 @@ def sglang_process(model: Path, log: Path, version: str) -> Iterator[str]:
     rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
     config = Config(model=ModelSection(name=str(model)), rollout=rollout)
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
-    process = start(command, log, lambda: answers(f"{url}/health"), env=engine_env(config), limit_s=240)
+    plugin = {"PYTHONPATH": str(ROOT / "jobgroup" / "sglang-cpu" / "plugin")}  # of this checkout, whichever is installed
+    env = engine_env(config) | Topology().loopback_env() | plugin
+    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=240)
     try:
         yield url
     finally:

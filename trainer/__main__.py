@@ -18,6 +18,7 @@ from common.topology import Topology
 from services.learning.liveness import Liveness
 from services.learning.ranks import Ranks, end
 from trainer.background import LoopThread
+from trainer.broadcast import Broadcaster
 from trainer.collect import Progress, Prompter, Services
 from trainer.critic import ValueFunction, value_function
 from trainer.lead import Lead, new_run_id, resumed_learner
@@ -27,6 +28,7 @@ from trainer.model import load_tokenizer, stop_token_ids
 from trainer.publish import Publisher, WeightBoard, write_static_files
 from trainer.record import Recorder, console
 from trainer.server import BackgroundServer, TrainerMetrics, create_trainer_app
+from trainer.transfer import BackendName, Meeting
 
 
 def main() -> None:
@@ -133,7 +135,16 @@ def _lead(
         loop.call(services.rollout.remove_worker(worker.url))
 
     static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
-    publisher = Publisher(board, static_files, run_id, config.trainer.publish_timeout_s, fence, recorder.say)
+    timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
+    broadcaster = None
+    if sync == "distributed":
+        broadcaster = Broadcaster(board, static_files, run_id, timeout_s, _meeting(config, topology, learner.ranks.device))
+    publisher = Publisher(
+        *(board, static_files, run_id, timeout_s, fence, recorder.say),
+        metrics=metrics,
+        shared=sync == "shared",
+        broadcaster=broadcaster,
+    )
     lead = Lead(
         config,
         learner,
@@ -149,6 +160,13 @@ def _lead(
         run_id,
     )
     return lead, board
+
+
+def _meeting(config: Config, topology: Topology, device: torch.device) -> Meeting:
+    """NCCL needs a GPU at both ends; the embedded engine has none."""
+    engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device == "cuda"
+    backend: BackendName = "nccl" if engine_on_gpu and device.type == "cuda" else "gloo"
+    return Meeting(topology.host(names.TRAINER), backend, exact=not engine_on_gpu)
 
 
 def _close(loop: LoopThread, client: Client) -> None:

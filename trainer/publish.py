@@ -3,6 +3,9 @@
 A version is a complete Hugging Face directory `v000012/`; its manifest (sizes and SHA-256) is made last. A version is
 the optimiser step that made it. `WeightBoard` keeps what the trainer's HTTP app serves; `Publisher` writes a version,
 announces it and waits until every rollout node has confirmed it. A node that does not is fenced from traffic.
+
+With `trainer.weight_sync` distributed a version is broadcast into the engines (`trainer/broadcast.py`); its directory is then
+written only when a node asks for it.
 """
 
 import asyncio
@@ -19,7 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import NotFound, ServiceError
-from common.schemas import WeightFile, WeightManifest, WorkerReport
+from common.observe import Metrics
+from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
 
 log = logging.getLogger(__name__)
 Weights = Iterable[tuple[str, Tensor]]
@@ -62,6 +66,14 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+class Source(Protocol):
+    """What was broadcast: files of it for a node that could not take part, and whether an engine has received it well."""
+
+    def write(self, version: int) -> WeightManifest: ...
+
+    async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict: ...
+
+
 class WeightBoard:
     """The newest weight version and what every rollout node reported. Used from the HTTP thread and the training loop.
 
@@ -77,14 +89,53 @@ class WeightBoard:
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
         self._met = False  # whether all rollout nodes were there once
         self._left_behind: set[str] = set()
+        self._writing = threading.Lock()
+        self.source: Source | None = None
+        """Of versions that are announced without files."""
 
     def announce(self, manifest: WeightManifest) -> None:
         """Makes `manifest` the latest version and removes old ones from disk."""
         with self._lock:
             self._latest = manifest
             self._lock.notify_all()
+        self._remove_old()
+
+    def _remove_old(self) -> None:
         for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def withdraw(self, manifest: WeightManifest) -> WeightManifest:
+        """The version stays the latest one, as files only."""
+        with self._lock:
+            self._latest = (self._latest or manifest).model_copy(update={"broadcast": None})
+            return self._latest
+
+    async def with_files(self, manifest: WeightManifest) -> WeightManifest:
+        """This version with its files, written now if they are not there yet. Raises NotFound when it is gone."""
+        source = self.source
+        if manifest.files or source is None:
+            return manifest
+        return await asyncio.to_thread(self._write, source, manifest)
+
+    def _write(self, source: Source, manifest: WeightManifest) -> WeightManifest:
+        with self._writing:
+            latest = self._latest
+            if latest is not None and latest.version == manifest.version and latest.files:
+                return latest
+            log.info("files of weights %d are written: a node asks for them", manifest.version)
+            written = source.write(manifest.version)
+            with self._lock:
+                if self._latest is not None and self._latest.version == written.version:
+                    # What is announced stays, so that nobody who is in the broadcast takes it for withdrawn.
+                    self._latest = self._latest.model_copy(update={"files": written.files})
+            self._remove_old()
+            return written
+
+    async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
+        """Raises Conflict when the engine did not receive what was sent, NotFound when this version is not broadcast."""
+        if self.source is None:
+            raise NotFound("no weights were broadcast", field="version", value=version)
+        return await self.source.verify(version, sums)
 
     def close(self) -> None:
         """Ends the calls that wait for a new version, so that the HTTP server can end."""
@@ -175,8 +226,16 @@ class Fence(Protocol):
     def __call__(self, worker: WorkerReport) -> None: ...
 
 
+class Broadcasts(Protocol):
+    """Sends weights straight into the engines."""
+
+    def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]: ...
+
+    def settle(self) -> None: ...
+
+
 class Publisher:
-    """Publishes the learner's weights and waits for every rollout node.
+    """Publishes the learner's weights and waits for every rollout node. One thread at a time.
 
     Args:
         board: where versions are announced and confirmed.
@@ -185,6 +244,9 @@ class Publisher:
         timeout_s: for all nodes to confirm.
         fence: called for a node that did not confirm in time.
         say: tells a person what is awaited.
+        metrics: get seconds and bytes of the newest version.
+        shared: tell the nodes where the files are, for those that see the same disk.
+        broadcaster: sends the tensors; None: versions are written to files.
     """
 
     def __init__(
@@ -195,16 +257,39 @@ class Publisher:
         timeout_s: float,
         fence: Fence,
         say: Callable[[str], None],
+        *,
+        metrics: Metrics | None = None,
+        shared: bool = False,
+        broadcaster: Broadcasts | None = None,
     ) -> None:
         self._board, self._static_files, self.run_id = board, static_files, run_id
         self._timeout_s, self._fence, self._say = timeout_s, fence, say
+        self._shared, self._broadcaster = shared, broadcaster
+        metrics = metrics or Metrics("ppo_trainer")
+        self._bytes = metrics.gauge("publish_bytes", "Bytes of the newest weight version, as one engine gets them")
+        self._seconds = metrics.gauge("publish_seconds", "Seconds until the engines served the newest weight version")
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
-        manifest = write_version(weights, self._static_files, self._board.directory, self.run_id, version)
-        self._board.announce(manifest)
+        begin = time.monotonic()
+        if self._broadcaster is None:
+            manifest = write_version(weights, self._static_files, self._board.directory, self.run_id, version)
+            if self._shared:
+                manifest.directory = str((self._board.directory / version_name(version)).absolute())
+            self._board.announce(manifest)
+            size = sum(file.size for file in manifest.files)
+        else:
+            manifest, size = self._broadcaster.publish(weights, version)
         for worker in self._board.wait_confirmed(manifest, self._timeout_s, self._say):
             self._fence(worker)
+        if self._broadcaster is not None:
+            self._broadcaster.settle()
+        seconds = time.monotonic() - begin
+        self._bytes.set(size)
+        self._seconds.set(seconds)
+        way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
+        rate = size / seconds / 1e6
+        log.info("weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s", version, size / 1e6, seconds, rate, way)
 
 
 def write_static_files(model: Any, tokenizer: Any, directory: Path) -> list[Path]:

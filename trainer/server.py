@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
-from common.schemas import WeightManifest, WorkerReport
+from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from services.server import Server, create_app, listen
 from trainer.publish import WeightBoard
 from trainer.record import StepRecord
@@ -24,9 +24,16 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics) -> FastAPI:
         after_run: str = "",
         after_version: int = -1,
         wait_s: Annotated[float, Query(ge=0, le=60)] = 0.0,
+        files: bool = False,
     ) -> WeightManifest:
-        """The newest weight version, as soon as it is another one than the caller has."""
-        return await board.latest_after(after_run, after_version, wait_s)
+        """The newest weight version, as soon as it is another one than the caller has; with `files` as files in any case."""
+        latest = await board.latest_after(after_run, after_version, wait_s)
+        return await board.with_files(latest) if files else latest
+
+    @app.post("/weights/{version}/verify")
+    async def verify(version: Annotated[int, Path(ge=0)], body: WeightChecksums) -> WeightVerdict:
+        """Whether an engine has received a broadcast version as it was sent; 409 when it has not."""
+        return await board.verify(version, body)
 
     @app.get("/weights/{version}/files/{name}", response_class=FileResponse)
     async def weight_file(version: Annotated[int, Path(ge=0)], name: str) -> FileResponse:

@@ -6,6 +6,7 @@ trainer is told. On node 0 a fifth keeps the router alive.
 
 import asyncio
 import logging
+import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from common.topology import ROLLOUT, TRAINER, Topology
 from services.rollout.engine import BASE_VERSION, EngineClient, engine_command, engine_env
 from services.rollout.follow import Quiet, WeightFollower, wait_event
 from services.rollout.process import Supervised, Timing
+from services.rollout.receive import Receiver
 from services.rollout.router import RouterClient, router_command
 from services.rollout.state import NodeState
 from services.rollout.weights import TrainerClient, WeightId, WeightStore
@@ -67,6 +69,7 @@ class Agent:
         self.url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
         self.state = NodeState()
         self.fatal: ServiceError | None = None
+        self._life = secrets.token_hex(4)
         self._config, self._topology, self._end = config, topology, end
         self._registered = False
         self._started_with: WeightId | None = None
@@ -78,7 +81,7 @@ class Agent:
             "engine",
             self._launch_engine,
             self._engine_api.unhealthy_reason,
-            env=engine_env(config),
+            env=engine_env(config) | topology.loopback_env(),
             log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
             timing=Timing(startup_s=rollout.startup_timeout_s),
             on_up=self._engine_up,
@@ -93,6 +96,8 @@ class Agent:
             self.engine,
             load_timeout_s=config.trainer.publish_timeout_s,
             changed=self._changed,
+            receiver=Receiver(self.name, self._engine_api, self._trainer, config.trainer.publish_timeout_s),
+            name=self.name,
             metrics=metrics,
         )
         self._version = metrics.gauge("weight_version", "Weights the engine serves; -1 is the base model")
@@ -130,7 +135,7 @@ class Agent:
 
     def report(self) -> WorkerReport:
         """What the trainer is told."""
-        serves = self.state.serves
+        serves, received = self.state.serves, self._follower.received
         return WorkerReport(
             name=self.name,
             url=self.url,
@@ -139,6 +144,9 @@ class Agent:
             version=None if serves is None else serves.version,
             run_id=None if serves is None else serves.run_id,
             detail=self.state.detail,
+            tensor_parallel_size=self._config.rollout.tensor_parallel_size,
+            epoch=f"{self._life}-{self.engine.starts}-{self._follower.broadcasts_failed}",
+            checksum=received[1] if received and received[0] == serves else "",
         )
 
     def status(self) -> AgentStatus:
@@ -214,7 +222,10 @@ class Agent:
     def _launch_engine(self) -> list[str]:
         # A foreign process on the port would answer in the engine's place.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
-        self._started_with, path = self._follower.newest or (None, self._config.model.name)
+        newest = self._follower.newest
+        if newest is not None and not newest[1].is_dir():  # the trainer's own directory, which it has removed
+            newest = None
+        self._started_with, path = newest or (None, self._config.model.name)
         return engine_command(self._config, self._topology, str(path), _version_name(self._started_with))
 
     async def _engine_up(self) -> None:

@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -113,25 +114,52 @@ class EngineClient(Client):
         """What the engine says it serves."""
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
 
-    async def load(self, directory: Path, version: str, timeout_s: float) -> None:
+    async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
         """Replaces the weights under running requests: they wait, and go on with the new ones.
 
-        Raises LoadFailed or ServiceError when the engine does not confirm the version; it is told to continue first.
+        Raises LoadFailed or ServiceError when the engine does not confirm the version; it is told to continue first, unless
+        it does not hold a whole version (`whole` false).
         """
         try:
-            await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
+            await self.pause()
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
             response = await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
             if _field(response, "success") is not True:
                 raise LoadFailed(f"the engine did not load weights {version}: {shorten(response.text)}")
         except ServiceError:
-            await self._continue()
+            if whole:
+                await self.resume()
             raise
-        await self._continue()
+        await self.resume()
         await self.confirm(version)
 
-    async def _continue(self) -> None:
+    async def pause(self) -> None:
+        """Requests wait from here on, those that run too."""
+        await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
+
+    async def resume(self) -> None:
+        """They go on."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
+
+    async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        """One call, never repeated: a second broadcast would wait for what nobody sends.
+
+        Raises LoadFailed when the engine refuses, or does not answer.
+        """
+        try:
+            response = await self.http.post(path, json=body, timeout=timeout_s)
+        except (httpx.TransportError, OSError) as error:
+            raise LoadFailed(f"the engine did not answer {path}: {error or type(error).__name__}") from None
+        if not response.is_success or _field(response, "success") is not True:
+            raise LoadFailed(f"the engine refused {path}: {shorten(response.text)}")
+
+    async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
+        """Of every tensor, by its name in the engine, for each of its GPUs. Raises ServiceError."""
+        response = await self.request("POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s)
+        try:
+            return [dict(rank["checksums"]) for rank in response.json()["ranks"]]
+        except (ValueError, KeyError, TypeError):
+            raise LoadFailed(f"the engine's answer has no checksums: {shorten(response.text)}") from None
 
     async def confirm(self, version: str) -> None:
         """Raises LoadFailed when the engine serves another version."""

@@ -1,10 +1,11 @@
-"""Follows the trainer's weights: poll, download, load into the engine, confirm; always the newest, skipping ones in between."""
+"""Follows the trainer's weights: poll, receive or download and load into the engine, confirm; always the newest version."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -14,8 +15,9 @@ from common.observe import Metrics
 from common.schemas import WeightManifest
 from services.rollout.engine import EngineClient
 from services.rollout.process import Supervised
+from services.rollout.receive import Receiver
 from services.rollout.state import NodeState
-from services.rollout.weights import TrainerClient, WeightId, WeightsGone, WeightStore
+from services.rollout.weights import TrainerClient, WeightId, WeightsGone, WeightStore, shared_directory
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
@@ -34,6 +36,8 @@ class WeightFollower:
         engine: the process; restarted after repeated refusals.
         load_timeout_s: for the engine to load one version.
         changed: called when the state has changed.
+        receiver: takes part in broadcasts.
+        name: of this node, as trainer and broadcasts know it.
         metrics: get counts and seconds.
     """
 
@@ -47,14 +51,23 @@ class WeightFollower:
         *,
         load_timeout_s: float,
         changed: Callable[[], None],
+        receiver: Receiver,
+        name: str,
         metrics: Metrics,
     ) -> None:
+        self._receiver, self._name = receiver, name
         self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
         self._load_timeout_s, self._changed = load_timeout_s, changed
         self.newest: tuple[WeightId, Path] | None = None
         """Newest weights verified in the life of this process, and their directory: what an engine is started with."""
         self._lost = 0
-        self._load: asyncio.Task[None] | None = None
+        self._load: asyncio.Task[str] | None = None
+        self.broadcasts_failed = 0
+        """In the life of this process."""
+        self.received: tuple[WeightId, str] | None = None
+        """What the engine got by broadcast, and its checksum."""
+        self._partial = False  # whether the engine may hold a part of a version
+        self._refused: tuple[str, int] | None = None  # group and version of a broadcast that failed here
         self._wake = asyncio.Event()
         self._quiet = Quiet()
         self._updates = metrics.counter("weight_updates_total", "Attempts to get to a new weight version", ["result"])
@@ -66,6 +79,8 @@ class WeightFollower:
 
     def engine_down(self) -> None:
         """The engine is gone: a load into it is over."""
+        self._receiver.forget()
+        self._partial, self.received = False, None
         if self._load is not None:
             self._load.cancel()
 
@@ -106,8 +121,14 @@ class WeightFollower:
         self._changed()
         stage = "download"
         try:
+            if await self._receive(wanted, manifest):
+                return
             begin = time.monotonic()
-            path = await self._store.fetch(manifest, self._trainer)
+            if not manifest.files:
+                manifest = await self._with_files()
+                wanted = WeightId.of(manifest)
+                self._state.found(wanted)
+            path = await shared_directory(manifest) or await self._store.fetch(manifest, self._trainer)
             self._seconds.labels(stage).set(time.monotonic() - begin)
             self.newest, self._lost = (wanted, path), 0
             stage = "load"
@@ -115,6 +136,7 @@ class WeightFollower:
                 self._state.update_stopped()  # the next engine starts with these weights
             else:
                 self._state.update_done(wanted)
+                self._partial = False
                 self._updates.labels("done").inc()
                 log.info("the engine serves weights %d of run %s", wanted.version, wanted.run_id)
         except (httpx.HTTPError, WeightsGone) as error:
@@ -124,21 +146,67 @@ class WeightFollower:
         finally:
             self._changed()
 
+    async def _with_files(self) -> WeightManifest:
+        """The newest version as files: the trainer writes them when they are asked for."""
+        manifest = await self._trainer.latest(None, 0, self._load_timeout_s, files=True)
+        if manifest is None or not manifest.files:
+            raise WeightsGone("the trainer has no files of its weights")
+        return manifest
+
+    async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
+        """Takes part in the broadcast of this version, if there is one; whether the engine serves it then.
+
+        Failing is no end: the files follow. Until they are loaded the engine is stale, for it may hold a part of a version.
+        """
+        broadcast = manifest.broadcast
+        if broadcast is None or not self._engine.up or self._refused == (broadcast.group, wanted.version):
+            return False
+        if self._name not in broadcast.ranks:
+            log.info("this node is not in the broadcast of weights %d: it takes them as files", wanted.version)
+            return False
+        life = self._engine.starts
+        try:
+            checksum = await self._into_engine("broadcast", self._receiver.receive(manifest, broadcast))
+            if checksum is not None:
+                self.received = wanted, checksum
+                self._state.update_done(wanted)
+                self._updates.labels("done").inc()
+                return True
+        except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
+            self._partial = True
+            self._failed(wanted, "broadcast", error)
+        self._refused = broadcast.group, wanted.version
+        self.broadcasts_failed += 1
+        self._changed()
+        if self._engine.up and self._engine.starts == life and not await self._receiver.abandon(broadcast):
+            self._engine.restart(f"the engine hangs in the broadcast of weights {wanted.version}")
+        self._state.update_began()
+        return False
+
     async def _load_into_engine(self, wanted: WeightId, path: Path) -> bool:
         """False when the engine ended meanwhile. Raises ServiceError when it refused."""
+
+        async def load() -> str:
+            await self._api.load(path, str(wanted.version), self._load_timeout_s, whole=not self._partial)
+            return "done"
+
+        return await self._into_engine("load", load()) is not None
+
+    async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
+        """The result of `work`; None when the engine ended meanwhile."""
         life = self._engine.starts
         begin = time.monotonic()
-        self._load = asyncio.create_task(self._api.load(path, str(wanted.version), self._load_timeout_s))
+        self._load = asyncio.create_task(work)
         try:
             await asyncio.wait({self._load})
             if self._load.cancelled() or not self._engine.up or self._engine.starts != life:
-                return False
-            self._load.result()
+                return None
+            result = self._load.result()
         finally:
             self._load.cancel()
             self._load = None
-        self._seconds.labels("load").set(time.monotonic() - begin)
-        return True
+        self._seconds.labels(stage).set(time.monotonic() - begin)
+        return result
 
     def _download_lost(self, wanted: WeightId, error: Exception) -> None:
         """The trainer may have ended, or gone on: asking it again tells. If it says the same, this node is stale."""
@@ -154,7 +222,9 @@ class WeightFollower:
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
         log.error("this node is stale and gets no traffic: %s", reason)
-        if self._state.must_restart:
+        if stage == "load" and self._partial:
+            self._engine.restart(f"it may hold a part of a version; {reason}")
+        elif self._state.must_restart:
             self._engine.restart(f"restarted after {self._state.failed_loads} failed weight updates; {reason}")
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from common.clients import Client
 from common.errors import ServiceError, shorten
-from common.schemas import WeightFile, WeightManifest, WorkerReport
+from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
 
 log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"
@@ -56,12 +56,17 @@ class WeightsGone(ServiceError):
 class TrainerClient(Client):
     """The trainer as rollout nodes see it."""
 
-    async def latest(self, held: WeightId | None, wait_s: float, deadline_s: float) -> WeightManifest | None:
+    async def latest(
+        self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False
+    ) -> WeightManifest | None:
         """The newest version, as soon as it is not `held`, at the latest after `wait_s` seconds; None before the first.
 
-        Raises Unreachable when the trainer does not answer within `deadline_s` seconds.
+        With `files` the trainer writes its files if it has not yet. Raises Unreachable when the trainer does not answer
+        within `deadline_s` seconds.
         """
         parameters: dict[str, str | float] = {"wait_s": wait_s}
+        if files:
+            parameters["files"] = "true"
         if held is not None:
             parameters |= {"after_run": held.run_id, "after_version": held.version}
         try:
@@ -74,6 +79,11 @@ class TrainerClient(Client):
     async def report(self, report: WorkerReport) -> None:
         """Tells the trainer what this node serves."""
         await self.request("POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5)
+
+    async def verify(self, version: int, sums: WeightChecksums, deadline_s: float) -> WeightVerdict:
+        """Asks whether the engine received a broadcast as it was sent. Raises ServiceError, 409 when it did not."""
+        path = f"/weights/{version}/verify"
+        return await self.json("POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s)
 
     async def download(self, version: int, file: WeightFile, target: Path) -> None:
         """Writes one file to `target`, which must not exist yet, synced to disk.
@@ -176,6 +186,33 @@ class WeightStore:
         self._stored = [entry for entry in self._stored if entry[1] != path]
         if path.exists():
             shutil.rmtree(path)
+
+
+async def shared_directory(manifest: WeightManifest) -> Path | None:
+    """The trainer's own directory of this version, when it is visible here and holds what the manifest says."""
+    if not manifest.directory:
+        return None
+    directory = Path(manifest.directory)
+    if (problem := await asyncio.to_thread(_differs, directory, manifest.files)) is None:
+        return directory
+    log.error("%s cannot be read here, weights %d are downloaded instead: %s", directory, manifest.version, problem)
+    return None
+
+
+def _differs(directory: Path, files: list[WeightFile]) -> str | None:
+    """How the files differ from the manifest, or None."""
+    if not directory.is_dir():
+        return "there is no such directory; is the trainer's run_dir on a volume mounted at the same path?"
+    for file in files:
+        try:
+            if (size := (directory / file.name).stat().st_size) != file.size:
+                return f"{file.name} has {size} bytes, the manifest says {file.size}"
+            with (directory / file.name).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
+                    return f"the checksum of {file.name} does not match the manifest"
+        except OSError as error:
+            return str(error)
+    return None
 
 
 async def _download(trainer: TrainerClient, version: int, file: WeightFile, target: Path) -> None:

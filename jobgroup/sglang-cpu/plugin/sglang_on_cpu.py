@@ -19,6 +19,8 @@ _KEPT: list[torch.library.Library] = []
 def activate() -> str:
     """Called by SGLang once in every process, before it imports a model; returns the name of the platform's class."""
     _make_torchvision_importable()
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = _nothing_to_wait_for  # `/weights_checker` calls it on every device
     return f"{__name__}.TorchCpu"
 
 
@@ -49,6 +51,10 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
                 super().__init__(size, **rest)
 
         return TokenAllocator
+
+
+def _nothing_to_wait_for(device: object = None) -> None:
+    """What is computed on a CPU is there when the call returns."""
 
 
 def _make_torchvision_importable() -> None:

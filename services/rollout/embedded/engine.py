@@ -19,9 +19,11 @@ import torch
 
 from common.errors import NotReady, ServiceError
 from common.observe import Metrics
+from services.learning.weight_group import digest
 from services.rollout.embedded.jobs import Job, Sequence
 from services.rollout.embedded.model import Model
 from services.rollout.embedded.scheduler import PauseMode, Scheduler
+from services.rollout.embedded.weights import own_tensors
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -161,6 +163,27 @@ class Engine:
         if abort_all:
             self.abort(None)
         return self._call(lambda: self._scheduler.update(path, version, flush_cache), exclusive=True)
+
+    def load_tensors(
+        self, tensors: dict[str, torch.Tensor], version: str | None, flush_cache: bool, abort_all: bool
+    ) -> "Future[None]":
+        """As `update_weights`, with tensors that `weights.check_tensors` has passed."""
+        if abort_all:
+            self.abort(None)
+        return self._call(lambda: self._scheduler.load_tensors(tensors, version, flush_cache), exclusive=True)
+
+    def checksums(self) -> "Future[dict[str, str]]":
+        """A checksum of each tensor of the model."""
+        return self._call(lambda: {name: digest(tensor) for name, tensor in own_tensors(self.model.module).items()})
+
+    def weights_by_name(self, name: str, size: int) -> "Future[list[Any] | None]":
+        """The first `size` rows of a tensor; None when the model has no tensor of that name."""
+
+        def rows() -> list[Any] | None:
+            tensor = self.model.module.state_dict().get(name)
+            return None if tensor is None else list(tensor[:size].tolist())
+
+        return self._call(rows)
 
     # ---- below here: the engine's thread only ----
 

@@ -14,7 +14,7 @@ from services.rollout.embedded.jobs import ABORTED, ABORTED_WAITING, Job, Sequen
 from services.rollout.embedded.model import Model
 from services.rollout.embedded.rows import Rows
 from services.rollout.embedded.stops import matched_stop
-from services.rollout.embedded.weights import load_into
+from services.rollout.embedded.weights import copy_tensors, load_into
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PREFILL_TOKENS = 16_384
@@ -227,6 +227,19 @@ class Scheduler:
 
     def update(self, path: Path, version: str | None, flush_cache: bool) -> int:
         """Loads weights in place; returns the sequences that were paused. Raises BadWeights or Refused, changing nothing."""
+        self._refuse_to_flush(flush_cache)
+        load_into(self.model.module, path)
+        self.model.path = path
+        self._loaded(version, flush_cache)
+        return (len(self.rows) + sum(len(ticket.sequences) for ticket in self._queue)) if self.paused else 0
+
+    def load_tensors(self, tensors: dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> None:
+        """Copies checked tensors into the model. Raises Refused, changing nothing."""
+        self._refuse_to_flush(flush_cache)
+        copy_tensors(self.model.module, tensors)
+        self._loaded(version, flush_cache)
+
+    def _refuse_to_flush(self, flush_cache: bool) -> None:
         if flush_cache and self.rows.sequences:
             raise Refused(
                 "rows frozen by an in-place pause keep their cache",
@@ -234,13 +247,12 @@ class Scheduler:
                 value=True,
                 remedy="send flush_cache=false, or pause with mode retract or abort",
             )
-        load_into(self.model.module, path)
-        self.model.path = path
+
+    def _loaded(self, version: str | None, flush_cache: bool) -> None:
         if version is not None:
             self.set_version(version)
         if flush_cache:
             self.model.cache.release()
-        return (len(self.rows) + sum(len(ticket.sequences) for ticket in self._queue)) if self.paused else 0
 
     def set_version(self, version: str) -> None:
         """Renames the weights; tokens from now on count as `version`."""

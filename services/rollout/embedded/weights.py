@@ -1,4 +1,4 @@
-"""New weights from safetensors files: everything is checked before anything is copied, so a bad update changes nothing."""
+"""New weights, from safetensors files or from memory: checked before anything is copied, so a bad update changes nothing."""
 
 import json
 from pathlib import Path
@@ -24,21 +24,37 @@ def load_into(module: Any, directory: Path) -> None:
     Raises BadWeights when a file is missing or damaged, a name is missing or unknown, a shape differs, or a number is
     not finite; the model is then unchanged.
     """
-    everything = module.state_dict()
-    wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in everything}
-    found = _read(directory)
-    if missing := sorted(wanted - found.keys()):
+    wanted, found = own_tensors(module), _read(directory)
+    if missing := sorted(wanted.keys() - found.keys()):
         raise BadWeights(f"{len(missing)} tensors are missing", field="model_path", value=missing[0])
-    if unknown := sorted(found.keys() - everything.keys()):
-        raise BadWeights(f"{len(unknown)} tensors are not of this model", field="model_path", value=unknown[0])
-    for name, tensor in found.items():
+    check_tensors(module, found)
+    copy_tensors(module, {name: found[name] for name in wanted})
+
+
+def own_tensors(module: Any) -> dict[str, Tensor]:
+    """The tensors that make up the model's weights; of names that share one, the first."""
+    everything = module.state_dict()
+    names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
+    return {name: everything[name] for name in names if name in everything}
+
+
+def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
+    """Raises BadWeights when a name is unknown, a shape differs, or a number is not finite."""
+    everything = module.state_dict()
+    if unknown := sorted(tensors.keys() - everything.keys()):
+        raise BadWeights(f"{len(unknown)} tensors are not of this model", field="name", value=unknown[0])
+    for name, tensor in tensors.items():
         if tensor.shape != everything[name].shape:
-            wrong, right = list(tensor.shape), list(everything[name].shape)
-            raise BadWeights(f"{name} has shape {wrong}, the model has {right}", field="model_path", value=directory)
+            raise BadWeights(f"the model has {list(everything[name].shape)}", field=name, value=list(tensor.shape))
         if not bool(torch.isfinite(tensor).all()):
-            raise BadWeights(f"{name} holds numbers that are not finite", field="model_path", value=directory)
-    for name in wanted:
-        everything[name].copy_(found[name])
+            raise BadWeights("holds numbers that are not finite", field=name)
+
+
+def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
+    """Copies checked tensors into the model in place."""
+    everything = module.state_dict()
+    for name, tensor in tensors.items():
+        everything[name].copy_(tensor)
 
 
 def _read(directory: Path) -> dict[str, Tensor]:

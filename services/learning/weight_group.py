@@ -1,0 +1,79 @@
+"""Groups that carry weights from the trainer to engines, laid out as SGLang lays out its end.
+
+The trainer is rank 0 and the source of every broadcast; an engine has one rank per GPU. A group stands beside whatever else
+its processes use torch.distributed for, and needs no default group.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from common.schemas import Bucket
+
+
+def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Joins the group; returns when every rank has.
+
+    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer gives the group up. The same limit holds for
+    every later operation of a gloo group.
+    """
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+    # `new_group` would take all ranks from a default group, which trainer and engines do not share.
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+    )
+    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Closes this end's connections."""
+    dist.destroy_process_group(group)
+
+
+def size_of(bucket: Bucket) -> int:
+    """Bytes of a bucket."""
+    return sum(prod(shape) * dtype_of(name).itemsize for name, shape in zip(bucket.dtypes, bucket.shapes, strict=True))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`float32` → `torch.float32`. Raises ValueError for anything else."""
+    found: Any = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch")
+    return found
+
+
+def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the bytes of a bucket, uint8 [size], which they share."""
+    start = 0
+    for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        dtype = dtype_of(dtype_name)
+        end = start + prod(shape) * dtype.itemsize
+        yield name, flat[start:end].view(dtype).view(shape)
+        start = end
+
+
+def digest(*tensors: Tensor) -> str:
+    """What SGLang's `/weights_checker` says of such a tensor on a CPU: SHA-256 of the bytes, the first 16 hex digits.
+
+    Of several tensors: of what they are one after the other, as in a parameter that an engine has fused along dimension 0.
+    """
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
+def digest_all(checksums: dict[str, str]) -> str:
+    """One checksum of all tensors of a rank, in the order of their names."""
+    text = "".join(f"{name}{checksums[name]}" for name in sorted(checksums))
+    return hashlib.sha256(text.encode()).hexdigest()
