@@ -10,7 +10,7 @@ from services.rollout.weights import TrainerClient
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
-_CLEAN_UP_S = 10.0
+_CLEAN_UP_S = 5.0
 
 
 class Withdrawn(ServiceError):

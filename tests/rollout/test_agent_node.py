@@ -65,7 +65,7 @@ def environment(rank: int, count: int, state_dir: Path, model: Path) -> dict[str
 class Node:
     """`python -m services.rollout` with its agent's HTTP."""
 
-    def __init__(self, rank: int, count: int, state_dir: Path, model: Path) -> None:
+    def __init__(self, rank: int, count: int, state_dir: Path, model: Path, **settings: str) -> None:
         self.rank = rank
         self.url = f"http://{names(count)[f'{ROLLOUT}-{rank}.{GROUP}'].address}:30002"
         self.engine_url = self.url.replace(":30002", ":30001")
@@ -74,7 +74,7 @@ class Node:
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "services.rollout"],
-                env=environment(rank, count, state_dir, model),
+                env=environment(rank, count, state_dir, model) | settings,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
