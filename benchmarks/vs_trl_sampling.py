@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.vs_trl_learning import padded, recorded, settings
 from common.config import Config
 from common.schemas import Group
-from services.learning.sequences import Padded
+from services.learning.layout import Padded
 from trainer.losses import row_sum
 from trainer.model import Scorer, load_tokenizer, quiet, stop_token_ids
 

@@ -255,7 +255,7 @@ class CriticSection(Section):
     """A value may move so far from what it was before the update until its loss no longer falls; unset: no clipping."""
     max_grad_norm: float = Field(1.0, gt=0)
     micro_batch_tokens: int = Field(16_384, gt=0)
-    """Tokens (padding included) of one forward and backward pass."""
+    """Tokens that one forward and backward pass computes, padding included; a prompt that a packed pass shares counts once."""
 
 
 class RolloutSection(Section):
@@ -328,9 +328,12 @@ class TrainerSection(Section):
     max_skipped_updates: int = Field(3, ge=0)
     """An update whose gradient is not finite is skipped and counted; stop after more than so many in a row."""
     micro_batch_tokens: int = Field(16_384, gt=0)
-    """Tokens (padding included) of one forward and backward pass."""
+    """Tokens that one forward and backward pass computes, padding included; a prompt that a packed pass shares counts once."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Completions of one forward and backward pass, at most; unset: as many as `micro_batch_tokens` has room for."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Compute completions without padding and each prompt once for its group, also in the critic; `auto`: where the model
+    permits it."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
     eval_every: int = Field(0, ge=0)

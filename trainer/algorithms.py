@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.algorithm import AlgorithmSection
 from common.schemas import Float32
-from services.learning.sequences import split
+from services.learning.cutting import split
 from trainer.advantages import ADVANTAGES, gae, overlong_penalty, whiten
 from trainer.batch import Batch
 from trainer.losses import PolicyLoss, cispo, clipped_surrogate, kl_divergence, probability_ratio, sequence_ratio

@@ -10,7 +10,8 @@ from torch import Tensor
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Float32, Group, Int32, TokenSequence, ValueTargets
-from services.learning.sequences import Indices, Padded
+from services.learning.cutting import Indices, Sizes
+from services.learning.layout import Layout, moved
 
 
 @dataclass(slots=True)
@@ -90,6 +91,10 @@ class Batch:
         """Completion tokens of each row."""
         return [len(row.completion_ids) for row in self.rows]
 
+    def sizes(self, shared: bool) -> Sizes:
+        """What cutting looks at; `shared` of the layout."""
+        return Sizes.of([row.prompt_ids for row in self.rows], [row.completion_ids for row in self.rows], shared)
+
     def sequences(self) -> list[TokenSequence]:
         """What a critic values."""
         return [TokenSequence(row.prompt_ids, row.completion_ids) for row in self.rows]
@@ -107,9 +112,9 @@ class Batch:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows of a batch as padded tensors. `C` is the number of completion tokens of all rows together."""
+    """Rows of a batch as tensors. `C` is the number of completion tokens of all rows together."""
 
-    padded: Padded
+    tokens: Layout
     targets: Tensor
     """[C] the completion tokens, row by row."""
     behaviour_logprobs: Tensor
@@ -128,9 +133,11 @@ class MicroBatch:
     """[C] which row each completion token belongs to."""
     lengths: Tensor
     """[C] completion length of that row."""
+    count: int
+    """Rows."""
 
     @classmethod
-    def of(cls, batch: Batch, indices: Indices) -> "MicroBatch":
+    def of(cls, batch: Batch, indices: Indices, layout: type[Layout]) -> "MicroBatch":
         """The rows of `batch` at `indices`."""
         rows = [batch.rows[i] for i in indices.tolist()]
         lengths = np.array([len(row.completion_ids) for row in rows])
@@ -144,7 +151,7 @@ class MicroBatch:
         advantages = tokens(batch.advantages)
         assert advantages is not None
         return cls(
-            padded=Padded.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows]),
+            tokens=layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows]),
             targets=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
             behaviour_logprobs=torch.from_numpy(np.concatenate([row.behaviour_logprobs for row in rows])),
             old_logprobs=tokens(batch.old_logprobs),
@@ -154,14 +161,9 @@ class MicroBatch:
             current=repeated([float(row.current) for row in rows]),
             rows=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
             lengths=torch.from_numpy(np.repeat(lengths, lengths)),
+            count=len(rows),
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
-
-        def moved(value: Tensor | Padded | None) -> Tensor | Padded | None:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
-            return None if value is None else value.to(device)
-
-        return MicroBatch(*(moved(getattr(self, name)) for name in self.__dataclass_fields__))  # type: ignore[arg-type]
+        return moved(self, device)

@@ -26,8 +26,8 @@ from common.critic_client import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
 from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from services.critic.critic import Critic
+from services.learning.cutting import split
 from services.learning.ranks import Ranks
-from services.learning.sequences import split
 
 _T = TypeVar("_T")
 Call = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -14,9 +14,10 @@ from torch import Tensor
 from common.config import Config
 from common.schemas import Float32
 from common.sections import ModelSection, TrainerSection
+from services.learning.cutting import Indices, micro_batches, mini_batches, score_shared
+from services.learning.layout import Layout, moved
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
-from services.learning.sequences import Indices, Padded, micro_batches, mini_batches, score_shared, share
 from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
 from trainer.losses import adapted_kl_coef, importance_correction, kl_divergence, off_policy_mask, token_coefficients
@@ -51,7 +52,7 @@ class Learner:
         """Changes when `algorithm.kl_target` is set."""
         self.policy = load_model(config.model, directory).to(ranks.device)
         self.policy.train()
-        self._scorer = Scorer(self.policy)
+        self._scorer = Scorer(self.policy, config.trainer.packing)
         self.reference: Scorer | None = None
         if config.algorithm.kl_coef > 0:
             self.reference = self._load_reference(config.model, directory)
@@ -70,7 +71,9 @@ class Learner:
         saved = directory / "reference" if directory else None
         source = saved if saved and saved.exists() else config.reference or None
         home = torch.device("cpu") if self.config.trainer.offload_reference else self.ranks.device
-        reference: Scorer = Scorer(load_model(config, source)).to(home).eval().requires_grad_(False)
+        reference: Scorer = (
+            Scorer(load_model(config, source), self.config.trainer.packing).to(home).eval().requires_grad_(False)
+        )
         return reference
 
     def save_reference(self, directory: Path) -> None:
@@ -121,14 +124,14 @@ class Learner:
     def _logprobs(self, scorer: Scorer, batch: Batch) -> list[Float32]:
         def score(indices: Indices) -> Tensor:
             rows = [batch.rows[i] for i in indices.tolist()]
-            padded = Padded.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows])
+            tokens = scorer.layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows])
             targets = torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64))
-            return self._scores(scorer, padded.to(self.ranks.device), targets.to(self.ranks.device)).logprobs
+            return self._scores(scorer, moved(tokens, self.ranks.device), moved(targets, self.ranks.device)).logprobs
 
-        totals = [len(row) for row in batch.rows]
-        tokens, size = self.config.trainer.micro_batch_tokens, self.config.trainer.micro_batch_size
+        settings = self.config.trainer
         with torch.no_grad():
-            return score_shared(totals, batch.lengths, self.ranks, tokens, score, size)
+            sizes = batch.sizes(scorer.layout.shared)
+            return score_shared(sizes, self.ranks, settings.micro_batch_tokens, score, settings.micro_batch_size)
 
     def update(self, batch: Batch) -> UpdateMetrics:
         """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
@@ -136,7 +139,7 @@ class Learner:
         An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
         `trainer.max_skipped_updates` of them in a row.
         """
-        algorithm, sums = self.config.algorithm, Sums()
+        algorithm, sums = self.config.algorithm, Sums(self.ranks.device)
         counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
@@ -178,23 +181,27 @@ class Learner:
         A row whose advantages are 0 has no policy gradient: it is left out of the forward pass, but it stays in the
         normalisers, so the result is the same. With a KL term or an entropy bonus every row is computed.
         """
-        algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums()
+        algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums(self.ranks.device)
         self.optimizer.zero_grad()
         total_tokens = sum(len(batch.rows[i].completion_ids) for i in counting.tolist())
         every = (algorithm.kl_coef > 0 and algorithm.kl_in == "loss") or algorithm.entropy_coef > 0
         trained = np.array([i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64)
-        lengths = [len(row) for row in batch.rows]
-        mine = share(lengths, trained, self.ranks.rank, self.ranks.world_size)
-        for indices in micro_batches(lengths, mine, settings.micro_batch_tokens, settings.micro_batch_size):
-            micro = MicroBatch.of(batch, indices).to(self.ranks.device)
-            self._backward(micro, total_tokens, len(counting), sums, first)
+        layout = self._scorer.layout
+        sizes, tokens, rows = batch.sizes(layout.shared), settings.micro_batch_tokens, settings.micro_batch_size
+        for indices in micro_batches(sizes, trained, self.ranks, tokens, rows):
+            if len(indices):
+                micro = MicroBatch.of(batch, indices, layout).to(self.ranks.device)
+                self._backward(micro, total_tokens, len(counting), sums, first)
+            elif self.ranks.sharded:  # the other ranks' passes need this one's
+                idle = MicroBatch.of(batch, trained[:1], layout).to(self.ranks.device)
+                (self._scores(self._scorer, idle.tokens, idle.targets).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.policy)
         self.ranks.sum(sums.values)
         return sums
 
     def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> None:
-        algorithm, rows, count = self.config.algorithm, micro.rows, len(micro.padded.input_ids)
-        scores = self._scores(self._scorer, micro.padded, micro.targets)
+        algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
+        scores = self._scores(self._scorer, micro.tokens, micro.targets)
         behaviour, advantages = micro.behaviour_logprobs, micro.advantages
         scale = micro.weights * token_coefficients(
             algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
@@ -220,12 +227,12 @@ class Learner:
         with torch.no_grad():
             sums.add(loss, policy, scores, old, behaviour, kl_reference, micro.current, first)
 
-    def _scores(self, scorer: Scorer, padded: Padded, targets: Tensor) -> TokenScores:
+    def _scores(self, scorer: Scorer, tokens: Layout, targets: Tensor) -> TokenScores:
         device = self.ranks.device.type
         low = device == "cuda" and self.config.model.dtype == "bfloat16"
         with torch.autocast(device, torch.bfloat16, enabled=low):
             bonus = self.config.algorithm.entropy_coef > 0 and scorer is self._scorer
-            scores: TokenScores = scorer(padded, targets, self.config.sampling.temperature, entropy_gradient=bonus)
+            scores: TokenScores = scorer(tokens, targets, self.config.sampling.temperature, entropy_gradient=bonus)
             return scores
 
 

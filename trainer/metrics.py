@@ -48,10 +48,13 @@ _NAMES = (
 
 
 class Sums:
-    """Sums over tokens by name; those from `first` on only of the tokens scored before the policy moved."""
+    """Sums over tokens by name; those from `first` on only of the tokens scored before the policy moved.
 
-    def __init__(self) -> None:
-        self.values = torch.zeros(len(_NAMES), dtype=torch.float64)
+    They stay on `device` until they are read, so that adding to them does not wait for a GPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.values = torch.zeros(len(_NAMES), dtype=torch.float64, device=device)
 
     def __getitem__(self, name: str) -> float:
         return float(self.values[_NAMES.index(name)])
@@ -76,7 +79,7 @@ class Sums:
             weight, delta = probability_ratio(scores.logprobs, behaviour), (scores.logprobs - behaviour).abs()
             kl_rollout = kl_divergence(behaviour, scores.logprobs, "k3")
             columns = (*columns, ones, delta, current, delta * current, kl_rollout, weight, weight.square())
-        sums = torch.stack([loss, *(column.sum() for column in columns)]).double().cpu()
+        sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
         self.values[: len(sums)] += sums
 
     def mean(self, name: str, over: str = "tokens") -> float:
@@ -86,6 +89,7 @@ class Sums:
         self, grad_norms: Sequence[float], learning_rate: float, kl_coef: float, skipped: int, stopped: bool
     ) -> UpdateMetrics:
         """Of updates whose gradients had these norms; the last one was only computed when `stopped`."""
+        self.values = self.values.cpu()
         first, tokens = self["first"], int(self["tokens"])
         updates = len(grad_norms)
         computed = max(1, updates + stopped)

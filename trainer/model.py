@@ -1,4 +1,4 @@
-"""Loading the policy, and its log-probabilities without the whole logits matrix."""
+"""Loading the policy, and the policy as a model that scores tokens."""
 
 import logging
 from pathlib import Path
@@ -6,16 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
 from common.sections import ModelSection
-from services.learning.sequences import Padded
-
-_CHUNK = 2048
-"""Completion tokens whose logits exist at once: [2048, vocabulary] in float32."""
+from services.learning.layout import Layout, Packing, layout_for
+from trainer.logprobs import token_scores
 
 
 def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
@@ -93,39 +90,27 @@ class TokenScores(NamedTuple):
 
 
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A causal language model that gives log-probabilities of given tokens instead of logits."""
+    """A causal language model that gives log-probabilities of given tokens instead of logits.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: of transformers.
+        packing: `trainer.packing`; ConfigError for `on` where the model does not permit it.
+    """
+
+    def __init__(self, model: Any, packing: Packing = "auto") -> None:
         super().__init__()
+        self.layout = layout_for(model, packing)
+        """What rows are to be made into for `forward`, which takes others too."""
         self.model = model
 
-    def forward(self, padded: Padded, targets: Tensor, temperature: float, entropy_gradient: bool = False) -> TokenScores:
+    def forward(self, rows: Layout, targets: Tensor, temperature: float, entropy_gradient: bool = False) -> TokenScores:
         """Log-probabilities of `targets` under softmax(logits / temperature).
 
         Args:
-            padded: the tokens, with the positions whose next token is scored.
+            rows: the tokens, with the positions whose next token is scored.
             targets: [C] the tokens that are scored, row by row.
             temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
             entropy_gradient: for an entropy bonus; costs memory.
         """
-        hidden = self.model.get_decoder()(
-            input_ids=padded.input_ids, attention_mask=padded.attention_mask, use_cache=False
-        ).last_hidden_state
-        hidden, head = hidden[padded.predicts], self.model.get_output_embeddings()
-        parts = []
-        for i in range(0, len(hidden), _CHUNK):
-            chunk = (head, hidden[i : i + _CHUNK], targets[i : i + _CHUNK], temperature, entropy_gradient)
-            again = len(hidden) > _CHUNK and torch.is_grad_enabled()  # then logits are computed again instead of kept
-            parts.append(checkpoint(_score, *chunk, use_reentrant=False) if again else _score(*chunk))
-        return TokenScores(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
-
-
-def _score(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
-    normaliser = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = normaliser - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
-    return logprobs, entropy
+        hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
+        return TokenScores(*token_scores(head, hidden, targets, temperature, entropy_gradient))

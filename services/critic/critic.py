@@ -15,9 +15,10 @@ from common.errors import ConfigError, InvalidInput
 from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from services.critic.losses import value_loss
 from services.critic.model import ValueModel
+from services.learning.cutting import Indices, Sizes, micro_batches, mini_batches, score_shared
+from services.learning.layout import Layout
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
-from services.learning.sequences import Indices, Padded, micro_batches, mini_batches, score_shared, share
 
 _STATE = "critic_state.pt"
 _FORMAT = 1
@@ -61,10 +62,9 @@ class Critic:
         Raises InvalidInput for tokens that the model does not know and for sequences that are too long for it.
         """
         self._check(sequences, "sequences")
-        totals, lengths = _lengths(sequences)
         with torch.no_grad():
-            budget = self._settings.micro_batch_tokens
-            return score_shared(totals, lengths, self._ranks, budget, lambda indices: self.model(_padded(sequences, indices)))
+            budget, sizes = self._settings.micro_batch_tokens, self._sizes(sequences)
+            return score_shared(sizes, self._ranks, budget, lambda indices: self.model(self._rows(sequences, indices)))
 
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
         """`critic.update_epochs` passes over the rows of `critic.mini_batches` optimiser steps each.
@@ -78,12 +78,12 @@ class Critic:
             raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
         sequences = [row.sequence for row in rows]
         self._check(sequences, "rows")
-        totals, norms = _lengths(sequences)[0], []
-        sums = torch.zeros(3, dtype=torch.float64)
+        sizes, norms = self._sizes(sequences), []
+        sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(self._settings.update_epochs):
             for indices in mini_batches(len(rows), self._settings.mini_batches, seed + epoch):
                 self._optimizer.zero_grad()
-                sums += self._accumulate(rows, totals, indices)
+                sums += self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
                 norms.append(self._optimizer.step(self._settings.learning_rate))
         self.step += 1
@@ -95,16 +95,19 @@ class Critic:
         content = {"format": _FORMAT, "step": self.step, "optimizer": self._optimizer.state_dict()}
         torch.save(content, directory / _STATE)
 
-    def _accumulate(self, rows: Sequence[ValueTargets], totals: Sequence[int], indices: Indices) -> Tensor:
+    def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
         """Adds this rank's share of a mini-batch to the gradient; its sums of loss, clipped tokens and tokens."""
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        mine = share(totals, indices, self._ranks.rank, self._ranks.world_size)
-        for part in micro_batches(totals, mine, self._settings.micro_batch_tokens):
-            chosen = [rows[i] for i in part]
-            values = self.model(_padded([row.sequence for row in chosen], np.arange(len(chosen))))
+        sequences = [row.sequence for row in rows]
+        for part in micro_batches(sizes, indices, self._ranks, self._settings.micro_batch_tokens):
+            if not len(part):
+                if self._ranks.sharded:  # the other ranks' passes need this one's
+                    (self.model(self._rows(sequences, indices[:1])).sum() * 0).backward()
+                continue
+            values, chosen = self.model(self._rows(sequences, part)), [rows[i] for i in part]
             old, returns, weights = (
-                torch.from_numpy(np.concatenate(arrays)).to(values.device)
+                torch.from_numpy(np.concatenate(arrays)).to(values.device, non_blocking=True)
                 for arrays in (
                     [row.old_values for row in chosen],
                     [row.returns for row in chosen],
@@ -114,10 +117,16 @@ class Critic:
             result = value_loss(values, old, returns, self._settings.value_clip)
             loss = (result.loss * weights).sum()
             (loss / tokens).backward()
-            sums += torch.stack(
-                [loss.detach().double(), result.clipped.double().sum(), torch.ones_like(loss) * len(values)]
-            ).cpu()
+            sums += torch.stack([loss.detach(), result.clipped.sum(), torch.ones_like(loss) * len(values)]).double()
         return sums
+
+    def _sizes(self, sequences: Sequence[TokenSequence]) -> Sizes:
+        prompts, completions = ([getattr(s, name) for s in sequences] for name in ("prompt_ids", "completion_ids"))
+        return Sizes.of(prompts, completions, self.model.layout.shared)
+
+    def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
+        chosen = [sequences[i] for i in indices.tolist()]
+        return self.model.layout.of([s.prompt_ids for s in chosen], [s.completion_ids for s in chosen])
 
     def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
         """Tokens outside the vocabulary end a process, on a GPU for good: they are refused before they get there."""
@@ -166,16 +175,6 @@ def _cannot_resume(reason: str, directory: Path | None) -> ConfigError:
         value=str(directory),
         remedy="remove that directory to go on from the one before, or start with --trainer.resume false",
     )
-
-
-def _lengths(sequences: Sequence[TokenSequence]) -> tuple[list[int], list[int]]:
-    """Tokens of each sequence, and those of them that are its completion's."""
-    return [len(sequence) for sequence in sequences], [len(sequence.completion_ids) for sequence in sequences]
-
-
-def _padded(sequences: Sequence[TokenSequence], indices: Indices) -> Padded:
-    chosen = [sequences[i] for i in indices]
-    return Padded.of([sequence.prompt_ids for sequence in chosen], [sequence.completion_ids for sequence in chosen])
 
 
 def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float]) -> CriticMetrics:

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.config import Config
 from common.errors import ConfigError
-from services.learning.sequences import Padded
+from services.learning.layout import Layout, layout_for
 
 _HEADS = ("score", "classifier")
 """What transformers calls the head of a model for token classification."""
@@ -44,6 +44,7 @@ class ValueModel:
         if directory is None:
             for parameter in self._head.parameters():
                 nn.init.zeros_(parameter)
+        self.layout = layout_for(self.module, config.trainer.packing)
         self.module.eval()  # values are compared with later ones of the same tokens: no dropout, also while learning
         self.vocabulary: int = self.module.get_input_embeddings().num_embeddings
         self.max_tokens: int | None = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
@@ -59,14 +60,12 @@ class ValueModel:
         """How many numbers it learns."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
-    def __call__(self, padded: Padded) -> Tensor:
+    def __call__(self, rows: Layout) -> Tensor:
         """[C] values of the completion tokens, row by row, float32, with gradient when grad is enabled."""
-        padded, device = padded.to(self.device), self.device.type
+        rows, device = rows.to(self.device), self.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and self._low_precision):
-            hidden = self._body(
-                input_ids=padded.input_ids, attention_mask=padded.attention_mask, use_cache=False
-            ).last_hidden_state
-        values: Tensor = self._head(hidden[padded.predicts].float())[:, 0]  # bfloat16 would leave a value two or three digits
+            hidden = rows.hidden(self._body)
+        values: Tensor = self._head(hidden.float())[:, 0]  # bfloat16 would leave a value two or three digits
         return values
 
     def save(self, directory: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from common.config import Config, load
@@ -19,9 +17,10 @@ from common.errors import ConfigError
 from common.schemas import Float32, Group, Int32
 from common.sections import TrainerSection
 from common.wire import encode_groups
+from services.learning.cutting import micro_batches
+from services.learning.layout import Packing, Padded
 from services.learning.optimizer import NotFinite
 from services.learning.ranks import Ranks
-from services.learning.sequences import Padded, micro_batches, mini_batches, share
 from tests.trainer.groups import make_group, weighed, whole
 from trainer.batch import Batch, MicroBatch
 from trainer.learner import Learner, learning_rate
@@ -61,14 +60,15 @@ def on_policy(config: Config, groups: list[Group]) -> None:
             completion.logprobs = score(learner, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
 
 
-def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group]) -> None:
-    """Right padding, selection before the head and temperature against the plain forward of every row alone."""
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
+    """Layout, selection before the head and temperature against the plain forward of every row alone."""
     learner = Learner(config, Ranks())
     batch = whole(groups, config)
-    micro = MicroBatch.of(batch, np.arange(len(batch.rows)))
-    padded = micro.padded
+    scorer = Scorer(learner.policy, packing)
+    micro = MicroBatch.of(batch, np.arange(len(batch.rows)), scorer.layout)
     with torch.no_grad():
-        scores = Scorer(learner.policy)(padded, micro.targets, 0.7)
+        scores = scorer(micro.tokens, micro.targets, 0.7)
         expected, entropies = [], []
         for row in batch.rows:
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
@@ -98,8 +98,7 @@ def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Gro
     one = updated(config, whole(groups, config))
     config.trainer.micro_batch_tokens = max_tokens
     batch = whole(groups, config)
-    totals = [len(row) for row in batch.rows]
-    assert len(micro_batches(totals, np.arange(len(totals)), max_tokens)) > 1
+    assert len(micro_batches(batch.sizes(shared=True), np.arange(len(batch.rows)), Ranks(), max_tokens)) > 1
     many = updated(config, batch)
     for name, expected in one.items():
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
@@ -115,7 +114,7 @@ def test_a_micro_batch_has_at_most_so_many_completions(
     backward = Learner._backward
 
     def counted(learner: Learner, micro: MicroBatch, *more: Any) -> None:
-        passes.append(len(micro.padded.input_ids))
+        passes.append(micro.count)
         backward(learner, micro, *more)
 
     monkeypatch.setattr(Learner, "_backward", counted)
@@ -189,20 +188,6 @@ def test_two_trainer_processes_give_the_update_of_one(
     two = load_file(tmp_path / "new.safetensors")
     for name, expected in parameters(learner).items():
         torch.testing.assert_close(two[name], expected, atol=2e-5, rtol=0, msg=name)
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200))
-def test_a_batch_is_cut_into_disjoint_and_complete_parts(lengths: list[int], parts: int, ranks: int, max_tokens: int) -> None:
-    """Mini-batches, the ranks' shares of them and micro-batches: every row exactly once, none over the token budget."""
-    found: list[int] = []
-    for part in mini_batches(len(lengths), parts, seed=3):
-        shares = [share(lengths, part, rank, ranks) for rank in range(ranks)]
-        assert max(len(mine) for mine in shares) - min(len(mine) for mine in shares) <= 1
-        for mine in shares:
-            for micro in micro_batches(lengths, mine, max_tokens):
-                assert len(micro) == 1 or max(lengths[i] for i in micro) * len(micro) <= max_tokens
-                found += micro.tolist()
-    assert sorted(found) == list(range(len(lengths)))
 
 
 def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
@@ -299,13 +284,3 @@ def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]
 def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) -> None:
     settings = TrainerSection.model_validate({"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule})
     assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)
-
-
-def test_chunks_do_not_change_logprobs_or_gradients(
-    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = updated(config, whole(groups, config))
-    monkeypatch.setattr("trainer.model._CHUNK", 7)
-    many = updated(config, whole(groups, config))
-    for name, expected in one.items():
-        torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)

@@ -1,0 +1,220 @@
+"""Attention over packed rows: a prompt attends to itself, a completion to its prompt and itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import embedding, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_Array = NDArray[np.int64]
+
+NAME = "packed"
+"""Of the attention function, in transformers' registry. Without `segments` it is plain SDPA."""
+
+_WASTE = 0.8
+"""Rows are computed together as long as the shortest has this share of the longest's tokens."""
+_SKIP = 0.25
+"""Share of a row that its prompt must be for a mask to be cheaper than to compute the prompt's queries with it."""
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(slots=True)
+class Segments:
+    """The prompts and completions of a line of T tokens, in two forms for two kinds of kernels.
+
+    Kernels for lengths that vary take the line as it is, and for every segment its keys. Others take segments of similar length
+    together, each as a row of its prompt's tokens and its own.
+    """
+
+    mask: Tensor
+    """[1, 1, 1, 1] stands for a finished mask, so that the model makes none."""
+    starts: Tensor
+    """[segments + 1] int32: where each segment begins in the line, and its end."""
+    key_starts: Tensor
+    """[segments + 1] int32: the same of its keys."""
+    keys: Tensor
+    """[K] the keys of all segments as places in the line: those of the prompt, then its own."""
+    row_queries: Tensor
+    """[sum of rows · (width - skip)] places in the line, bucket by bucket, row by row; 0 where a row has ended."""
+    row_keys: Tensor
+    """[sum of rows · width] the same of the keys."""
+    back: Tensor
+    """[T] where in `row_queries` each token of the line is."""
+    longest: int
+    longest_keys: int
+    buckets: list[tuple[int, int, int]]
+    """Rows, width, and how many tokens at the start of every row are only keys: they are of prompts."""
+
+    @classmethod
+    def of(cls, starts: _Array, sizes: _Array, prefix_starts: _Array, prefixes: _Array) -> "Segments":
+        """Of segments that begin at `starts` in the line, one after the other, and of the prompts that come before them.
+
+        All [segments]; `prefixes` are the prompts' lengths, 0 for the prompts themselves. No size is 0.
+        """
+        totals = prefixes + sizes
+        key, prefix = _within(totals), np.repeat(prefixes, totals)
+        keys = key + np.where(key < prefix, np.repeat(prefix_starts, totals), np.repeat(starts - prefixes, totals))
+        ends = np.cumsum(totals) - totals
+        row_queries, row_keys, buckets, places, size = [], [], [], np.empty_like(starts), 0
+        for part in _alike(prefixes, totals):
+            width, skip = int(totals[part[0]]), int(prefixes[part].min())
+            if skip < _SKIP * width:
+                skip = 0
+            columns = np.arange(width)
+            row = np.where(columns < totals[part, None], keys[np.minimum(ends[part, None] + columns, len(keys) - 1)], 0)
+            row_keys.append(row.reshape(-1))
+            row_queries.append(row[:, skip:].reshape(-1))
+            places[part] = size + np.arange(len(part)) * (width - skip) + prefixes[part] - skip
+            size += len(row_queries[-1])
+            buckets.append((len(part), width, skip))
+        return cls(
+            mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            starts=_bounds(sizes),
+            key_starts=_bounds(totals),
+            keys=torch.from_numpy(keys),
+            row_queries=torch.from_numpy(np.concatenate(row_queries)),
+            row_keys=torch.from_numpy(np.concatenate(row_keys)),
+            back=torch.from_numpy(np.repeat(places, sizes) + _within(sizes)),
+            longest=int(sizes.max()),
+            longest_keys=int(totals.max()),
+            buckets=buckets,
+        )
+
+
+def register() -> None:
+    """Makes `NAME` known to transformers."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def unpackable(model: Any) -> str | None:
+    """Why `model` cannot be computed packed; None where it can."""
+    body = model.get_decoder() if hasattr(model, "get_decoder") else model
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    rope = getattr(config, "rope_parameters", None) or {}
+    checks = {
+        "it keeps a state from token to token": getattr(body, "_is_stateful", False),
+        f"it has {', '.join(sorted(layers))} layers": bool(layers),
+        "it does not rotate positions": not any(name.endswith("rotary_emb") for name, _ in body.named_modules()),
+        "its positions have several axes": "mrope_section" in rope,
+        "it caps attention": bool(getattr(config, "attn_logit_softcapping", None)),
+        "it has attention sinks": any(name.endswith("sinks") for name, _ in body.named_parameters()),
+        "it looks ahead": bool(getattr(config, "use_bidirectional_attention", None)),
+        "its keys and values differ in size": getattr(config, "v_head_dim", None) is not None,
+        "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
+        "transformers does not let its attention be exchanged": not (
+            getattr(body, "_supports_attention_backend", False) and body._can_set_attn_implementation()
+        ),
+        f"it runs with {config._attn_implementation} attention": config._attn_implementation not in ("sdpa", NAME),
+    }
+    return next((reason for reason, applies in checks.items() if applies), None)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """[1, T, heads, size] from [1, heads, T, size], as transformers calls it.
+
+    Keys and values may have fewer heads (GQA). `sliding_window` counts the token itself.
+    """
+    segments: Segments | None = options.pop("segments", None)
+    if segments is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return plain
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # rotating leaves float32
+        query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
+    line = [states[0].transpose(0, 1) for states in (query, key, value)]
+    attend = _of_segments if _has_kernel(query) else _of_rows
+    result = attend(line[0], line[1], line[2], segments, options.get("scaling"), options.get("sliding_window"))
+    return result[None], None
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Flash attention for lengths that vary: half precision on an NVIDIA GPU from Ampere on."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
+
+
+def _of_segments(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # needs a GPU
+
+    keys, values = (_take(states, segments.keys) for states in (key, value))
+    result = varlen_attn(
+        query.contiguous(),
+        keys,
+        values,
+        segments.starts,
+        segments.key_starts,
+        segments.longest,
+        segments.longest_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),  # the last query and the last key are of one token
+        enable_gqa=True,
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _of_rows(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+) -> Tensor:
+    queries, keys, values = _take(query, segments.row_queries), _take(key, segments.row_keys), _take(value, segments.row_keys)
+    query_rows = queries.split([count * (width - skip) for count, width, skip in segments.buckets])
+    key_rows, value_rows = (states.split([count * width for count, width, _ in segments.buckets]) for states in (keys, values))
+    results = []
+    for (count, width, skip), *rows in zip(segments.buckets, query_rows, key_rows, value_rows, strict=True):
+        q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in rows)
+        whole = skip == 0 and (window is None or window >= width)
+        mask = None if whole else _mask(width, skip, window, q)
+        result = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=True)
+        results.append(result.transpose(1, 2).flatten(0, 1))
+    return _take(torch.cat(results) if len(results) > 1 else results[0], segments.back)
+
+
+def _take(states: Tensor, places: Tensor) -> Tensor:
+    """[N, heads, size] of [T, heads, size]. As an embedding: its gradient adds up without atomic operations."""
+    return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
+
+
+def _mask(width: int, skip: int, window: int | None, like: Tensor) -> Tensor:
+    """[width - skip, width] 0 where a query may look, at itself and what was before (in its window), -inf elsewhere."""
+    allowed = torch.ones(width - skip, width, dtype=torch.bool, device=like.device).tril(skip)
+    if window is not None:
+        allowed = allowed.triu(skip + 1 - window)
+    return like.new_zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
+
+
+def _alike(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
+    """Segments of similar length, longest first; prompts and completions apart."""
+    for among in (np.flatnonzero(prefixes == 0), np.flatnonzero(prefixes)):
+        order = among[np.argsort(-totals[among], kind="stable")]
+        while len(order):
+            end = int((totals[order] >= _WASTE * totals[order[0]]).sum())
+            yield order[:end]
+            order = order[end:]
+
+
+def _within(sizes: _Array) -> _Array:
+    """0 … size - 1 of each, one after the other."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def _bounds(sizes: _Array) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
