@@ -334,6 +334,15 @@ class TrainerSection(Section):
     packing: Literal["auto", "on", "off"] = "auto"
     """Compute completions without padding and each prompt once for its group, also in the critic; `auto`: where the model
     permits it."""
+    shard_size: int | None = Field(None, gt=0)
+    """Ranks that share one copy of the models. Unset: all of them (FSDP). 1: every rank holds a copy. Something between has to
+    divide the number of ranks: each so many ranks hold a copy together (HSDP). One process on a CPU always holds all."""
+    activation_checkpointing: bool = False
+    """Keep what goes into a decoder layer and compute the rest again in the backward pass: less memory, a third more time."""
+    compile: bool = False
+    """torch.compile for every decoder layer: faster steps after a slow first one. Needs a C++ compiler."""
+    offload_optimizer: bool = False
+    """Keep parameters, gradients and optimiser state in CPU memory, where the optimiser then steps. For sharded models."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
     eval_every: int = Field(0, ge=0)
@@ -347,6 +356,9 @@ class TrainerSection(Section):
     checkpoint_every: int = Field(50, ge=0)
     """Write a checkpoint every N steps, and always at the end; 0: only at the end."""
     keep_checkpoints: int = Field(3, gt=0)
+    """So many of the newest stay."""
+    keep_best: bool = True
+    """The checkpoint with the best accuracy of an evaluation at its very step stays too; the link `best` names it."""
     resume: bool = True
     """Go on from the newest checkpoint in `run_dir`, if there is one. Without it earlier checkpoints are set aside."""
     run_dir: Path | None = None

@@ -21,9 +21,9 @@ from trainer.background import LoopThread
 from trainer.broadcast import Broadcaster
 from trainer.collect import Progress, Prompter, Services
 from trainer.critic import ValueFunction, value_function
-from trainer.lead import Lead, new_run_id, resumed_learner
+from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.learner import Learner
-from trainer.loop import train
+from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
 from trainer.publish import Publisher, WeightBoard, write_static_files
 from trainer.record import Recorder, console
@@ -59,12 +59,13 @@ def run(config: Config, topology: Topology) -> None:
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
     with (
-        Ranks.from_env(patience, settings.device) as ranks,
+        Ranks.from_env(patience, settings.device, settings.shard_size) as ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
     ):
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
         learner, progress, saved = resumed_learner(config, ranks, run_dir)
+        checkpoints = open_checkpoints(config, ranks, run_dir)
         lead, board, services, loop = None, None, None, None
         run_id = new_run_id(topology.group or "local")
         if ranks.first:
@@ -81,11 +82,12 @@ def run(config: Config, topology: Topology) -> None:
         total_steps = int(ranks.broadcast(str(lead.total_steps).encode() if lead else b""))
         learner.total_steps = total_steps
         if lead is None:
-            train(learner, critic, ranks, None, total_steps)
+            train(learner, critic, ranks, None, total_steps, checkpoints)
+            save_last(checkpoints, learner, critic, None)
         else:
             with lead.collecting():
-                train(learner, critic, ranks, lead, total_steps)
-            lead.conclude()
+                train(learner, critic, ranks, lead, total_steps, checkpoints)
+            lead.conclude(lambda: save_last(checkpoints, learner, critic, lead))
             assert board is not None
             lead.goodbye(_agents(config, topology, board))
         ranks.barrier()

@@ -9,7 +9,7 @@ directories, which only rank 0 has); every rank gets the same results:
         old_values = function.values(sequences)
         finish = function.begin_update(rows, seed)   # then the policy's own update, while a critic-server computes
         metrics = finish()
-    function.save(directory of the unfinished checkpoint)   # on rank 0 alone
+    parts = function.snapshots(alone)   # of a checkpoint, by folder
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from services.critic.critic import Critic
 from services.learning.cutting import split
 from services.learning.ranks import Ranks
+from services.learning.saving import Snapshot
 
 _T = TypeVar("_T")
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -55,8 +56,8 @@ class ValueFunction(Protocol):
     def begin_update(self, rows: Sequence[ValueTargets], seed: int) -> Callable[[], CriticMetrics]:
         """Begins to learn from a batch. Returns a function that waits for the end of it, to be called once by every rank."""
 
-    def save(self, directory: Path) -> None:
-        """Makes the critic part of the checkpoint that is being written to `directory`. On rank 0 alone."""
+    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+        """What becomes part of a checkpoint, by folder. See `Snapshot.take`."""
 
 
 class LocalCritic:
@@ -84,9 +85,9 @@ class LocalCritic:
         metrics = self._restored().update(rows, seed)
         return lambda: metrics
 
-    def save(self, directory: Path) -> None:
-        """Writes `directory/critic`, a Hugging Face model with the optimiser's state beside it."""
-        self._restored().save(directory / self._FOLDER)
+    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+        """See `ValueFunction`: `critic`, a Hugging Face model with the optimiser's state beside it."""
+        return {self._FOLDER: self._restored().snapshot(alone)}
 
     def _restored(self) -> Critic:
         assert self._critic is not None, "restore comes first"
@@ -107,7 +108,7 @@ class RemoteCritic:
         run_id: of this attempt, so that no other attempt's critic is taken for this one's.
     """
 
-    _SAVED = "critic_server.json"
+    _FOLDER, _SAVED = "critic-server", "saved.json"
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class RemoteCritic:
         step, saved_by = 0, None
         if directory is not None:
             try:
-                saved = json.loads((directory / self._SAVED).read_text())
+                saved = json.loads((directory / self._FOLDER / self._SAVED).read_text())
                 step, saved_by = saved["step"], saved["run_id"]
             except (OSError, ValueError, KeyError, TypeError):
                 raise no_critic(directory) from None
@@ -158,15 +159,17 @@ class RemoteCritic:
 
         return finish
 
-    def save(self, directory: Path) -> None:
-        """Has the critic-server save, and writes down in `directory` what it saved.
+    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+        """Has the critic-server save, and gives what it saved in writing.
 
-        One more than `trainer.keep_checkpoints` stay: until the directory is complete, the one before is the newest.
+        One more than `trainer.keep_checkpoints` stay: until this checkpoint is complete, the one before is the newest.
         """
+        if not self._ranks.first:
+            return {self._FOLDER: Snapshot()}
         keep = self._config.trainer.keep_checkpoints + 1
         status = self._ask(self._server().save(self._run_id, self._step, keep))
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / self._SAVED).write_text(json.dumps({"run_id": self._run_id, "step": status.step}))
+        text = json.dumps({"run_id": self._run_id, "step": status.step})
+        return {self._FOLDER: Snapshot(texts={self._SAVED: text})}
 
     def _server(self) -> CriticClient:
         assert self._client is not None, "rank 0 has a client"

@@ -31,8 +31,8 @@ from services.rollout.engine import EngineClient
 from trainer.background import LoopThread
 from trainer.collect import Prompter, Services
 from trainer.critic import value_function
-from trainer.lead import Lead, new_run_id, resumed_learner
-from trainer.loop import train
+from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
+from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
 from trainer.publish import Weights, version_name, write_static_files, write_version
 from trainer.record import Recorder
@@ -75,8 +75,9 @@ def train_in_process(
         torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    ranks = Ranks(device_kind=config.trainer.device)
+    ranks = Ranks.alone(config.trainer)
     learner, progress, saved = resumed_learner(config, ranks, run_dir)
+    checkpoints = open_checkpoints(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
     recorder = Recorder(run_dir, config, console or standard_console(), learner.step)
     static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
@@ -105,8 +106,8 @@ def train_in_process(
             critic.restore(saved)
         learner.total_steps = lead.total_steps
         with lead.collecting():
-            train(learner, critic, ranks, lead, lead.total_steps)
-        path = lead.conclude()
+            train(learner, critic, ranks, lead, lead.total_steps, checkpoints)
+        path = lead.conclude(lambda: save_last(checkpoints, learner, critic, lead))
         lead.goodbye([])
         return path
 

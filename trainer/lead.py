@@ -1,20 +1,21 @@
 """What rank 0 does beside learning: it collects, publishes, evaluates, records, saves and says goodbye."""
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from common.clients import Client, wait_healthy
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import CriticMetrics, Group, Prompt
 from services.learning.ranks import Ranks
+from services.learning.saving import load_optimizer
 from trainer import checkpoint
 from trainer.alarms import alarms
 from trainer.background import LoopThread
@@ -32,6 +33,8 @@ from trainer.plots import plot_curves
 from trainer.priorities import MIN_PRIORITY, load_priority
 from trainer.record import Recorder, StepRecord
 from trainer.server import TrainerMetrics
+
+log = logging.getLogger(__name__)
 
 
 class Lead:
@@ -182,7 +185,7 @@ class Lead:
         return mix_successes(groups, self._collector.successes(failed, self._oldest_reused), count)
 
     def finish(self, experience: Experience, batch: Batch, update: UpdateMetrics, critic: CriticMetrics | None) -> None:
-        """After the update: publish, acknowledge, evaluate, free the slots, save, record.
+        """After the update: publish, acknowledge, evaluate, free the slots, record.
 
         With `trainer.max_staleness` the publishing, and then the freeing of the slots, goes on beside the next step.
         """
@@ -202,17 +205,15 @@ class Lead:
             self._evaluate(0)
         if not settings.max_staleness:
             self._collector.release(len(fresh))
-        if settings.checkpoint_every and step % settings.checkpoint_every == 0 and step < self.total_steps:
-            self._save()
         record = self._record(experience, update, critic)
         self.recorder.step(record, experience.groups[0])
         self._metrics.record(record)
 
-    def conclude(self) -> Path:
-        """Final evaluation, checkpoint and report; returns the checkpoint's path."""
+    def conclude(self, save: Callable[[], Path]) -> Path:
+        """Final evaluation, checkpoint and report; returns the checkpoint's path. `save` is a call of all ranks."""
         if self._held_out and (self.last_evaluation is None or self.last_evaluation.step != self.learner.step):
             self._evaluate(self.config.trainer.eval_pass_samples)
-        saved = self._save()
+        saved = save()
         curves = self.run_dir / "curves.png"
         plot_curves(self.recorder.metrics(), self.recorder.evaluations(), curves)
         self.recorder.report(saved, curves)
@@ -235,26 +236,17 @@ class Lead:
         self.last_evaluation = evaluation
         self.recorder.evaluation(evaluation)
 
-    def _save(self) -> Path:
-        progress = self._collector.progress()
-        state = checkpoint.TrainerState(
+    def state(self) -> checkpoint.TrainerState:
+        """What the next checkpoint says beside the tensors."""
+        evaluation, progress = self.last_evaluation, self._collector.progress()
+        return checkpoint.TrainerState(
             step=self.learner.step,
             position=progress.position,
             run_id=self._run_id,
-            optimizer=self.learner.optimizer.state_dict(),
-            rng=torch.get_rng_state(),
             kl_coef=self.learner.kl_coef,
             finished=progress.finished,
+            accuracy=evaluation.accuracy if evaluation and evaluation.step == self.learner.step else None,
         )
-        directory, keep = self.run_dir / "checkpoints", self.config.trainer.keep_checkpoints
-        return checkpoint.save(directory, self.learner.policy, self._tokenizer, state, keep, self._save_more)
-
-    def _save_more(self, directory: Path) -> None:
-        """What a run has beside the policy: a critic, and a reference that is no longer the model it began with."""
-        if self._critic is not None:
-            self._critic.save(directory)
-        if self.config.algorithm.reference_refresh:
-            self.learner.save_reference(directory)
 
     def _record(self, experience: Experience, update: UpdateMetrics, critic: CriticMetrics | None) -> StepRecord:
         groups = experience.groups
@@ -288,20 +280,31 @@ def new_run_id(name: str) -> str:
 def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learner, Progress, Path | None]:
     """The learner, from rank 0's newest checkpoint when there is one; where it is in the prompt stream; that checkpoint.
 
-    Only rank 0 knows the checkpoint's path: the others get what is in it from rank 0.
+    Rank 0 alone has to see the checkpoint: the others get from rank 0 what they do not see.
     """
     if ranks.first and not config.trainer.resume:
         checkpoint.set_aside(run_dir / "checkpoints")
-    path = checkpoint.newest(run_dir / "checkpoints") if ranks.first else None
+    path = ranks.same_path(checkpoint.newest(run_dir / "checkpoints") if ranks.first else None)
+    if path is None:
+        return Learner(config, ranks), Progress(), None
+    state = checkpoint.load_state(ranks.broadcast(checkpoint.read_state(path) if ranks.first else b""), path)
     learner = Learner(config, ranks, path)
-    ranks.broadcast_model(learner.policy)
-    if learner.reference is not None:
-        ranks.broadcast_model(learner.reference.model)
-    body = ranks.broadcast(checkpoint.read_state(path) if path else b"")
-    if not body:
-        return learner, Progress(), None
-    state = checkpoint.load_state(body, path or run_dir)
-    learner.optimizer.load_state_dict(state.optimizer)
+    try:
+        load_optimizer(learner.optimizer, path, ranks)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the damage leads to
+        raise checkpoint.cannot_resume(error, path) from None
     learner.step, learner.kl_coef = state.step, state.kl_coef
-    torch.set_rng_state(state.rng)
     return learner, Progress(state.position, state.finished), path
+
+
+def open_checkpoints(config: Config, ranks: Ranks, run_dir: Path) -> checkpoint.Checkpoints:
+    """Those of the run. Every rank calls it."""
+    settings, model = config.trainer, run_dir / "model"
+    checkpoints = checkpoint.Checkpoints(
+        run_dir / "checkpoints", ranks, settings.keep_checkpoints, settings.keep_best, lambda: sorted(model.iterdir())
+    )
+    if checkpoints.alone and ranks.first:
+        log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", checkpoints.directory)
+    return checkpoints

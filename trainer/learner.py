@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 
 from common.config import Config
+from common.errors import ConfigError
 from common.schemas import Float32
 from common.sections import ModelSection, TrainerSection
 from services.learning.cutting import Indices, micro_batches, mini_batches, score_shared
 from services.learning.layout import Layout, moved
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
+from services.learning.saving import Snapshot
+from services.learning.sharding import full, local, named_tensors
 from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
 from trainer.losses import adapted_kl_coef, importance_correction, kl_divergence, off_policy_mask, token_coefficients
 from trainer.metrics import Sums, UpdateMetrics
-from trainer.model import Scorer, TokenScores, load_model
+from trainer.model import Scorer, TokenScores, load_scorer
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
@@ -41,7 +44,8 @@ class Learner:
     Args:
         config: of the run.
         ranks: this process among the trainer's processes.
-        directory: of a checkpoint to load the policy from; `config.model.name` when None.
+        directory: of a checkpoint to load the policy from; `config.model.name` when None. Only rank 0's counts, and only
+            rank 0 has to see it.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -50,9 +54,16 @@ class Learner:
         """Of the run; a schedule that falls needs it."""
         self.kl_coef = config.algorithm.kl_coef
         """Changes when `algorithm.kl_target` is set."""
-        self.policy = load_model(config.model, directory).to(ranks.device)
+        if config.trainer.offload_optimizer and not ranks.sharded:
+            raise ConfigError(
+                "models that are not sharded cannot be offloaded",
+                field="trainer.offload_optimizer",
+                value=True,
+                remedy="leave trainer.shard_size unset, or set this to false: one process on a CPU has nothing to offload",
+            )
+        self._scorer = load_scorer(config.model, ranks, config.trainer, directory)
+        self.policy = self._scorer.model
         self.policy.train()
-        self._scorer = Scorer(self.policy, config.trainer.packing)
         self.reference: Scorer | None = None
         if config.algorithm.kl_coef > 0:
             self.reference = self._load_reference(config.model, directory)
@@ -68,31 +79,29 @@ class Learner:
 
     def _load_reference(self, config: ModelSection, directory: Path | None) -> Scorer:
         """A reference that was refreshed is in the checkpoint; else it is the model that the run began with."""
-        saved = directory / "reference" if directory else None
-        source = saved if saved and saved.exists() else config.reference or None
-        home = torch.device("cpu") if self.config.trainer.offload_reference else self.ranks.device
-        reference: Scorer = (
-            Scorer(load_model(config, source), self.config.trainer.packing).to(home).eval().requires_grad_(False)
-        )
-        return reference
+        directory = self.ranks.same_path(directory / "reference" if directory and (directory / "reference").exists() else None)
+        named = config.model_copy(update={"name": config.reference or config.name})
+        reference: Scorer = load_scorer(named, self.ranks, self.config.trainer, directory, trained=False).eval()
+        return reference.to("cpu") if self.config.trainer.offload_reference else reference
 
-    def save_reference(self, directory: Path) -> None:
-        """Writes the reference into a checkpoint."""
-        if self.reference is not None:
-            self.reference.model.save_pretrained(directory / "reference")
+    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+        """What a checkpoint holds of this learner, by folder. Every rank calls it; see `Snapshot.take`."""
+        parts = {".": Snapshot.take(self.policy, self.optimizer, self.ranks, alone)}
+        if self.reference is not None and self.config.algorithm.reference_refresh:
+            parts["reference"] = Snapshot.take(self.reference.model, None, self.ranks, alone)
+        return parts
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights to publish, by their Hugging Face names, one at a time.
+        """The policy's weights to publish, by their Hugging Face names, one at a time, in the precision engines compute in.
 
         Every rank calls this and takes everything, so that weights spread over the ranks can be put together. Of tensors
-        that share memory only the first is given, as the hub does. A tensor is good until the next update.
+        that are tied only the first is given, as the hub does. A tensor is good until the next update.
         """
-        seen = set()
-        for name, tensor in self.policy.state_dict().items():
-            key = (tensor.data_ptr(), tensor.shape)
-            if key not in seen:
-                seen.add(key)
-                yield name, tensor.detach()
+        on_gpu = self.ranks.device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu and self.config.model.dtype == "bfloat16" else torch.float32
+        for name, tensor in named_tensors(self.policy).items():
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            yield name, full(tensor.detach().to(self.ranks.device, kind))
 
     def share_weights(self) -> None:
         """The part of a rank that does not publish, while rank 0 does."""
@@ -173,7 +182,9 @@ class Learner:
                 self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions, algorithm.kl_horizon
             )
         if self.reference is not None and algorithm.reference_refresh and self.step % algorithm.reference_refresh == 0:
-            self.reference.model.load_state_dict(self.policy.state_dict())
+            theirs = named_tensors(self.reference.model).values()
+            for old, new in zip(theirs, named_tensors(self.policy).values(), strict=True):
+                local(old).copy_(local(new))
 
     def _accumulate(self, batch: Batch, counting: Indices, first: bool) -> Sums:
         """Leaves the gradient of the loss over the rows `counting` of all ranks; returns the sums over their tokens.
@@ -229,7 +240,7 @@ class Learner:
 
     def _scores(self, scorer: Scorer, tokens: Layout, targets: Tensor) -> TokenScores:
         device = self.ranks.device.type
-        low = device == "cuda" and self.config.model.dtype == "bfloat16"
+        low = device == "cuda" and self.config.model.dtype == "bfloat16" and not self.ranks.sharded  # FSDP2 casts by itself
         with torch.autocast(device, torch.bfloat16, enabled=low):
             bonus = self.config.algorithm.entropy_coef > 0 and scorer is self._scorer
             scores: TokenScores = scorer(tokens, targets, self.config.sampling.temperature, entropy_gradient=bonus)

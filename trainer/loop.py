@@ -7,20 +7,38 @@ rank 0 publishes the weights. One process is a group of one.
 """
 
 from contextlib import nullcontext
+from pathlib import Path
+
+import torch
 
 from services.learning.ranks import Ranks
 from trainer.algorithms import weigh
 from trainer.batch import Batch
+from trainer.checkpoint import Checkpoints
 from trainer.critic import ValueFunction
 from trainer.experience import Experience
 from trainer.lead import Lead
 from trainer.learner import Learner
 
 
-def train(learner: Learner, critic: ValueFunction | None, ranks: Ranks, lead: Lead | None, total_steps: int) -> None:
-    """Updates until `total_steps`. `lead` is given on rank 0 and None on the others, `critic` where the algorithm has one."""
-    config = learner.config
+def train(
+    learner: Learner,
+    critic: ValueFunction | None,
+    ranks: Ranks,
+    lead: Lead | None,
+    total_steps: int,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Updates until `total_steps`. `lead` is given on rank 0 and None on the others, `critic` where the algorithm has one.
+
+    With `checkpoints` it saves every `trainer.checkpoint_every` steps, but not the last. Dropout and the like are functions of
+    seed, step and rank. Raises CheckpointFailed when a checkpoint could not be written.
+    """
+    config, every = learner.config, learner.config.trainer.checkpoint_every
     while learner.step < total_steps:
+        if checkpoints:
+            checkpoints.check()
+        torch.manual_seed(learner.seed * 4096 + ranks.rank)
         experience = Experience.share(lead.take() if lead else None, ranks)
         with lead.clock.stage("update") if lead else nullcontext():
             batch = Batch.of(experience.groups, experience.weights, config, learner.step, experience.fresh)
@@ -36,3 +54,19 @@ def train(learner: Learner, critic: ValueFunction | None, ranks: Ranks, lead: Le
             lead.finish(experience, batch, metrics, critic_metrics)
         else:
             learner.share_weights()
+        if checkpoints and every and learner.step % every == 0 and learner.step < total_steps:
+            save(checkpoints, learner, critic, lead)
+
+
+def save(checkpoints: Checkpoints, learner: Learner, critic: ValueFunction | None, lead: Lead | None) -> Path:
+    """Begins to write a checkpoint; returns its path. A call of all ranks, which wait for the one before."""
+    checkpoints.wait()
+    snapshots = learner.snapshots(checkpoints.alone) | (critic.snapshots(checkpoints.alone) if critic else {})
+    return checkpoints.save(lead.state() if lead else None, snapshots, learner.step)
+
+
+def save_last(checkpoints: Checkpoints, learner: Learner, critic: ValueFunction | None, lead: Lead | None) -> Path:
+    """The same, written when this returns."""
+    path = save(checkpoints, learner, critic, lead)
+    checkpoints.wait()
+    return path

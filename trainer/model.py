@@ -1,17 +1,19 @@
 """Loading the policy, and the policy as a model that scores tokens."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
-from common.sections import ModelSection
+from common.sections import ModelSection, TrainerSection
 from services.learning.layout import Layout, Packing, layout_for
+from services.learning.loading import Pretrained, load
+from services.learning.ranks import Ranks
 from trainer.logprobs import token_scores
 
 
@@ -21,19 +23,32 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
     ConfigError when the model cannot be loaded or its head cannot be separated from its body.
     """
+    model = load_scorer(config, Ranks(device_kind="cpu"), TrainerSection(), path).model
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def load_scorer(
+    config: ModelSection, ranks: Ranks, settings: TrainerSection, path: str | Path | None = None, trained: bool = True
+) -> "Scorer":
+    """The same, ready to score and to be trained on these ranks: sharded, or whole and the same on each.
+
+    `path` may be a checkpoint that rank 0 alone sees. Not `trained`: a reference, whose weights stay as they are.
+    """
     quiet()
+    directory = ranks.same_path(Path(path) if path else None)
+    pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code)
+    low = ranks.device.type == "cuda" and config.dtype == "bfloat16"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path or config.name, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-        )
+        scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", path or config.name, error) from None
-    if getattr(model.config, "final_logit_softcapping", None):
+        raise _cannot_load("model", pretrained.source, error) from None
+    assert isinstance(scorer, Scorer)
+    if getattr(scorer.model.config, "final_logit_softcapping", None):
         raise ConfigError(
             "models that cap their logits are not supported", field="model.name", value=config.name, remedy="take another model"
         )
-    assert isinstance(model, nn.Module)
-    return model
+    return scorer.requires_grad_(trained)  # type: ignore[no-any-return]
 
 
 def load_tokenizer(config: ModelSection) -> Any:

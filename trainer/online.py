@@ -26,7 +26,7 @@ from trainer.settings import TrainerConfig
 
 _RUN = ("checkpoints", "weights", "model", "state", "config.json", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
 """What a run writes into its directory, and what `overwrite_output_dir` removes, with the curves."""
-_NOT_THE_MODEL = ("trainer_state.pt", "critic", "reference")
+_NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """What a checkpoint holds beside the model."""
 _OLD_WEIGHTS = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.bin.index.json")
 

@@ -1,6 +1,6 @@
 """The critic: value model, optimiser and the update. The same code in the trainer, on every rank, and in the critic-server."""
 
-import io
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +14,15 @@ from common.config import Config
 from common.errors import ConfigError, InvalidInput
 from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from services.critic.losses import value_loss
-from services.critic.model import ValueModel
+from services.critic.model import load_value_model
 from services.learning.cutting import Indices, Sizes, micro_batches, mini_batches, score_shared
 from services.learning.layout import Layout
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
+from services.learning.saving import Snapshot, load_optimizer
 
-_STATE = "critic_state.pt"
-_FORMAT = 1
+_STATE = "critic_state.json"
+_FORMAT = 2
 
 
 class Critic:
@@ -41,9 +42,8 @@ class Critic:
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self._settings, self._ranks, self.step = config.critic, ranks, 0
-        self.model = ValueModel(config, directory if ranks.first else None)
-        self.model.module.to(ranks.device)
-        ranks.broadcast_model(self.model.module)
+        directory = ranks.same_path(directory)
+        self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
         self._optimizer = Optimizer(
             self.model.module,
@@ -52,9 +52,8 @@ class Critic:
             max_grad_norm=config.critic.max_grad_norm,
             max_skipped=trainer.max_skipped_updates,
         )
-        body = ranks.broadcast(_read_state(directory) if ranks.first and directory is not None else b"")
-        if body:
-            self._load_state(body, directory)
+        if directory is not None:
+            self._restore(directory)
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
         """[L] for each sequence: the value of the state before each of its completion tokens.
@@ -89,11 +88,18 @@ class Critic:
         self.step += 1
         return _metrics(rows, self._ranks.sum(sums), norms)
 
+    def snapshot(self, alone: bool) -> Snapshot:
+        """Weights (as a Hugging Face model), optimiser and step, to be written. Every rank calls it; see `Snapshot.take`."""
+        snapshot = Snapshot.take(self.model.module, self._optimizer, self._ranks, alone)
+        if self._ranks.first:
+            snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
+        return snapshot
+
     def save(self, directory: Path) -> None:
-        """Writes weights (as a Hugging Face model), optimiser and step into `directory`. For one rank only."""
-        self.model.save(directory)
-        content = {"format": _FORMAT, "step": self.step, "optimizer": self._optimizer.state_dict()}
-        torch.save(content, directory / _STATE)
+        """Writes all of it into `directory`, on rank 0. Every rank calls it."""
+        snapshot = self.snapshot(alone=True)
+        if self._ranks.first:
+            snapshot.write(directory)
 
     def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
         """Adds this rank's share of a mini-batch to the gradient; its sums of loss, clipped tokens and tokens."""
@@ -126,7 +132,8 @@ class Critic:
 
     def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
         chosen = [sequences[i] for i in indices.tolist()]
-        return self.model.layout.of([s.prompt_ids for s in chosen], [s.completion_ids for s in chosen])
+        rows = self.model.layout.of([s.prompt_ids for s in chosen], [s.completion_ids for s in chosen])
+        return rows.to(self._ranks.device)
 
     def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
         """Tokens outside the vocabulary end a process, on a GPU for good: they are refused before they get there."""
@@ -150,22 +157,16 @@ class Critic:
                     remedy="lower sampling.max_new_tokens, or take another critic.model",
                 )
 
-    def _load_state(self, body: bytes, directory: Path | None) -> None:
+    def _restore(self, directory: Path) -> None:
         try:
-            content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+            text = (directory / _STATE).read_bytes() if self._ranks.first else b""
+            content = json.loads(self._ranks.broadcast(text))
             if content["format"] != _FORMAT:
                 raise ValueError("another format")
-            self._optimizer.load_state_dict(content["optimizer"])
+            load_optimizer(self._optimizer, directory, self._ranks)
             self.step = int(content["step"])
-        except Exception as error:  # torch.load raises whatever the damage leads to
+        except Exception as error:  # whatever the damage leads to
             raise _cannot_resume(f"{type(error).__name__} {error}".splitlines()[0], directory) from None
-
-
-def _read_state(directory: Path) -> bytes:
-    try:
-        return (directory / _STATE).read_bytes()
-    except OSError as error:
-        raise _cannot_resume(str(error), directory) from None
 
 
 def _cannot_resume(reason: str, directory: Path | None) -> ConfigError:

@@ -40,8 +40,8 @@ class CriticKeeper:
         """Run and step of the last update, with its answer."""
         self._new = True
         """Is the critic as it was made from `critic.model`?"""
-        self._critic: Critic | None = Critic(config, Ranks(device_kind=config.trainer.device))
-        self._parameters = self._critic.model.parameters
+        self._critic: Critic | None = Critic(config, Ranks.alone(config.trainer))
+        self._parameters = self._critic.model.size
 
     def values(self, request: ValueRequest) -> Values:
         """Values of the sequences, by any critic when the request names none. Raises Conflict when it names another."""
@@ -73,7 +73,7 @@ class CriticKeeper:
         saved = self._find(request.step, request.saved_by) if request.step else None
         if not (saved is None and self._new and self._critic is not None):
             self._forget()  # before the other is made: both may not fit
-            self._critic = Critic(self._config, Ranks(device_kind=self._config.trainer.device), saved)
+            self._critic = Critic(self._config, Ranks.alone(self._config.trainer), saved)
             self._new = saved is None
         self._run_id, self._applied = request.run_id, None
         log.info("the critic of run %s goes on at step %d", request.run_id, request.step)

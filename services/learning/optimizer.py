@@ -2,15 +2,21 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError, ServiceError
+from services.learning.sharding import full
 
 log = logging.getLogger(__name__)
+
+
+_STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+"""What the optimisers of torch keep for a parameter."""
 
 
 class NotFinite(ServiceError):
@@ -20,7 +26,7 @@ class NotFinite(ServiceError):
 
 
 class Optimizer:
-    """The optimiser of one model.
+    """The optimiser of one model, which may be sharded. Raises ConfigError for Muon over several ranks' shares.
 
     Args:
         model: whose parameters are updated.
@@ -41,15 +47,20 @@ class Optimizer:
         max_grad_norm: float = 1.0,
         max_skipped: int = 3,
     ) -> None:
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._max_grad_norm, self._max_skipped, self._in_a_row = max_grad_norm, max_skipped, 0
         hidden = _hidden_matrices(model) if kind == "muon" else []
+        if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in hidden):
+            raise ConfigError(
+                "Muon orthogonalises whole matrices, which sharded ranks do not have",
+                field="trainer.optimizer",
+                value=kind,
+                remedy="set trainer.shard_size 1, or take adamw",
+            )
         taken = {id(parameter) for parameter in hidden}
         rest = [parameter for parameter in self._parameters if id(parameter) not in taken]
-        fused = self._parameters[0].is_cuda
-        self._parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(rest, betas=betas, weight_decay=weight_decay, fused=fused)
-        ]
+        self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=betas, weight_decay=weight_decay, fused=True)]
         if hidden:
             self._parts.append(torch.optim.Muon(hidden, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
 
@@ -63,7 +74,7 @@ class Optimizer:
         A norm that is not finite changes nothing but is returned. Raises NotFinite after more than `max_skipped` of
         them in a row.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+        norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the one wait for a GPU
         if not math.isfinite(norm):
             self.zero_grad()
             self._skip(norm)
@@ -86,22 +97,44 @@ class Optimizer:
             )
         log.warning("a gradient is not finite: the update is skipped")
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Of every optimiser inside."""
-        return [part.state_dict() for part in self._parts]
+    def state_dict(self) -> dict[str, Tensor]:
+        """The optimiser's own tensors by "parameter.what"; empty before the first step. Sharded as the parameters are."""
+        return {
+            f"{self._names[id(parameter)]}.{key}": value
+            for part in self._parts
+            for parameter, state in part.state.items()
+            for key, value in state.items()
+        }
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Raises ConfigError for the state of another kind of optimiser."""
-        try:
-            for part, state in zip(self._parts, states, strict=True):
-                part.load_state_dict(state)
-        except ValueError:
+    def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Room for the tensors `names` of another's state_dict. Raises ConfigError for another kind of optimiser."""
+        made: dict[str, Tensor] = {}
+        for part in self._parts:
+            for parameter in part.param_groups[0]["params"]:
+                name = self._names[id(parameter)]
+                for key in sorted(_STATE[type(part).__name__]):
+                    if f"{name}.{key}" in names:
+                        scalar = torch.zeros((), device=parameter.device)
+                        made[f"{name}.{key}"] = scalar if key == "step" else torch.zeros_like(parameter, requires_grad=False)
+        if set(made) != set(names):
             raise ConfigError(
                 "the checkpoint's optimiser is of another kind",
                 field="trainer.optimizer",
                 value=" and ".join(type(part).__name__ for part in self._parts),
                 remedy="keep the setting of the run that wrote it, or start with --trainer.resume false",
-            ) from None
+            )
+        return made
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the tensors, which fit as those of `empty_state` do."""
+        for part in self._parts:
+            part.state.clear()
+            for parameter in part.param_groups[0]["params"]:
+                prefix = f"{self._names[id(parameter)]}."
+                keys = _STATE[type(part).__name__]
+                state = {key: tensors[prefix + key] for key in sorted(keys) if prefix + key in tensors}
+                if state:
+                    part.state[parameter] = state
 
 
 def _hidden_matrices(model: Any) -> list[nn.Parameter]:

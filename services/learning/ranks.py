@@ -3,16 +3,19 @@
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ConfigError
+from common.sections import TrainerSection
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -21,7 +24,8 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 class Ranks:
     """This process among all trainer processes. One process needs no process group.
 
-    `device_kind` cpu leaves a GPU alone; cuda raises ConfigError where there is none.
+    `device_kind` cpu leaves a GPU alone; cuda raises ConfigError where there is none. `shard_size` ranks share one copy of
+    every model, all of them when None; ConfigError when it does not divide their number.
     """
 
     rank: int = 0
@@ -29,8 +33,17 @@ class Ranks:
     local_rank: int = 0
     timeout_s: float = 7200.0
     device_kind: DeviceKind = "auto"
+    shard_size: int | None = None
+    _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.shard_size and self.world_size % self.shard_size:
+            raise ConfigError(
+                f"the {self.world_size} ranks cannot be divided into groups of {self.shard_size}",
+                field="trainer.shard_size",
+                value=self.shard_size,
+                remedy="take a divisor of the number of ranks, or leave it unset",
+            )
         if self.device_kind == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 "torch finds no GPU",
@@ -40,19 +53,23 @@ class Ranks:
             )
 
     @classmethod
-    def from_env(cls, timeout_s: float, device_kind: DeviceKind = "auto") -> "Ranks":
+    def from_env(cls, timeout_s: float, device_kind: DeviceKind = "auto", shard_size: int | None = None) -> "Ranks":
         """From what torchrun sets; a single process without torchrun."""
         rank, world_size, local_rank = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
-        return cls(rank, world_size, local_rank, timeout_s, device_kind)
+        return cls(rank, world_size, local_rank, timeout_s, device_kind, shard_size)
+
+    @classmethod
+    def alone(cls, settings: TrainerSection) -> "Ranks":
+        """One process, which torchrun did not start."""
+        return cls(device_kind=settings.device, shard_size=settings.shard_size)
 
     def __enter__(self) -> "Ranks":
         if self._on_gpu:
             torch.cuda.set_device(self.local_rank)
         if self.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=self.timeout_s))
+            dist.init_process_group(self._backend, timeout=timedelta(seconds=self.timeout_s))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -69,8 +86,31 @@ class Ranks:
 
     @property
     def sharded(self) -> bool:
-        """Whether models are spread over the ranks, so that every forward and backward pass is one of all of them."""
-        return False
+        """Whether models are spread over the ranks, so that every forward and backward pass is one of all of them.
+
+        On a GPU one process shards too, over itself: mixed precision and offloading are then the same on one GPU and on many.
+        """
+        return self.shard_size != 1 and (self.world_size > 1 or self._on_gpu)
+
+    def mesh(self, device_type: str | None = None) -> Any:
+        """The device mesh that models are sharded over: [ranks], or [copies, ranks of a copy] (HSDP)."""
+        kind, size = device_type or self.device.type, self.shard_size or self.world_size
+        if not dist.is_initialized():  # one process, which torchrun did not start
+            dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
+        if kind not in self._meshes:
+            copies = self.world_size // size
+            shape, names = ((size,), ("shard",)) if copies == 1 else ((copies, size), ("replicate", "shard"))
+            self._meshes[kind] = init_device_mesh(kind, shape, mesh_dim_names=names)
+        return self._meshes[kind]
+
+    def group(self) -> Any:
+        """A group of all ranks of its own, for a thread that talks while another one does. None for one process."""
+        timeout = timedelta(seconds=self.timeout_s)
+        return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+
+    @property
+    def _backend(self) -> str:
+        return "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo"
 
     @property
     def first(self) -> bool:
@@ -90,6 +130,19 @@ class Ranks:
         shared: bytes = buffer.numpy().tobytes()
         return shared
 
+    def same_path(self, path: Path | None) -> Path | None:
+        """Rank 0's path on every rank. Whether something is there on this rank's node is another question."""
+        shared = self.broadcast(str(path or "").encode()).decode()
+        return Path(shared) if shared else None
+
+    def all_say(self, body: bytes) -> bool:
+        """Whether `body` is the same on every rank, and not empty."""
+        first = self.broadcast(body)
+        same = torch.tensor(int(bool(body) and body == first))
+        if self.world_size > 1:
+            dist.all_reduce(same, dist.ReduceOp.MIN)
+        return bool(same)
+
     def broadcast_model(self, model: nn.Module) -> None:
         """Gives every rank the weights of rank 0."""
         if self.world_size > 1:
@@ -103,8 +156,11 @@ class Ranks:
         return values
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Replaces every gradient by its sum over all ranks, in one message; a rank without rows contributes zeros."""
-        if self.world_size == 1:
+        """Replaces every gradient by its sum over all ranks, in one message; a rank without rows contributes zeros.
+
+        With sharded models the backward pass has done it.
+        """
+        if self.world_size == 1 or self.sharded:
             return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in parameters:

@@ -10,23 +10,24 @@ from safetensors.torch import save_file
 from common.config import load
 from services.critic.critic import Critic
 from services.learning.ranks import Ranks, end
+from services.learning.sharding import full, named_tensors
 from tests.critic.rows import make_rows, make_sequences
 
 
 def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
-    with Ranks.from_env(timeout_s=60) as ranks:
-        critic = Critic(load(settings, {}), ranks)
+    config = load(settings, {})
+    with Ranks.from_env(60, shard_size=config.trainer.shard_size) as ranks:
+        critic = Critic(config, ranks)
         critic.update(make_rows(9, seed=0), seed=0)
         saved = directory / "saved"
-        if ranks.first:
-            critic.save(saved)
-        critic = Critic(load(settings, {}), ranks, saved if ranks.first else None)  # only rank 0 has the checkpoint
+        critic.save(saved)
+        critic = Critic(config, ranks, saved if ranks.first else None)  # only rank 0 has the checkpoint
         assert critic.step == 1
         critic.update(make_rows(9, seed=1), seed=1)
         np.save(directory / f"values{ranks.rank}.npy", np.concatenate(critic.values(make_sequences(7))))
+        new = {name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()}
         if ranks.first:
-            new = {name: p.detach().clone() for name, p in critic.model.module.named_parameters()}
             save_file(new, directory / "new.safetensors")
         ranks.barrier()  # as the trainer does: a rank that ends before the others takes their connections with it
 

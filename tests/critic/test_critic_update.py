@@ -105,7 +105,7 @@ def test_two_processes_give_the_update_of_one(config: Config, settings: list[str
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *(worker, str(tmp_path), *settings, "--critic.mini_batches", "9"),
+            *(worker, str(tmp_path), *settings, "--critic.mini_batches", "9", "--trainer.shard_size", "1"),
         ],
         cwd=root,
         env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -132,7 +132,7 @@ def test_a_saved_critic_goes_on_exactly(config: Config, tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_damaged_or_missing_is_named(config: Config, tmp_path: Path) -> None:
     trained(config).save(tmp_path / "saved")
-    (tmp_path / "saved" / "critic_state.pt").write_bytes(b"x" * 100)
+    (tmp_path / "saved" / "critic_state.json").write_bytes(b"x" * 100)
     for directory in (tmp_path / "saved", tmp_path / "none"):
         with pytest.raises(ConfigError) as error:
             Critic(config, Ranks(), directory)
@@ -152,7 +152,7 @@ def test_the_critic_may_start_from_another_model_than_the_policy(config: Config,
     with torch.no_grad():
         for parameter in changed.model.module.parameters():
             parameter.add_(1)
-    changed.model.save(tmp_path)
+    changed.model.module.save_pretrained(tmp_path)
     config.critic.model = str(tmp_path)
     found = parameters(Critic(config, Ranks()))
     assert not any(found[name].any() for name in found if name.startswith("score")), "with a new head"

@@ -58,7 +58,7 @@ def test_a_run_never_goes_on_with_another_critic_than_it_trained(base_model: Pat
     assert lines[0]["critic"]["value_mean"] == 0, "a new critic expects nothing"
     assert all(line["critic"]["value_mean"] != 0 for line in lines[1:]), "it was never a new one again"
     [newest] = (run_dir / "checkpoints").iterdir()
-    saved = json.loads((newest / "critic_server.json").read_text())
+    saved = json.loads((newest / "critic-server" / "saved.json").read_text())
     assert (newest.name, saved["step"]) == (f"step_{STEPS:06d}", STEPS)
     kept = sorted(path.name for path in (state_dir / "critic").iterdir())
     assert kept == [f"step_{step:06d}" for step in (STEPS - EVERY, STEPS)], "one more than the trainer keeps"

@@ -1,5 +1,7 @@
 """Groups sampled from nothing in particular."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from common.schemas import Completion, Group
 from services.learning.ranks import Ranks
 from trainer.algorithms import weigh
 from trainer.batch import Batch
+from trainer.checkpoint import Checkpoints, TrainerState
 from trainer.learner import Learner
 
 VOCABULARY = 300
@@ -76,3 +79,12 @@ def weighed(learner: Learner, groups: list[Group], weights: list[float] | None =
 def whole(groups: list[Group], config: Config) -> Batch:
     """The batch of these groups for a new learner."""
     return weighed(Learner(config, Ranks()), groups)
+
+
+def save(learner: Learner, directory: Path, keep: int = 3, accuracy: float | None = None, static: Sequence[Path] = ()) -> Path:
+    """A complete checkpoint of the learner. Every rank calls it."""
+    checkpoints = Checkpoints(directory, learner.ranks, keep, static=lambda: static)
+    state = TrainerState(learner.step, 7, "run", learner.kl_coef, accuracy=accuracy)
+    path = checkpoints.save(state if learner.ranks.first else None, learner.snapshots(checkpoints.alone), learner.step)
+    checkpoints.wait()
+    return path

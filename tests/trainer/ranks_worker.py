@@ -19,12 +19,10 @@ def main(directory: Path, settings: list[str]) -> None:
     groups = decode_groups((directory / "groups.msgpack").read_bytes())
     with Ranks.from_env(timeout_s=60) as ranks:
         learner = Learner(config, ranks)
-        ranks.broadcast_model(learner.policy)
         metrics = learner.update(weighed(learner, groups))
+        new = {name: tensor.clone() for name, tensor in learner.weights()}
         if ranks.first:
-            save_file(
-                {name: p.detach().clone() for name, p in learner.policy.named_parameters()}, directory / "new.safetensors"
-            )
+            save_file(new, directory / "new.safetensors")
             (directory / "metrics.txt").write_text(f"{metrics.loss!r} {metrics.grad_norm!r} {metrics.trained_tokens}")
 
 

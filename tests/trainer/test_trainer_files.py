@@ -18,7 +18,7 @@ from common.errors import ConfigError, NotFound
 from common.observe import Metrics
 from common.schemas import WorkerReport
 from services.learning.ranks import Ranks
-from tests.trainer.groups import make_group, whole
+from tests.trainer.groups import make_group, save, whole
 from trainer import checkpoint
 from trainer.batch import Batch
 from trainer.clock import StageClock
@@ -37,23 +37,13 @@ def batch(config: Config, seed: int) -> Batch:
     return whole(groups, config)
 
 
-def save(config: Config, learner: Learner, directory: Path, keep: int = 3) -> Path:
-    state = checkpoint.TrainerState(
-        learner.step, 7, "run", learner.optimizer.state_dict(), torch.get_rng_state(), learner.kl_coef
-    )
-    return checkpoint.save(directory, learner.policy, load_tokenizer(config.model), state, keep)
-
-
 def test_a_resumed_learner_makes_the_same_updates(config: Config, tmp_path: Path) -> None:
     unbroken = Learner(config, Ranks())
     unbroken.update(batch(config, 0))
-    path = save(config, unbroken, tmp_path)
+    save(unbroken, tmp_path / "checkpoints")
     unbroken.update(batch(config, 10))
-    resumed = Learner(config, Ranks(), path)
-    state = checkpoint.load_state(checkpoint.read_state(path), path)
-    resumed.optimizer.load_state_dict(state.optimizer)
-    resumed.step = state.step
-    assert (state.step, state.position, state.run_id) == (1, 7, "run")
+    resumed, progress, path = resumed_learner(config, Ranks(), tmp_path)
+    assert (resumed.step, progress.position, path) == (1, 7, tmp_path / "checkpoints" / "step_000001")
     resumed.update(batch(config, 10))
     for (name, a), b in zip(unbroken.policy.named_parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -61,9 +51,10 @@ def test_a_resumed_learner_makes_the_same_updates(config: Config, tmp_path: Path
 
 def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, tmp_path: Path) -> None:
     learner = Learner(config, Ranks())
-    for step in (1, 2, 3, 12):
-        learner.step = step
-        save(config, learner, tmp_path, keep=2)
+    static = write_static_files(learner.policy, load_tokenizer(config.model), tmp_path / "model")
+    tmp_path = tmp_path / "checkpoints"
+    for learner.step in (1, 2, 3, 12):
+        save(learner, tmp_path, keep=2, static=static)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000012"]
     path = checkpoint.newest(tmp_path)
     assert path is not None
@@ -79,22 +70,22 @@ def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints
     assert config.trainer.run_dir is not None
     directory, learner = config.trainer.run_dir / "checkpoints", Learner(config, Ranks())
     for learner.step in (60, 80, 100):
-        save(config, learner, directory)
+        save(learner, directory)
     config.trainer.resume = False
     anew, progress, saved = resumed_learner(config, Ranks(), config.trainer.run_dir)
     assert (anew.step, progress, saved) == (0, Progress(), None)
     anew.step = 20
-    assert save(config, anew, directory).is_dir()
+    assert save(anew, directory).is_dir()
     assert [path.name for path in directory.iterdir()] == ["step_000020"]
     [aside] = config.trainer.run_dir.glob("checkpoints-until-*")
     assert sorted(path.name for path in aside.iterdir()) == ["step_000060", "step_000080", "step_000100"]
 
 
 def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path) -> None:
-    complete = save(config, Learner(config, Ranks()), tmp_path)
+    complete = save(Learner(config, Ranks()), tmp_path)
     (tmp_path / "step_000099.partial").mkdir()
     assert checkpoint.newest(tmp_path) == complete
-    (complete / "trainer_state.pt").write_bytes(b"garbage")
+    (complete / "trainer_state.json").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match="cannot be resumed from"):
         checkpoint.load_state(checkpoint.read_state(complete), complete)
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Int32
-from services.critic.model import ValueModel
+from services.critic.model import load_value_model
 from services.learning.attention import unpackable
 from services.learning.layout import Layout, Packed, Padded, layout_for
 from services.learning.ranks import Ranks
@@ -179,8 +179,8 @@ def test_values_are_the_same_packed_and_padded(config: Config) -> None:
     for packing in ("on", "off"):
         config.trainer.packing = packing
         torch.manual_seed(0)
-        model = ValueModel(config)
-        torch.nn.init.normal_(model._head.weight, generator=torch.Generator().manual_seed(0))
+        model = load_value_model(config, Ranks())
+        torch.nn.init.normal_(model.module.score.weight, generator=torch.Generator().manual_seed(0))
         result = model(model.layout.of(*rows("mixed")))
         result.square().mean().backward()
         values.append((result.detach(), [p.grad for p in model.module.parameters() if p.grad is not None]))

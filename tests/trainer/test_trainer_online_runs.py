@@ -122,7 +122,13 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
     assert trainer.save_model(target) == target
     names = {path.name for path in target.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
-    assert not names & {"trainer_state.pt", "critic", "model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    assert not names & {
+        "trainer_state.json",
+        "state",
+        "critic",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }
     saved, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint))
     torch.testing.assert_close(saved.state_dict(), trained.state_dict())
     assert AutoTokenizer.from_pretrained(target).chat_template

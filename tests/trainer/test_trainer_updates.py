@@ -12,13 +12,11 @@ from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Group
 from services.learning.ranks import Ranks
-from tests.trainer.groups import make_group, off_policy_groups, weighed, whole, with_algorithm
-from trainer import checkpoint
+from tests.trainer.groups import make_group, off_policy_groups, save, weighed, whole, with_algorithm
 from trainer.algorithms import weigh
 from trainer.batch import Batch
 from trainer.lead import resumed_learner
 from trainer.learner import Learner
-from trainer.model import load_tokenizer
 
 
 @pytest.fixture
@@ -165,9 +163,7 @@ def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(conf
     unbroken = Learner(changed, Ranks())
     unbroken.update(weighed(unbroken, groups))
     assert unbroken.kl_coef < 0.1  # the policy began at the reference: below its target
-    state = checkpoint.TrainerState(1, 0, "run", unbroken.optimizer.state_dict(), torch.get_rng_state(), unbroken.kl_coef)
-    directory = config.trainer.run_dir / "checkpoints"
-    checkpoint.save(directory, unbroken.policy, load_tokenizer(config.model), state, 1, unbroken.save_reference)
+    save(unbroken, config.trainer.run_dir / "checkpoints")
     resumed, _, _ = resumed_learner(changed, Ranks(), config.trainer.run_dir)
     for learner in (unbroken, resumed):
         learner.update(weighed(learner, groups))
@@ -208,7 +204,7 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(config: Config, groups:
         learner.update(whole(groups, config))
     assert not differ(parameters(muon), parameters(resumed))
     with pytest.raises(ConfigError, match=r"another kind.*trainer\.optimizer"):
-        adamw.optimizer.load_state_dict(muon.optimizer.state_dict())
+        adamw.optimizer.empty_state(muon.optimizer.state_dict())
 
 
 def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: Config, groups: list[Group]) -> None:

@@ -1,0 +1,63 @@
+"""Run by torchrun: several learners on several ranks, one after the other; rank 0 writes what each came to.
+
+`python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume": DIRECTORY,
+"save": DIRECTORY, "hidden": true where only rank 0 sees these directories}. They are relative to DIRECTORY.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from common.config import Config, load
+from services.learning.ranks import Ranks, end
+from tests.trainer.groups import off_policy_groups, save, weighed
+from trainer.lead import resumed_learner
+from trainer.learner import Learner
+
+
+def learned(learner: Learner, updates: int) -> list[list[float]]:
+    """Loss, gradient norm and KL of every update."""
+    found = []
+    for _ in range(updates):
+        batch = weighed(learner, [off_policy_groups()[i] for i in (0, 3)])
+        metrics = learner.update(batch)
+        found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
+    return found
+
+
+def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    if case.get("hidden") and not ranks.first:  # paths are relative, so this is a node with a disk of its own
+        os.chdir("/")
+    if "resume" in case:
+        learner, progress, _ = resumed_learner(config, ranks, Path(case["resume"]))
+        assert (learner.step, progress.position) == (2, 7)
+    else:
+        learner = Learner(config, ranks)
+    metrics = learned(learner, case.get("updates", 3))
+    if "save" in case:
+        save(learner, Path(case["save"]) / "checkpoints")
+    return metrics, {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    with Ranks.from_env(timeout_s=60) as base:
+        for name, case in cases.items():
+            os.chdir(directory)
+            config = load(case["settings"], {})
+            ranks = Ranks(base.rank, base.world_size, base.local_rank, 60, "auto", config.trainer.shard_size)
+            metrics, weights = run(case, config, ranks)
+            save_file(weights, directory / f"{name}-{ranks.rank}.safetensors")
+            if ranks.first:
+                (directory / f"{name}.json").write_text(json.dumps(metrics))
+        base.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    end()

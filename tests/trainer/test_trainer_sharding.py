@@ -1,0 +1,177 @@
+"""Sharded learners: the same update on any number of ranks, from files that every rank or only rank 0 sees."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common.config import Config
+from common.errors import ConfigError
+from services.learning.loading import Pretrained, fill, materialise
+from services.learning.ranks import Ranks
+from services.learning.sharding import named_tensors
+from tests.trainer.groups import VOCABULARY, save
+from tests.trainer.sharding_worker import learned
+from trainer.checkpoint import newest
+from trainer.learner import Learner
+
+SETTINGS = {
+    "trainer.learning_rate": "1e-3",
+    "trainer.warmup_steps": "0",
+    "trainer.weight_decay": "0.1",
+    "trainer.max_grad_norm": "0.5",
+    "trainer.micro_batch_size": "2",
+    "algorithm.kl_coef": "0.1",
+    "algorithm.reference_refresh": "2",
+}
+
+
+def arguments(policy_dir: Path, **more: Any) -> list[str]:
+    settings = SETTINGS | {"model.name": str(policy_dir)} | {f"trainer.{name}": str(value) for name, value in more.items()}
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def run_ranks(count: int, directory: Path, cases: dict[str, dict[str, Any]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    worker, root = str(Path(__file__).with_name("sharding_worker.py")), str(Path(__file__).resolve().parents[2])
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *(worker, str(directory), json.dumps(cases)),
+        ],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=200,
+    )
+
+
+class One:
+    """What one process comes to in three updates, and the checkpoint after two of them."""
+
+    def __init__(self, policy_dir: Path, directory: Path) -> None:
+        config = Config.model_validate(nested(SETTINGS | {"model.name": str(policy_dir)}))
+        learner = Learner(config, Ranks())
+        self.metrics = learned(learner, 2)
+        save(learner, directory / "one" / "checkpoints")
+        self.metrics += learned(learner, 1)
+        self.weights = {name: tensor.clone() for name, tensor in learner.weights()}
+
+    def check(self, directory: Path, name: str, ranks: int) -> None:
+        found = json.loads((directory / f"{name}.json").read_text())
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(self.metrics[-len(found) :]), atol=1e-5, rtol=1e-5)
+        for rank in range(ranks):
+            weights = load_file(directory / f"{name}-{rank}.safetensors")
+            assert weights.keys() == self.weights.keys()
+            for key, expected in self.weights.items():
+                torch.testing.assert_close(weights[key], expected, atol=1e-5, rtol=0, msg=f"{name} {rank} {key}")
+
+
+def nested(settings: dict[str, str]) -> dict[str, dict[str, str]]:
+    content: dict[str, dict[str, str]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        content.setdefault(section, {})[field] = value
+    return content
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def one(policy_dir: Path, directory: Path) -> One:
+    return One(policy_dir, directory)
+
+
+def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, directory: Path, one: One) -> None:
+    """With weight decay, clipping, and a reference that is refreshed; the resumed ones go on with the third update."""
+    settings = arguments(policy_dir)
+    replicated = arguments(policy_dir, shard_size=1)
+    offload = arguments(policy_dir, offload_optimizer=True, offload_reference=True, activation_checkpointing=True)
+    cases: dict[str, dict[str, Any]] = {
+        "sharded": {"settings": settings},
+        "replicated": {"settings": replicated},
+        "offload": {"settings": offload},
+        "from_one": {"settings": settings, "resume": "one", "updates": 1},
+        "saves": {"settings": settings, "save": "two", "updates": 2},
+        "saves_replicated": {"settings": replicated, "save": "two_replicated", "updates": 2},
+        "saves_alone": {"settings": settings, "save": "alone", "updates": 2, "hidden": True},
+        "to_replicated": {"settings": replicated, "resume": "two", "updates": 1},
+        "from_replicated": {"settings": settings, "resume": "two_replicated", "updates": 1},
+        "hidden": {"settings": settings, "resume": "alone", "updates": 1, "hidden": True},
+        "hidden_replicated": {"settings": replicated, "resume": "two", "updates": 1, "hidden": True},
+    }
+    run_ranks(2, directory, cases)
+    for name, case in cases.items():
+        if "save" not in case:
+            one.check(directory, name, 2)
+    shares = {path.name for path in (directory / "two" / "checkpoints" / "step_000002" / "state").iterdir()}
+    assert shares == {".metadata", "__0_0.distcp", "__1_0.distcp"}, "every rank writes its share"
+    assert not list((directory / "alone").rglob("__1_0.distcp"))
+    back = {"settings": settings, "updates": 1}
+    run_ranks(1, directory, {f"back_{name}": back | {"resume": name} for name in ("two", "two_replicated", "alone")})
+    for name in ("two", "two_replicated", "alone"):
+        one.check(directory, f"back_{name}", 1)
+        path = newest(directory / name / "checkpoints")
+        assert path is not None
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, one: One) -> None:
+    run_ranks(4, directory, {"hsdp": {"settings": arguments(policy_dir, shard_size=2)}})
+    one.check(directory, "hsdp", 4)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3), (2, 4)])
+def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be divided.*trainer\.shard_size"):
+        Ranks(world_size=ranks, shard_size=size)
+
+
+def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
+    config.trainer.offload_optimizer = True
+    with pytest.raises(ConfigError, match=r"cannot be offloaded.*trainer\.offload_optimizer"):
+        Learner(config, Ranks())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+    from services.learning.loading import SafetensorsReader
+    from trainer.tiny_model import make_model
+
+    torch.manual_seed(3)
+    model = make_model(VOCABULARY, 1, 0)
+    model.config.tie_word_embeddings = tied
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    pretrained = Pretrained(AutoModelForCausalLM, str(tmp_path))
+    expected, found = pretrained.whole(), pretrained.empty()
+    assert all(parameter.is_meta for parameter in found.parameters())
+    materialise(found, torch.device("cpu"))
+    fill(named_tensors(found), SafetensorsReader(tmp_path), Ranks(), everywhere=True)
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    for ours, theirs in ((found.state_dict(), expected.state_dict()), (buffers(found), buffers(expected))):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert tensor.dtype == ours[name].dtype
+            assert torch.equal(ours[name], tensor), name
+
+
+def buffers(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers())
