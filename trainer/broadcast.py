@@ -65,6 +65,7 @@ class Broadcaster:
                 snapshot.fill(weights, version, put)
         if group and transfer:
             transfer.finish()
+            snapshot.prepare(version)
             if problem := self._problem(group, transfer):
                 log.error("weights %d were not broadcast, they go over HTTP: %s", version, problem)
                 group.close(stuck=not transfer.done.is_set())

@@ -62,7 +62,7 @@ def train_in_process(
     """Trains on this machine in this process, with the embedded engine, and returns the path of the last checkpoint.
 
     Args:
-        config: as for the job group; the sections' ports, replicas and engines play no role.
+        config: as for the job group; the sections' ports, replicas and engines, and `trainer.weight_sync`, play no role.
         console: for progress and results; standard output when None.
         rollout_transport: makes the transport to the engine's app, for example one that fails now and then in a test.
         problems: to train and to evaluate on; those that `config.data` names when None.

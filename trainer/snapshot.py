@@ -37,6 +37,7 @@ class Snapshot:
         self._pinned, self._most = pinned, bucket_bytes
         self._version: int | None = None
         self._digests: dict[str, list[str]] = {}
+        self._names: set[str] = set()
 
     @property
     def size(self) -> int:
@@ -110,16 +111,26 @@ class Snapshot:
         """
         with self.reading(version) as tensors:
             wrong, compared = [], 0
+            self._names.update(checksums)
             for name, checksum in checksums.items():
-                parts = _parts(name)
-                if not all(part in tensors for part in parts):
-                    continue
-                if name not in self._digests:
-                    self._digests[name] = _digests(name, [tensors[part] for part in parts])
-                compared += len(parts)
-                if checksum not in self._digests[name]:
-                    wrong.append(name)
+                if known := self._digests_of(name, tensors):
+                    compared += len(_parts(name))
+                    if checksum not in known:
+                        wrong.append(name)
             return wrong, compared, len(tensors)
+
+    def prepare(self, version: int) -> None:
+        """Computes what engines were compared with the last time, so that `differing` only has to look."""
+        with self.reading(version) as tensors:
+            for name in self._names:
+                self._digests_of(name, tensors)
+
+    def _digests_of(self, name: str, tensors: dict[str, Tensor]) -> list[str]:
+        """What an engine may say of this name of its own; nothing when it is no name of these tensors."""
+        if name not in self._digests:
+            parts = [tensors[part] for part in _parts(name) if part in tensors]
+            self._digests[name] = _digests(name, parts) if len(parts) == len(_parts(name)) else []
+        return self._digests[name]
 
 
 def _digests(name: str, parts: list[Tensor]) -> list[str]:
