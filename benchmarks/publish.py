@@ -1,4 +1,4 @@
-"""Seconds to publish weights to 1, 2 and 4 receivers by each way: `python -m benchmarks.publish [--gb 1] [--rounds 3]`.
+"""Seconds to publish weights to 1, 2 and 4 receivers by each way: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
 
 A figure is the time of `Publisher.publish`: from the tensors of the trainer until every receiver has them, verified, in the
 tensors of its own model. Receivers are processes with the client, the store and the receiving code of the rollout nodes and the
@@ -205,7 +205,7 @@ def broadcast(receivers: int, size: int, rounds: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gb", type=float, default=1.0, help="gigabytes of weights")
+    parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)

@@ -239,6 +239,25 @@ def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(worker: httpx.Clie
     assert (answer.status_code, answer.json()["success"]) == (400, False)
 
 
+def test_a_broadcast_that_hangs_is_left_by_destroying_the_group(engine_url: str, pool: ThreadPoolExecutor) -> None:
+    """The embedded engine alone: SGLang answers nothing until the broadcast ends, and its agent starts it again."""
+    with httpx.Client(base_url=engine_url, timeout=60, trust_env=False) as worker:
+        trainer, before = Trainer(worker, pool), held(worker)
+        begin(worker)
+        trainer.join_and_send(_one({"model.norm.weight": torch.ones(32)}))
+        body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]], "group_name": trainer.group.name}
+        waiting = trainer.post("/update_weights_from_distributed", body)
+        time.sleep(0.3)
+        assert not waiting.done()
+        destroyed = worker.post("/destroy_weights_update_group", json={"group_name": trainer.group.name})
+        assert destroyed.status_code == 200
+        answer = waiting.result(30)
+        assert (answer.status_code, "destroyed meanwhile" in answer.json()["message"]) == (400, True)
+        assert end(worker) == 400
+        assert held(worker) == before  # nothing of the session was loaded
+        trainer.group.close()
+
+
 def test_contract_an_unknown_check_is_400(worker: httpx.Client) -> None:
     assert worker.post("/weights_checker", json={"action": "nonsense"}).status_code == 400
 
