@@ -86,6 +86,10 @@ class Checkpoints:
             self._thread.start()
         return target
 
+    def newest(self) -> Path | None:
+        """The newest complete one, as rank 0 sees it. A call of all ranks."""
+        return self._ranks.same_path(newest(self.directory) if self._ranks.first else None)
+
     def check(self) -> None:
         """Raises CheckpointFailed when the last one could not be written."""
         if self._error is not None:
@@ -166,6 +170,11 @@ class Checkpoints:
 def newest(directory: Path) -> Path | None:
     """The newest complete checkpoint in `directory`."""
     return next(reversed(_all(directory)), None)
+
+
+def step_of(path: Path) -> int:
+    """The step after which this checkpoint was written."""
+    return int(path.name.removeprefix("step_"))
 
 
 def set_aside(directory: Path) -> None:

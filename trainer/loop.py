@@ -14,7 +14,7 @@ import torch
 from services.learning.ranks import Ranks
 from trainer.algorithms import weigh
 from trainer.batch import Batch
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, step_of
 from trainer.critic import ValueFunction
 from trainer.experience import Experience
 from trainer.lead import Lead
@@ -54,6 +54,7 @@ def train(
             lead.finish(experience, batch, metrics, critic_metrics)
         else:
             learner.share_weights()
+        # The step's line is there before its checkpoint: a run killed in between would go on after a step without one.
         if checkpoints and every and learner.step % every == 0 and learner.step < total_steps:
             save(checkpoints, learner, critic, lead)
 
@@ -66,7 +67,10 @@ def save(checkpoints: Checkpoints, learner: Learner, critic: ValueFunction | Non
 
 
 def save_last(checkpoints: Checkpoints, learner: Learner, critic: ValueFunction | None, lead: Lead | None) -> Path:
-    """The same, written when this returns."""
+    """The same, written when this returns. One of this step that is there stays: written again it could be lost."""
+    newest = checkpoints.newest()
+    if newest is not None and step_of(newest) == learner.step:
+        return newest
     path = save(checkpoints, learner, critic, lead)
     checkpoints.wait()
     return path

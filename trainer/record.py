@@ -51,7 +51,7 @@ class StepRecord:
     dropped: dict[str, int]
     """Groups dropped since the run began, by reason."""
     seconds: dict[str, float]
-    """Of this step, by stage; their sum is the step's wall time."""
+    """Of this step and the checkpoint before it, by stage; their sum is the wall time."""
     cpu_seconds: float
     """CPU time of this process in the step, without evaluations. In one process that is all but the grader processes."""
     update: dict[str, float]
@@ -114,6 +114,7 @@ class Recorder:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """An evaluation was done."""
+        _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # of an attempt that was killed at its end
         answers = [answer.__dict__ for answer in evaluation.answers]
         self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
         passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
@@ -156,14 +157,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """A JSONL file; a last line that was cut by a crash does not count."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")  # a cut may be within a character
     return [json.loads(line) for line in lines[:-1]]
 
 
 def _keep_before(path: Path, step: int) -> None:
+    """Removes the lines from `step` on, and what was cut; a kill meanwhile leaves the file as it was."""
+    if not path.exists():
+        return
     kept = [line for line in read_lines(path) if line["step"] < step]
-    if path.exists():
-        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+    partial.replace(path)
 
 
 def _seconds_table(metrics: list[dict[str, Any]]) -> Table:

@@ -290,3 +290,5 @@ def test_a_line_cut_by_a_crash_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
+    path.write_bytes('{"step": 1}\n{"text": "½"}'.encode()[:-3])  # in the middle of a character
+    assert read_lines(path) == [{"step": 1}]

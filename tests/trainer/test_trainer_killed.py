@@ -1,0 +1,69 @@
+"""A run that was killed at any moment and started again is the run that was never killed."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.wire import decode_groups
+from tests.conftest import ROOT
+from trainer.record import read_lines
+
+pytestmark = pytest.mark.timeout(180)
+STEPS = 6
+MOMENTS = (
+    "1.5s",  # while it generates or learns
+    r"open w .*/step_000002\.partial/",  # while the first checkpoint is written
+    r"os\.mkdir .*/v000003\.partial",  # the first is there, the next weights are about to be published
+    r"open a .*/metrics\.jsonl",  # step 3 was trained and acknowledged, and is not written down
+    r"os\.rename .*/metrics\.jsonl\.partial",  # while the lines of lost steps are removed
+    r"os\.rename .*/step_000004\.partial",  # between step 4 and its checkpoint
+    r"os\.rename .*/step_000006\.partial",  # evaluated at the end, and not saved
+    r"open .*/curves\.png",  # saved at the end, and not reported
+)
+
+
+def train(model: Path, base: Path, *more: str) -> list[str]:
+    """What became of the attempts: the run that is not killed, then the one that is."""
+    command = [
+        *(sys.executable, "-m", "tests.trainer.killed_worker", str(base), ",".join(MOMENTS)),
+        *("--config", "jobgroup/configs/tiny-cpu.yaml", "--model.name", str(model)),
+        *("--trainer.batch_size", "4", "--trainer.max_steps", str(STEPS), "--sampling.group_size", "4"),
+        *("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "2", "--trainer.eval_every", "3"),
+        *("--trainer.checkpoint_every", "2", "--trainer.keep_checkpoints", "1", "--reward.workers", "1"),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def told(directory: Path, name: str) -> list[dict[str, Any]]:
+    return read_lines(directory / "run" / f"{name}.jsonl")
+
+
+def stored(directory: Path) -> set[tuple[int, str, str]]:
+    """Position, prompt and tokens of the groups in the replay store, which keeps those of lost steps too."""
+    with closing(sqlite3.connect(directory / "state" / "replay" / "replay.db")) as db:
+        blobs = [row[0] for row in db.execute("SELECT data FROM blobs")]
+    groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
+    return {(g.position, g.prompt_id, str([c.token_ids.tolist() for c in g.completions])) for g in groups}
+
+
+def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(base_model: Path, tmp_path: Path) -> None:
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    assert train(base_model, tmp_path) == [" 0", *(f"{moment} -9" for moment in MOMENTS), " 0"]
+    assert [line["step"] for line in told(broken, "metrics")] == list(range(1, STEPS + 1))
+    for a, b in zip(told(unbroken, "metrics"), told(broken, "metrics"), strict=True):
+        for name in ("reward", "accuracy", "equal_groups", "staleness", "completion_tokens", "truncated", "dropped"):
+            assert a[name] == b[name]
+        assert a["update"] == pytest.approx(b["update"], abs=1e-4)
+    for name, columns in (("samples", ("step", "prompt_id")), ("evaluations", ("step", "accuracy", "pass_at_k"))):
+        one, other = ([[line[c] for c in columns] for line in told(place, name)] for place in (unbroken, broken))
+        assert one == other
+    assert stored(broken) == stored(unbroken)  # no prompt is skipped, and all have the same completions
