@@ -267,9 +267,13 @@ class ReplayClient(Client):
         body = {"ids": list(priorities), "priorities": list(priorities.values())}
         await self.request("POST", "/groups/priorities", json=body)
 
-    async def reset_fresh(self) -> int:
-        """Drops every group that was not acknowledged (a trainer that resumes draws their prompts again)."""
-        return int((await self.request("POST", "/groups/reset_fresh")).json()["dropped"])
+    async def reset_fresh(self, from_position: int | None = None) -> int:
+        """Drops every group that was not acknowledged (a trainer that resumes draws their prompts again).
+
+        With `from_position` those from there on in the prompt stream go too: they were trained on in steps that are lost.
+        """
+        params = {} if from_position is None else {"from_position": from_position}
+        return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
 
     async def stats(self) -> dict[str, Any]:
         answer = (await self.request("GET", "/stats")).json()

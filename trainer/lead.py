@@ -96,7 +96,9 @@ class Lead:
                 remedy="lower it or raise trainer.num_epochs",
             )
         self._check_replay()
-        dropped = self._loop.call(self.services.replay.reset_fresh())
+        # Trained on in steps that are lost: reuse would find their prompts twice, and experience of later weights than these.
+        lost_from = self._collector.position if self._reads_replay else None
+        dropped = self._loop.call(self.services.replay.reset_fresh(lost_from))
         if dropped:
             self.recorder.say(f"dropped {dropped} groups of an earlier attempt; their prompts are drawn again")
         self._loop.call(self.services.data.seek(self._collector.progress().position))
@@ -107,12 +109,15 @@ class Lead:
             self._evaluate(settings.eval_pass_samples)
 
     def _check_replay(self) -> None:
-        """Experience of another run must not be reused: its weight versions mean other weights."""
-        replay = self.config.replay
-        if (replay.reuse_ratio == 0 and replay.mix_successes == 0) or self.learner.step > 0:
-            return
-        groups = self._loop.call(self.services.replay.stats())["groups"]
-        if groups:
+        """Experience of another run must not be reused: its weight versions mean other weights.
+
+        An attempt that came this far leaves the directory of its checkpoints, so that the next one knows that the
+        experience is this run's, even if there is no checkpoint yet.
+        """
+        mine = self.run_dir / "checkpoints"
+        known = self.learner.step > 0 or (self.config.trainer.resume and mine.is_dir())
+        groups = 0 if known else self._loop.call(self.services.replay.stats())["groups"]
+        if groups and self._reads_replay:
             raise ConfigError(
                 f"the replay buffer holds {groups} groups of another run, which this run would reuse",
                 field="state_dir",
@@ -120,6 +125,12 @@ class Lead:
                 remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio and "
                 "replay.mix_successes 0",
             )
+        mine.mkdir(exist_ok=True)
+
+    @property
+    def _reads_replay(self) -> bool:
+        """Whether batches contain experience of earlier steps."""
+        return self.config.replay.reuse_ratio > 0 or self.config.replay.mix_successes > 0
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

@@ -103,9 +103,9 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
-    async def reset_fresh() -> dict[str, int]:
-        """Drops all groups that were not acknowledged."""
-        return {"dropped": await worker.call(buffer.reset_fresh)}
+    async def reset_fresh(from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None) -> dict[str, int]:
+        """Drops all groups that were not acknowledged, and with `from_position` all from there on in the prompt stream."""
+        return {"dropped": await worker.call(buffer.reset_fresh, from_position)}
 
 
 def _reuse_routes(app: FastAPI, worker: Worker) -> None:

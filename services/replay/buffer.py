@@ -148,9 +148,11 @@ class ReplayBuffer:
         self._index.append(consumed)
         return len(consumed)
 
-    def reset_fresh(self) -> int:
-        """Drops every group that is not consumed; returns how many."""
-        return self.store.reset_fresh()
+    def reset_fresh(self, from_position: int | None = None) -> int:
+        """Drops every group that is not consumed, and every one from `from_position` of the prompt stream on; how many."""
+        dropped = self.store.reset_fresh(from_position)
+        self._index = sampling.ReuseIndex.of(self.store.consumed_rows())
+        return dropped
 
     # ------------------------------------------------------------ reuse
 

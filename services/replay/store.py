@@ -228,10 +228,14 @@ class Store(Reading):
                 consumed.append((order, row[2], row[3], 0))
         return consumed
 
-    def reset_fresh(self) -> int:
-        """Drops every group that was not consumed; their ids may be added again."""
+    def reset_fresh(self, from_position: int | None) -> int:
+        """Drops every group that was not consumed, and with `from_position` every one from there on in the prompt stream.
+
+        Their ids may be added again.
+        """
         with self.transaction():
-            dropped = self.db.execute("DELETE FROM groups WHERE state != 'consumed'").rowcount
+            query = "DELETE FROM groups WHERE state != 'consumed' OR position >= ?"  # nothing is >= NULL
+            dropped = self.db.execute(query, (from_position,)).rowcount
             self.db.execute("DELETE FROM takes")
             self.count("dropped", dropped)
         return dropped

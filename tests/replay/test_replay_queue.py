@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from common.clients import ReplayClient, Unreachable
 from common.errors import ServiceError
-from common.schemas import Group, TakeRequest
+from common.schemas import Group, SampleRequest, TakeRequest
 from common.sections import ReplaySection
 from tests.replay.conftest import MakeGroup
 
@@ -149,6 +149,21 @@ class TestLease:
         await client.ack(["a"])
         assert ids((await client.take(take(1, "s", wait_s=60))).groups) == ["b"]
         assert (await client.stats())["consumed"] == 1
+
+
+async def test_reset_drops_what_is_drawn_again(client: ReplayClient, make_group: MakeGroup) -> None:
+    """A trainer that resumes at a position trains on these prompts a second time: reuse must not find them twice."""
+    await client.add([make_group(name, position=position) for position, name in enumerate("abcd")])
+    await client.take(take(3, "r"))
+    await client.ack(["a", "b", "c"])
+    assert await client.reset_fresh(from_position=1) == 3
+    sampled = await client.sample(SampleRequest(count=4, min_version=0, seed=0))
+    assert ids(sampled.groups) == ["a"]
+    await client.add([make_group("b", position=1)])
+    await client.take(take(1, "s"))
+    await client.ack(["b"])
+    again = await client.sample(SampleRequest(count=4, min_version=0, seed=0))
+    assert sorted(ids(again.groups)) == ["a", "b"]
 
 
 async def test_ack_is_idempotent_and_names_an_unknown_id(client: ReplayClient, make_group: MakeGroup) -> None:

@@ -28,10 +28,10 @@ MOMENTS = (
 )
 
 
-def train(model: Path, base: Path, *more: str) -> list[str]:
+def train(model: Path, base: Path, moments: tuple[str, ...], *more: str) -> list[str]:
     """What became of the attempts: the run that is not killed, then the one that is."""
     command = [
-        *(sys.executable, "-m", "tests.trainer.killed_worker", str(base), ",".join(MOMENTS)),
+        *(sys.executable, "-m", "tests.trainer.killed_worker", str(base), ",".join(moments)),
         *("--config", "jobgroup/configs/tiny-cpu.yaml", "--model.name", str(model)),
         *("--trainer.batch_size", "4", "--trainer.max_steps", str(STEPS), "--sampling.group_size", "4"),
         *("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "2", "--trainer.eval_every", "3"),
@@ -41,6 +41,11 @@ def train(model: Path, base: Path, *more: str) -> list[str]:
     done = subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def positions(directory: Path) -> list[int]:
+    with closing(sqlite3.connect(directory / "state" / "replay" / "replay.db")) as db:
+        return sorted(row[0] for row in db.execute("SELECT position FROM groups"))
 
 
 def told(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -57,7 +62,7 @@ def stored(directory: Path) -> set[tuple[int, str, str]]:
 
 def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(base_model: Path, tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    assert train(base_model, tmp_path) == [" 0", *(f"{moment} -9" for moment in MOMENTS), " 0"]
+    assert train(base_model, tmp_path, MOMENTS) == [" 0", *(f"{moment} -9" for moment in MOMENTS), " 0"]
     assert [line["step"] for line in told(broken, "metrics")] == list(range(1, STEPS + 1))
     for a, b in zip(told(unbroken, "metrics"), told(broken, "metrics"), strict=True):
         for name in ("reward", "accuracy", "equal_groups", "staleness", "completion_tokens", "truncated", "dropped"):
@@ -67,3 +72,13 @@ def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(base_model: 
         one, other = ([[line[c] for c in columns] for line in told(place, name)] for place in (unbroken, broken))
         assert one == other
     assert stored(broken) == stored(unbroken)  # no prompt is skipped, and all have the same completions
+
+
+def test_a_killed_run_reuses_no_experience_of_lost_steps(base_model: Path, tmp_path: Path) -> None:
+    """Neither is its own experience taken for that of another run, before the first checkpoint."""
+    moments = (r"open w .*/step_000002\.partial/", r"os\.rename .*/step_000004\.partial")
+    attempts = train(base_model, tmp_path, moments, "--replay.reuse_ratio", "0.5")
+    assert attempts == [" 0", *(f"{moment} -9" for moment in moments), " 0"]
+    broken = told(tmp_path / "broken", "metrics")
+    assert [(line["step"], line["reused_groups"]) for line in broken] == [(1, 0), *((step, 2) for step in range(2, STEPS + 1))]
+    assert positions(tmp_path / "broken") == list(range(2 * STEPS))  # every prompt once
