@@ -63,6 +63,8 @@ def test_a_node_that_does_not_run_is_named() -> None:
         ({"SKYPILOT_NUM_NODES": "two"}, "SKYPILOT_NUM_NODES"),
         ({"SKYPILOT_NODE_IPS": "10.0.0.4"}, "SKYPILOT_NODE_IPS"),
         ({"SKYPILOT_NUM_GPUS_PER_NODE": "1.5"}, "SKYPILOT_NUM_GPUS_PER_NODE"),
+        ({"SKYPILOT_NUM_GPUS_PER_NODE": ""}, "SKYPILOT_NUM_GPUS_PER_NODE"),
+        ({"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK"),
         ({"JOBGROUP_HOSTS": "data-server-0.rlhf-math"}, "JOBGROUP_HOSTS"),
     ],
 )
