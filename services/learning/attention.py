@@ -18,7 +18,7 @@ _Array = NDArray[np.int64]
 NAME = "packed"
 """Of the attention function, in transformers' registry. Without `segments` it is plain SDPA."""
 
-_WASTE = 0.8
+_WASTE = 0.9
 """Rows are computed together as long as the shortest has this share of the longest's tokens."""
 _SKIP = 0.25
 """Share of a row that its prompt must be for a mask to be cheaper than to compute the prompt's queries with it."""
@@ -61,14 +61,14 @@ class Segments:
         totals = prefixes + sizes
         key, prefix = _within(totals), np.repeat(prefixes, totals)
         keys = key + np.where(key < prefix, np.repeat(prefix_starts, totals), np.repeat(starts - prefixes, totals))
-        ends = np.cumsum(totals) - totals
+        first = np.cumsum(totals) - totals
         row_queries, row_keys, buckets, places, size = [], [], [], np.empty_like(starts), 0
         for part in _alike(prefixes, totals):
             width, skip = int(totals[part[0]]), int(prefixes[part].min())
             if skip < _SKIP * width:
                 skip = 0
             columns = np.arange(width)
-            row = np.where(columns < totals[part, None], keys[np.minimum(ends[part, None] + columns, len(keys) - 1)], 0)
+            row = np.where(columns < totals[part, None], keys[np.minimum(first[part, None] + columns, len(keys) - 1)], 0)
             row_keys.append(row.reshape(-1))
             row_queries.append(row[:, skip:].reshape(-1))
             places[part] = size + np.arange(len(part)) * (width - skip) + prefixes[part] - skip

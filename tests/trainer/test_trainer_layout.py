@@ -185,3 +185,44 @@ def test_values_are_the_same_packed_and_padded(config: Config) -> None:
         result.square().mean().backward()
         values.append((result.detach(), [p.grad for p in model.module.parameters() if p.grad is not None]))
     torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-4)
+
+
+def every_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What `varlen_attn` says it computes, segment by segment: the last query and the last key are of one token."""
+    results = []
+    for i in range(len(cu_seq_q) - 1):
+        q, k, v = (
+            states[ends[i] : ends[i + 1]].transpose(0, 1)
+            for states, ends in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
+        )
+        assert q.shape[1] <= max_q
+        assert k.shape[1] <= max_k
+        shift = k.shape[1] - q.shape[1]
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(shift + window_size[1])
+        if window_size[0] >= 0:
+            allowed = allowed.triu(shift - window_size[0])
+        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=enable_gqa)
+        results.append(result.transpose(0, 1))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("kind", ["qwen2 with GQA", "qwen2 with windows"])
+@pytest.mark.parametrize("name", ROWS)
+def test_what_the_kernel_for_gpus_is_told_is_padding(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    """The kernel itself needs a GPU; a plain one of the same signature takes its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", every_segment)
+    monkeypatch.setattr("services.learning.attention._has_kernel", lambda query: True)
+    model = make(*PACKABLE[kind])
+    assert_same(results(model, Packed, name), results(model, Padded, name))
