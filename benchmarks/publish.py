@@ -2,7 +2,7 @@
 
 A figure is the time of `Publisher.publish`: from the tensors of the trainer until every receiver has them, verified, in the
 tensors of its own model. Receivers are processes with the client, the store and the receiving code of the rollout nodes and the
-embedded engine. Beside each, in the same run and in turns: the same bytes plainly copied, by `cp` to as many files at once for
+embedded engine. Beside each, in the same run: the same bytes plainly copied, by `cp` to as many files at once for
 http and shared, by one gloo broadcast to as many processes for distributed.
 """
 

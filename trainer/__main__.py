@@ -141,6 +141,7 @@ def _lead(
     broadcaster = None
     if sync == "distributed":
         broadcaster = Broadcaster(board, static_files, run_id, timeout_s, _meeting(config, topology, learner.ranks.device))
+        stack.callback(broadcaster.close)
     publisher = Publisher(
         *(board, static_files, run_id, timeout_s, fence, recorder.say),
         metrics=metrics,

@@ -79,13 +79,22 @@ class Broadcaster:
             log.error("the group of trainer and engines is formed anew: %s", problem)
             group.close()
 
+    def close(self) -> None:
+        """Leaves the group: connections that are open when the interpreter ends could abort it."""
+        if self._group is not None and not self._group.closed:
+            self._group.close()
+
     def _group_of(self, members: list[WorkerReport]) -> EngineGroup | None:
         if self._group is not None and not self._group.fits(members):
             if not self._group.closed:
                 self._group.close()
             self._group = None
         if self._group is None and members:
-            self._group = EngineGroup(members, self._meeting, self._timeout_s)
+            try:
+                self._group = EngineGroup(members, self._meeting, self._timeout_s)
+            except RuntimeError as error:
+                log.error("no group can be formed at %s, weights go over HTTP: %s", self._meeting.address, error)
+                return None
             names = ", ".join(f"{worker.name} ({worker.tensor_parallel_size})" for worker in self._group.members)
             log.info("group %s of the trainer and the engines of %s", self._group.name, names)
         return self._group
@@ -151,7 +160,9 @@ class Broadcaster:
         if len({self._sums[name] for name in members}) > 1:
             text = ", ".join(f"{name} {self._sums[name][:8]}" for name in members)
             raise Conflict("the engines hold different weights", field="checksums", value=text)
-        return WeightVerdict(checksum=own, compared=f"the engines of {len(members)} nodes with each other")
+        alone = len(members) == 1
+        text = "nothing: there is no other engine" if alone else f"the engines of {len(members)} nodes with each other"
+        return WeightVerdict(checksum=own, compared=text)
 
     async def _all_sums(self, version: int) -> list[str]:
         """The group's members that are still there, once each has reported its checksum."""

@@ -128,6 +128,17 @@ async def test_engines_on_gpus_are_compared_with_each_other_once_all_have_report
     sender._group.close()
 
 
+def test_an_address_that_does_not_exist_is_loud_and_weights_go_as_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = WeightBoard(tmp_path / "weights")
+    board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
+    sender = Broadcaster(board, [], "run", 1.0, Meeting("nobody.invalid"))
+    manifest, size = sender.publish(mixed().items(), 1)
+    assert (manifest.broadcast, size) == (None, sum(tensor.nbytes for tensor in mixed().values()))
+    assert "no group can be formed at nobody.invalid" in caplog.text
+
+
 def test_an_engine_has_as_many_ranks_as_the_settings_say() -> None:
     for words in (["--dp-size", "2"], ["--tp=2"], ["--nnodes", "2"]):
         settings = {"trainer": {"weight_sync": "distributed"}, "rollout": {"engine_args": words}}
