@@ -5,10 +5,12 @@ same code runs in one process. Connections resolve names anew, so a task that ca
 """
 
 import asyncio
+import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -307,16 +309,10 @@ class RolloutClient(Client):
         `temperature` 0 is greedy; with the same `sampling_seed` the embedded engine samples the same. Raises
         GenerationFailed when an answer was aborted or lacks what training needs.
         """
-        answers = await self.answers(
-            input_ids,
-            n=n,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=stop_token_ids,
-            sampling_seed=sampling_seed,
-            deadline_s=deadline_s,
-        )
-        return [completion_from_answer(answer) for answer in answers]
+        body = _generate_body(input_ids, n, max_new_tokens, temperature, stop_token_ids, sampling_seed, logprobs=True)
+        content = await self._generate(body, deadline_s)
+        with _without_cycle_collection():
+            return [completion_from_answer(answer) for answer in _n_answers(content, n)]
 
     async def answers(
         self,
@@ -331,28 +327,14 @@ class RolloutClient(Client):
         logprobs: bool = True,
     ) -> list[dict[str, Any]]:
         """`generate`, with the n answers as the engine gave them. Raises GenerationFailed when there are not n."""
-        sampling: dict[str, Any] = {
-            "n": n,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "stop_token_ids": list(stop_token_ids),
-            "skip_special_tokens": True,
-        }
-        if sampling_seed is not None:
-            sampling["sampling_seed"] = sampling_seed
-        body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": logprobs, "stream": False}
-        response = await self.request(
-            "POST",
-            "/generate",
-            content=orjson.dumps(body),
-            headers={"content-type": "application/json"},
-            deadline_s=deadline_s,
-        )
-        answers = orjson.loads(response.content)
-        answers = answers if isinstance(answers, list) else [answers]
-        if len(answers) != n:
-            raise GenerationFailed(f"asked for {n} completions, got {len(answers)}")
-        return answers
+        body = _generate_body(input_ids, n, max_new_tokens, temperature, stop_token_ids, sampling_seed, logprobs)
+        content = await self._generate(body, deadline_s)
+        with _without_cycle_collection():
+            return _n_answers(content, n)
+
+    async def _generate(self, body: bytes, deadline_s: float | None) -> bytes:
+        headers = {"content-type": "application/json"}
+        return (await self.request("POST", "/generate", content=body, headers=headers, deadline_s=deadline_s)).content
 
     async def remove_worker(self, url: str) -> None:
         """Takes the engine at `url` out of the router; nothing happens when the router does not know it."""
@@ -360,6 +342,49 @@ class RolloutClient(Client):
         for worker in listing["workers"]:
             if worker["url"].rstrip("/") == url.rstrip("/"):
                 await self.request("DELETE", f"/workers/{worker['id']}")
+
+
+def _generate_body(
+    input_ids: Sequence[int],
+    n: int,
+    max_new_tokens: int,
+    temperature: float,
+    stop_token_ids: Sequence[int],
+    sampling_seed: int | None,
+    logprobs: bool,
+) -> bytes:
+    sampling: dict[str, Any] = {
+        "n": n,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "stop_token_ids": list(stop_token_ids),
+        "skip_special_tokens": True,
+    }
+    if sampling_seed is not None:
+        sampling["sampling_seed"] = sampling_seed
+    body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": logprobs, "stream": False}
+    return orjson.dumps(body)
+
+
+def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
+    answers = orjson.loads(content)
+    answers = answers if isinstance(answers, list) else [answers]
+    if len(answers) != n:
+        raise GenerationFailed(f"asked for {n} completions, got {len(answers)}")
+    return answers
+
+
+@contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """An answer has a list for every token: making these starts the search for cycles over the whole heap again and again,
+    which took ten times as long as the parsing itself (`python -m benchmarks.collector`)."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def completion_from_answer(answer: dict[str, Any]) -> Completion:
@@ -374,13 +399,13 @@ def completion_from_answer(answer: dict[str, Any]) -> Completion:
         token_ids: Int32 = np.array(answer["output_ids"], np.int32)
         pairs = meta["output_token_logprobs"]
         logprobs = np.array([pair[0] for pair in pairs], np.float32)
-        scored = np.array([pair[1] for pair in pairs], np.int32)
+        scored = [pair[1] for pair in pairs]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
         versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GenerationFailed(f"the engine's answer lacks what training needs: {error!r}", value=answer) from None
     if finish not in ("stop", "length"):
         raise GenerationFailed(f"the completion ended with {finish}", value=meta["finish_reason"])
-    if len(token_ids) == 0 or not np.array_equal(token_ids, scored) or not np.isfinite(logprobs).all():
+    if len(token_ids) == 0 or answer["output_ids"] != scored or not np.isfinite(logprobs).all():
         raise GenerationFailed("tokens and logprobs of the completion do not match", value=answer)
     return Completion(token_ids, logprobs, answer["text"], finish, versions)

@@ -1,5 +1,6 @@
 """`torchrun … -m trainer`: one process per GPU (or per node on CPUs) of the ppo-trainer task."""
 
+import gc
 import signal
 import sys
 from contextlib import ExitStack
@@ -85,6 +86,7 @@ def run(config: Config, topology: Topology) -> None:
             train(learner, critic, ranks, None, total_steps, checkpoints)
             save_last(checkpoints, learner, critic, None)
         else:
+            gc.freeze()  # libraries and model stay: the search for cycles need not pass over them again and again
             with lead.collecting():
                 train(learner, critic, ranks, lead, total_steps, checkpoints)
             lead.conclude(lambda: save_last(checkpoints, learner, critic, lead))
