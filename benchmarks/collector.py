@@ -1,0 +1,221 @@
+"""What the collector costs the trainer's node: `python -m benchmarks.collector [--completions 40000] [--profile]`.
+
+The real collector and the real clients over real sockets, 4,096 completions in flight. Light stand-ins, one process each, are
+the data-server, reward-server and replay-buffer, and one endpoint that stands for the router and 64 engines: it answers a
+group after a second or two, with about 500 tokens and log-probabilities a completion, in SGLang's format. Groups that are
+stored free their slots at once. Measured: completions per second, CPU seconds of this process for 1,000 completions and the
+shares of them that parsing SGLang's JSON takes and that remains, and the resident memory as it goes on.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import json
+import logging
+import pstats
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from benchmarks.processes import ROOT, free_port, processes
+from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient, completion_from_answer
+from common.config import Config, load
+from common.wire import decode_groups
+from trainer.background import LoopThread
+from trainer.clock import StageClock
+from trainer.collect import Collector, Progress, Prompter, Services
+from trainer.model import load_tokenizer
+
+IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
+
+
+def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """A group as SGLang answers it: 400 to 600 tokens a completion."""
+    found = []
+    for _ in range(COMPLETIONS):
+        size = int(rng.integers(TOKENS - 100, TOKENS + 101))
+        ids, logprobs = rng.integers(0, 150_000, size).tolist(), (-rng.exponential(0.5, size)).tolist()
+        pairs = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
+        meta = {
+            "id": "0123456789abcdef0123456789abcdef",
+            "finish_reason": {"type": "stop", "matched": ids[-1]},
+            "prompt_tokens": 100,
+            "completion_tokens": size,
+            "cached_tokens": 0,
+            "weight_version": "0",
+            "weight_versions": [{"version": "0", "start": 0, "end": size}],
+            "input_token_logprobs": [],
+            "output_token_logprobs": pairs,
+            "output_token_logprobs_length": size,
+            "e2e_latency": 12.3,
+        }
+        found.append({"text": "because " * (size // 2) + "#### 12", "output_ids": ids, "meta_info": meta})
+    return found
+
+
+def rollout_app() -> web.Application:
+    """The router and the engines behind it."""
+    rng = np.random.default_rng(0)
+    pool = [orjson.dumps(answers(rng)) for _ in range(POOL)]
+    waits = rng.uniform(1, 2, 1 << 16)
+    calls = 0
+
+    async def generate(request: web.Request) -> web.Response:
+        nonlocal calls
+        await request.read()
+        calls += 1
+        await asyncio.sleep(waits[calls % len(waits)])
+        return web.Response(body=pool[calls % POOL], content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    return app
+
+
+def services_app() -> web.Application:
+    """Data, reward and replay without what they do: they answer in the right form."""
+    position = stored = 0
+
+    async def prompts(request: web.Request) -> web.Response:
+        nonlocal position
+        count = int(request.query["batch_size"])
+        rows = [{"id": f"p{i}", "prompt": "How many apples has Tom? " * 8, "ground_truth": "12"} for i in range(count)]
+        body = {"prompts": rows, "total_available": 1 << 40, "epoch": 0, "position": position}
+        position += count
+        return web.json_response(body)
+
+    async def reward(request: web.Request) -> web.Response:
+        items = orjson.loads(await request.read())["items"]
+        result = {"reward": 1.0, "extracted_answer": "12", "ground_truth": "12", "correct": True, "status": "ok"}
+        result["components"] = {"math": 1.0}
+        means = {"rewards": [1.0] * len(items), "mean_reward": 1.0, "accuracy": 1.0}
+        return web.Response(body=orjson.dumps(means | {"results": [result] * len(items)}), content_type="application/json")
+
+    async def add(request: web.Request) -> web.Response:
+        nonlocal stored
+        body = await request.read()
+        if stored == 0:  # what arrives is what a real one would take
+            assert len(decode_groups(body)[0].completions) == COMPLETIONS
+        stored += 1
+        return web.json_response({"added": 1, "duplicates": 0})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_get("/prompts", prompts)
+    app.router.add_post("/batch_reward", reward)
+    app.router.add_post("/groups", add)
+    return app
+
+
+class FreeingReplay(ReplayClient):
+    """Counts what is stored and frees its slot, as the trainer does when it has trained on it."""
+
+    collector: Collector
+    stored = 0
+
+    async def add(self, groups: list[Any]) -> None:
+        await super().add(groups)
+        self.stored += 1
+        await self.collector._free(1)
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def parse_seconds() -> tuple[float, float]:
+    """CPU seconds for 1,000 completions: of orjson alone, and of making completions of what it gave."""
+    group = answers(np.random.default_rng(0))
+    body, rounds = orjson.dumps(group), 1000 // COMPLETIONS
+    gc.disable()
+    start = time.process_time()
+    for _ in range(rounds):
+        parsed = orjson.loads(body)
+    middle = time.process_time()
+    for _ in range(rounds):
+        for answer in parsed:
+            completion_from_answer(answer)
+    gc.enable()
+    return middle - start, time.process_time() - middle
+
+
+def measure(config: Config, url: str, completions: int, profile: cProfile.Profile | None) -> None:
+    with LoopThread() as loop:
+
+        async def connect() -> Services:
+            replay = FreeingReplay("replay-buffer", f"http://127.0.0.1:{config.replay.port}")
+            data = DataClient("data-server", f"http://127.0.0.1:{config.data.port}")
+            reward = RewardClient("reward-server", f"http://127.0.0.1:{config.reward.port}")
+            return Services(data, RolloutClient("rollout-server", url), reward, replay)
+
+        services = loop.call(connect())
+        replay = services.replay
+        assert isinstance(replay, FreeingReplay)
+        prompter = Prompter(load_tokenizer(config.model), "Think step by step.", [2])
+        collector = Collector(config, services, prompter, StageClock(), loop, "collector", Progress())
+        replay.collector = collector
+
+        async def enable(on: bool) -> None:
+            if profile:
+                (profile.enable if on else profile.disable)()
+
+        gc.freeze()  # as the trainer does before its first batch
+        with collector.running(1 << 40):
+            marks = [IN_FLIGHT, *range(10_000, completions + 1, 10_000)]
+            begin, used = 0.0, 0.0
+            for mark in marks:
+                while replay.stored * COMPLETIONS < mark:
+                    time.sleep(0.02)
+                    collector.check()
+                if mark == IN_FLIGHT:
+                    loop.call(enable(True))
+                    first, begin, used = replay.stored, time.perf_counter(), time.process_time()
+                print(f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB", flush=True)
+            done = (replay.stored - first) * COMPLETIONS
+            wall, cpu = time.perf_counter() - begin, time.process_time() - used
+            loop.call(enable(False))
+        dropped = dict(collector.counts.dropped)
+        for client in services.all():
+            loop.call(client.close())
+    parse, make = parse_seconds()
+    per_thousand = cpu / done * 1000
+    print(f"{done / wall:,.0f} completions/s; coordinator {cpu / wall:.2f} cores; dropped {dropped or 'nothing'}")
+    print(
+        f"CPU for 1,000 completions: {per_thousand:.3f} s, of which orjson {parse:.3f} s, making completions {make:.3f} s, "
+        f"the rest {per_thousand - parse - make:.3f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--completions", type=int, default=40_000)
+    parser.add_argument("--profile", action="store_true", help="also say where the CPU time of the event loop goes")
+    parser.add_argument("--app", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.app:
+        name, port = json.loads(arguments.app)
+        app = rollout_app() if name == "rollout" else services_app()
+        web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
+        return
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    engines, services = free_port(), free_port()
+    words = [
+        *("--model.name", str(ROOT / ".cache/tiny-base"), "--trainer.batch_size", str(IN_FLIGHT // COMPLETIONS)),
+        *("--sampling.group_size", str(COMPLETIONS), "--sampling.max_new_tokens", "1024"),
+        *("--data.port", str(services), "--reward.port", str(services), "--replay.port", str(services)),
+    ]
+    apps = [["benchmarks.collector", "--app", json.dumps(pair)] for pair in (("rollout", engines), ("services", services))]
+    profile = cProfile.Profile(time.thread_time) if arguments.profile else None
+    with processes(apps):
+        measure(load(words, {}), f"http://127.0.0.1:{engines}", arguments.completions, profile)
+    if profile:
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Does training overlap with generation? `python -m benchmarks.overlap [--seconds 0.8] [--steps 24] [--staleness 0 1 2]`.
+
+The real loop, collector, weight delivery and clients over real sockets, with data-server, reward-server and replay-buffer as
+processes. Simulated are the engine, a process that speaks its HTTP API and decodes in real time (a bounded number of rows,
+log-normal lengths, running requests wait while weights are loaded and go on with the new ones), and the update, which sleeps.
+
+A row of the table is a ratio of generation to training. `generation` is what the engine needs for one batch when all its rows
+are busy, loading the weights included; `training` is the update. The larger of the two is the bound. Medians over the steps.
+Needs the tokenizer of the tiny base model (`make demo` makes it).
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from aiohttp import web
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.processes import ROOT, free_port, processes
+from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
+from common.config import Config, load
+from common.observe import Metrics
+from services.learning.ranks import Ranks
+from services.rollout.engine import EngineClient
+from trainer.background import LoopThread
+from trainer.batch import Batch
+from trainer.collect import Progress, Prompter, Services
+from trainer.lead import Lead
+from trainer.learner import Learner
+from trainer.loop import train
+from trainer.metrics import Sums, UpdateMetrics
+from trainer.model import load_tokenizer
+from trainer.publish import Weights, write_version
+from trainer.record import Recorder, read_lines
+from trainer.server import TrainerMetrics
+
+GROUPS, COMPLETIONS, ROWS = 16, 4, 32
+TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
+"""Mean length, spread of its logarithm, and where a completion is cut."""
+LOAD_SHARE = 0.04
+"""Seconds of loading weights, as a share of the bound."""
+WARM_UP = 4
+"""First steps, which do not count."""
+
+
+def lengths(seed: int) -> list[int]:
+    """Tokens of each completion of a group."""
+    drawn = np.random.default_rng(seed).lognormal(math.log(TOKENS) - SIGMA**2 / 2, SIGMA, COMPLETIONS)
+    return [int(value) for value in np.clip(drawn, 1, LONGEST)]
+
+
+MEAN_TOKENS = float(np.mean([lengths(seed) for seed in range(5000)]))
+
+
+class SimulatedEngine:
+    """Decodes in real time: every token of a row takes `token_s`, at most ROWS rows at once.
+
+    A pause stops all rows where they are (as `retract` does, without the second prefill); they keep their places.
+    """
+
+    def __init__(self, token_s: float, load_s: float) -> None:
+        self.token_s, self.load_s, self.version = token_s, load_s, "0"
+        self._rows = asyncio.Semaphore(ROWS)
+        self._runs, self._paused = asyncio.Event(), asyncio.Event()
+        self._runs.set()
+
+    async def _complete(self, tokens: int) -> dict[str, Any]:
+        spans: list[dict[str, Any]] = []
+        async with self._rows:
+            done = 0
+            while done < tokens:
+                await self._runs.wait()
+                version, start = self.version, time.monotonic()
+                try:
+                    await asyncio.wait_for(self._paused.wait(), (tokens - done) * self.token_s)
+                    more = min(tokens - done, int((time.monotonic() - start) / self.token_s))
+                except TimeoutError:
+                    more = tokens - done
+                if more:
+                    spans.append({"version": version, "start": done, "end": done + more})
+                done += more
+        pairs = [[-0.5, 5, None]] * tokens
+        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": pairs, "weight_version": self.version}
+        return {"text": "#### 1", "output_ids": [5] * tokens, "meta_info": meta | {"weight_versions": spans}}
+
+    async def generate(self, request: web.Request) -> web.Response:
+        sampling = (await request.json())["sampling_params"]
+        return web.json_response(await asyncio.gather(*map(self._complete, lengths(sampling["sampling_seed"]))))
+
+    async def pause(self, _: web.Request) -> web.Response:
+        self._runs.clear()
+        self._paused.set()
+        return web.json_response({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.load_s)
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({"success": True})
+
+    async def go_on(self, _: web.Request) -> web.Response:
+        self._paused.clear()
+        self._runs.set()
+        return web.json_response({})
+
+    async def info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/pause_generation", self.pause)
+        app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_post("/continue_generation", self.go_on)
+        app.router.add_get("/model_info", self.info)
+        app.router.add_get("/health", self.info)
+        return app
+
+
+class SleepingLearner:
+    """A learner whose update takes `seconds`, and that has a few weights."""
+
+    def __init__(self, config: Config, seconds: float) -> None:
+        self.config, self.seconds, self.step, self.seed, self.kl_coef = config, seconds, 0, 0, 0.0
+        self._weights = {f"w{i}": torch.zeros(1024, 256) for i in range(4)}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._weights.items()
+
+    def score(self, batch: Batch) -> None: ...
+
+    def update(self, batch: Batch) -> UpdateMetrics:
+        time.sleep(self.seconds)
+        self.step += 1
+        return Sums().metrics([], 0.0, 0.0, 0, False)
+
+
+class DirectPublisher:
+    """Writes a version and has the engine load it: what an agent does, without the download."""
+
+    def __init__(self, directory: Path, engine: EngineClient, loop: LoopThread) -> None:
+        self._directory, self._engine, self._loop = directory, engine, loop
+
+    def publish(self, weights: Weights, version: int) -> None:
+        write_version(weights, [], self._directory, "overlap", version)
+        self._loop.call(self._engine.load(self._directory / f"v{version:06d}", str(version), 60))
+
+
+def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` of a run."""
+    assert config.trainer.run_dir is not None
+    with LoopThread() as loop:
+
+        async def connect() -> tuple[Services, EngineClient]:
+            services = Services(
+                DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),
+                RolloutClient("engine", engine_url),
+                RewardClient("reward-server", f"http://127.0.0.1:{config.reward.port}"),
+                ReplayClient("replay-buffer", f"http://127.0.0.1:{config.replay.port}"),
+            )
+            return services, EngineClient("engine", engine_url)
+
+        services, engine = loop.call(connect())
+        tokenizer = load_tokenizer(config.model)
+        learner = cast(Learner, SleepingLearner(config, training_s))
+        recorder = Recorder(config.trainer.run_dir, config, Console(quiet=True))
+        publisher = DirectPublisher(config.trainer.run_dir / "weights", engine, loop)
+        metrics = TrainerMetrics(Metrics("overlap"))
+        prompter = Prompter(tokenizer, "", [])
+        lead = Lead(
+            *(config, learner, None, tokenizer, services, prompter, publisher, loop, recorder, metrics, Progress(), "overlap")
+        )
+        lead.prepare()
+        with lead.collecting():
+            train(learner, None, Ranks(), lead, lead.total_steps)
+        for client in (*services.all(), engine):
+            loop.call(client.close())
+    return read_lines(config.trainer.run_dir / "metrics.jsonl")
+
+
+def measure(generation_s: float, training_s: float, staleness: int, steps: int) -> tuple[float, float, float, dict[str, float]]:
+    """Median seconds of a step, mean staleness, share of groups that were too old, and seconds by stage (means)."""
+    ports = [free_port() for _ in range(4)]
+    load_s = LOAD_SHARE * max(generation_s, training_s)
+    token_s = (generation_s - load_s) * ROWS / (GROUPS * COMPLETIONS * MEAN_TOKENS)
+    with tempfile.TemporaryDirectory() as directory:
+        words = [
+            *("--model.name", str(ROOT / ".cache/tiny-base"), "--data.source", "tiny", "--state_dir", f"{directory}/state"),
+            *("--data.port", str(ports[0]), "--reward.port", str(ports[1]), "--replay.port", str(ports[2])),
+            *("--reward.workers", "1", "--trainer.run_dir", f"{directory}/run", "--trainer.max_steps", str(steps)),
+            *("--trainer.batch_size", str(GROUPS), "--sampling.group_size", str(COMPLETIONS), "--trainer.num_epochs", "100"),
+            *("--sampling.max_new_tokens", str(LONGEST), "--trainer.max_staleness", str(staleness)),
+            *("--trainer.eval_samples", "0", "--trainer.checkpoint_every", "0"),
+        ]
+        services = [[f"services.{name}", *words] for name in ("data", "reward", "replay")]
+        engine = ["benchmarks.overlap", "--engine", json.dumps([ports[3], token_s, load_s])]
+        with processes([*services, engine]):
+            lines = run(load(words, {}), training_s, f"http://127.0.0.1:{ports[3]}")[WARM_UP:]
+    seconds = statistics.median(sum(line["seconds"].values()) for line in lines)
+    stale = lines[-1]["dropped"].get("stale", 0)
+    stages = {name: statistics.mean(line["seconds"][name] for line in lines) for name in lines[0]["seconds"]}
+    return seconds, statistics.mean(line["staleness"] for line in lines), stale / (stale + steps * GROUPS), stages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.8, help="the larger of generation and training")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ratios", nargs="+", default=["1:3", "1:2", "1:1", "2:1", "3:1"], help="generation:training")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine:
+        port, token_s, load_s = json.loads(arguments.engine)
+        web.run_app(SimulatedEngine(token_s, load_s).app(), host="127.0.0.1", port=port, print=None)
+        return
+    for name in ("httpx", "trainer.collect", "common.clients"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    table = Table(title=f"seconds of a step, and its ratio to the larger of generation and training ({arguments.steps} steps)")
+    for header in ("generation : training", "seconds", *(f"staleness {s}" for s in arguments.staleness)):
+        table.add_column(header)
+    for ratio in arguments.ratios:
+        generation, training = (float(part) for part in ratio.split(":"))
+        scale = arguments.seconds / max(generation, training)
+        cells = []
+        for staleness in arguments.staleness:
+            step, age, stale, stages = measure(generation * scale, training * scale, staleness, arguments.steps)
+            cells.append(f"{step:.2f} = {step / arguments.seconds:.2f} ×, age {age:.1f}, too old {stale:.0%}")
+            where = ", ".join(f"{name} {value:.3f}" for name, value in stages.items() if value > 5e-4)
+            print(f"{ratio} staleness {staleness}: {cells[-1]} ({where})", flush=True)
+        table.add_row(ratio, f"{generation * scale:.2f} : {training * scale:.2f}", *cells)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
