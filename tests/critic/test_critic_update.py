@@ -94,9 +94,10 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
     assert_same(parameters(trained(config)), whole, 2e-5)
 
 
-def test_two_processes_give_the_update_of_one(config: Config, settings: list[str], tmp_path: Path) -> None:
-    """One row more than a rank can share evenly, and mini-batches of one row, which leave a rank without any."""
-    config.critic.mini_batches = 9
+@pytest.mark.parametrize("cut", [["--critic.mini_batches", "9", "--trainer.shard_size", "1"], ["--critic.mini_batches", "1"]])
+def test_two_processes_give_the_update_of_one(config: Config, settings: list[str], tmp_path: Path, cut: list[str]) -> None:
+    """Copies, with mini-batches of one row, which leave a rank without any; and shards, with as many passes on either rank."""
+    config.critic.mini_batches = int(cut[1])
     one = trained(config, batches=2)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -105,7 +106,7 @@ def test_two_processes_give_the_update_of_one(config: Config, settings: list[str
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *(worker, str(tmp_path), *settings, "--critic.mini_batches", "9", "--trainer.shard_size", "1"),
+            *(worker, str(tmp_path), *settings, *cut),
         ],
         cwd=root,
         env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},

@@ -1,12 +1,15 @@
 """Run by torchrun: several learners on several ranks, one after the other; rank 0 writes what each came to.
 
 `python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume": DIRECTORY,
-"save": DIRECTORY, "hidden": true where only rank 0 sees these directories}. They are relative to DIRECTORY.
+"save": DIRECTORY, "peak": true for what loading alone needs, "hidden": true where only rank 0 sees these directories}. They are
+relative to DIRECTORY.
 """
 
 import json
 import os
+import resource
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from services.learning.ranks import Ranks, end
 from tests.trainer.groups import off_policy_groups, save, weighed
 from trainer.lead import resumed_learner
 from trainer.learner import Learner
+from trainer.model import load_scorer
 
 
 def learned(learner: Learner, updates: int) -> list[list[float]]:
@@ -46,11 +50,20 @@ def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[f
 
 def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    with Ranks.from_env(timeout_s=60) as base:
+    # What dynamo and autograd make of sharded layers is at stake here, not minutes of C++ compiler.
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    with Ranks.from_env(timeout_s=150) as base:
         for name, case in cases.items():
             os.chdir(directory)
             config = load(case["settings"], {})
-            ranks = Ranks(base.rank, base.world_size, base.local_rank, 60, "auto", config.trainer.shard_size)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            ranks = Ranks(base.rank, base.world_size, base.local_rank, 150, "auto", config.trainer.shard_size)
+            if case.get("peak"):  # bytes that loading added to the most this process ever had
+                kept = load_scorer(config.model, ranks, config.trainer)
+                after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                (directory / f"{name}-{ranks.rank}.txt").write_text(str((after - before) * 1024))
+                del kept
+                continue
             metrics, weights = run(case, config, ranks)
             save_file(weights, directory / f"{name}-{ranks.rank}.safetensors")
             if ranks.first:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from services.learning.ranks import Ranks
 from services.learning.sharding import named_tensors
 from tests.trainer.groups import VOCABULARY, save
 from tests.trainer.sharding_worker import learned
-from trainer.checkpoint import newest
+from trainer.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.learner import Learner
 
 SETTINGS = {
@@ -104,6 +106,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         "sharded": {"settings": settings},
         "replicated": {"settings": replicated},
         "offload": {"settings": offload},
+        "compiled": {"settings": arguments(policy_dir, compile=True, activation_checkpointing=True)},
         "from_one": {"settings": settings, "resume": "one", "updates": 1},
         "saves": {"settings": settings, "save": "two", "updates": 2},
         "saves_replicated": {"settings": replicated, "save": "two_replicated", "updates": 2},
@@ -175,3 +178,100 @@ def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Pa
 
 def buffers(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers())
+
+
+def test_files_that_have_other_names_or_no_safetensors_are_loaded_on_rank_0(policy_dir: Path, directory: Path) -> None:
+    """One rank reads for two, from a file that is not safetensors."""
+    other = directory / "pickled"
+    shutil.copytree(policy_dir, other)
+    torch.save(load_file(other / "model.safetensors"), other / "pytorch_model.bin")
+    (other / "model.safetensors").unlink()
+    run_ranks(2, directory, {"pickled": {"settings": arguments(other), "updates": 1}})
+    expected = load_file(policy_dir / "model.safetensors")
+    before = load_file(directory / "pickled-0.safetensors")
+    assert all((before[name] - expected[name]).abs().max() < 2e-3 for name in before), "one small step from the file"
+
+
+def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
+    """A model of 120 MB on two ranks: what a rank needs beyond its start is far from the model, let alone twice of it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    run_ranks(2, tmp_path, {"peak": {"settings": ["--model.name", str(tmp_path / "model")], "peak": True}})
+    for rank in (0, 1):
+        peak = int((tmp_path / f"peak-{rank}.txt").read_text())
+        assert size / 2 < peak < 1.5 * size, (peak, size)
+
+
+@pytest.mark.parametrize("kind", ["missing", "killed"])
+def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
+    """Killed in the middle of writing, or a disk that says no: then the next step says so."""
+    learner = Learner(config, Ranks())
+    first = save(learner, tmp_path)
+    learner.step = 1
+    if kind == "killed":
+        code = (
+            "import os, sys; from pathlib import Path; import services.learning.saving as saving;"
+            "from common.config import Config; from services.learning.ranks import Ranks;"
+            "from tests.trainer.groups import save; from trainer.learner import Learner;"
+            "saving.Snapshot.write_state = lambda *_: os._exit(9);"
+            "c = Config(); c.model.name = sys.argv[1]; l = Learner(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
+        )
+        root = str(Path(__file__).resolve().parents[2])
+        done = subprocess.run(
+            [sys.executable, "-c", code, config.model.name, str(tmp_path)], env={**os.environ, "PYTHONPATH": root}, timeout=100
+        )
+        assert done.returncode == 9
+    else:
+        checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=lambda: [tmp_path / "is not there"])
+        checkpoints.save(TrainerState(1, 7, "run", 0.0), learner.snapshots(alone=False), 1)
+        with pytest.raises(CheckpointFailed, match=r"could not be written: FileNotFoundError.*remedy"):
+            checkpoints.wait()
+    assert (tmp_path / "step_000001.partial").is_dir()
+    assert newest(tmp_path) == first
+    second = save(learner, tmp_path)
+    assert newest(tmp_path) == second
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
+    learner = Learner(config, Ranks())
+    for learner.step, accuracy in enumerate([None, 0.2, 0.5, 0.4, None, 0.3], 1):
+        save(learner, tmp_path, keep=2, accuracy=accuracy)
+    assert (tmp_path / "best").resolve() == tmp_path / "step_000003"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best", "step_000003", "step_000005", "step_000006"]
+    learner.step = 7
+    save(learner, tmp_path, keep=2, accuracy=0.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_000006", "step_000007"]
+
+
+def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path) -> None:
+    """The thread writes a copy: updates that follow at once do not reach it."""
+    learner = Learner(config, Ranks())
+    expected = {name: tensor.clone() for name, tensor in learner.weights()}
+    gate = threading.Event()
+
+    def static() -> list[Path]:
+        gate.wait(60)
+        return []
+
+    checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=static)
+    path = checkpoints.save(TrainerState(0, 0, "run", 0.0), learner.snapshots(alone=False), 0)
+    learned(learner, 1)
+    assert newest(tmp_path) is None
+    gate.set()
+    checkpoints.wait()
+    written = load_file(path / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
