@@ -38,7 +38,7 @@ def train(
     while learner.step < total_steps:
         if checkpoints:
             checkpoints.check()
-        torch.manual_seed(learner.seed * 4096 + ranks.rank)
+        torch.manual_seed((learner.seed * 4096 + ranks.rank) % 2**63)
         experience = Experience.share(lead.take() if lead else None, ranks)
         with lead.clock.stage("update") if lead else nullcontext():
             batch = Batch.of(experience.groups, experience.weights, config, learner.step, experience.fresh)

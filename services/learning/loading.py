@@ -167,7 +167,7 @@ def _load(
     prepare(model, settings, trained)
     offload = settings.offload_optimizer and trained
     shard(root, model, ranks, low_precision, offload, trained, exact(model))
-    materialise(root, torch.device("cpu") if offload else ranks.device)
+    materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
     targets = {}
     for name, tensor in named_tensors(model).items():
         if pretrained.zeros(name):
@@ -213,8 +213,8 @@ def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, eve
                 mine.copy_(reader.read(name, part))
 
 
-def materialise(root: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters that are on the meta device; what is tied stays tied. Buffers go to `device`."""
+def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:
+    """Memory on `device` for parameters that are on the meta device; what is tied stays tied. Buffers go to `buffers`."""
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -225,7 +225,7 @@ def materialise(root: nn.Module, device: torch.device) -> None:
                     )
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+            module._buffers[name] = None if buffer is None else buffer.to(buffers)
 
 
 @contextmanager

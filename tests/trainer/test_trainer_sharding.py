@@ -165,7 +165,7 @@ def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Pa
     pretrained = Pretrained(AutoModelForCausalLM, str(tmp_path))
     expected, found = pretrained.whole(), pretrained.empty()
     assert all(parameter.is_meta for parameter in found.parameters())
-    materialise(found, torch.device("cpu"))
+    materialise(found, torch.device("cpu"), torch.device("cpu"))
     fill(named_tensors(found), SafetensorsReader(tmp_path), Ranks(), everywhere=True)
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()
