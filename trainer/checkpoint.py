@@ -219,10 +219,10 @@ def _accuracy(path: Path) -> float | None:
 
 
 def _shared(directory: Path, ranks: Ranks) -> bool:
-    """Whether every rank sees what rank 0 writes there."""
-    token = directory / ".shared"
+    """Whether every rank sees what rank 0 writes beside it."""
+    token = directory.with_name(".shared")
     if ranks.first:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
         token.write_text(str(time.time_ns()))
     ranks.barrier()
     shared = ranks.all_say(token.read_bytes() if token.exists() else b"")

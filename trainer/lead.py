@@ -97,11 +97,12 @@ class Lead:
             )
         self._check_replay()
         # Trained on in steps that are lost: reuse would find their prompts twice, and experience of later weights than these.
-        lost_from = self._collector.position if self._reads_replay else None
+        position = self._collector.progress().position
+        lost_from = position if self._reads_replay else None
         dropped = self._loop.call(self.services.replay.reset_fresh(lost_from))
         if dropped:
             self.recorder.say(f"dropped {dropped} groups of an earlier attempt; their prompts are drawn again")
-        self._loop.call(self.services.data.seek(self._collector.progress().position))
+        self._loop.call(self.services.data.seek(position))
         if settings.eval_samples:
             self._held_out = self._loop.call(self.services.data.eval_prompts(settings.eval_samples))
         self._publisher.publish(self.learner.weights(), self.learner.step)
