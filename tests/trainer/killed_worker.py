@@ -1,8 +1,8 @@
 """Trains twice: in one process, and in one that is killed with SIGKILL again and again, until it may end.
 
 A moment is a pattern: the process ends right before the first file event that it matches (`open a …/metrics.jsonl`,
-`os.rename …/step_000002.partial`); or a number: so many file events in the run's directory after the start; or seconds
-(`0.7s`) after the start.
+`os.rename …/step_000002.partial`); or a number: so many file events in the run's directory after the start; or, for trying it
+by hand, seconds (`0.7s`) after the start.
 """
 
 import os
