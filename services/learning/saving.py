@@ -71,7 +71,10 @@ class Snapshot:
     def write_state(self, directory: Path, group: Any = None) -> None:
         """The optimiser's state; with `together` a call of all ranks in `group`."""
         if self.state:
-            dcp.save(dict(self.state), checkpoint_id=directory / _STATE, process_group=group, no_dist=not self.together)
+            writer = dcp.FileSystemWriter(
+                directory / _STATE, per_thread_copy_ahead=0
+            )  # 0: no CUDA stream; all is in CPU memory
+            dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
 
     def write(self, directory: Path) -> None:
         """Everything, on one rank alone."""
