@@ -41,7 +41,7 @@ class Job:
 
     def write(self) -> Path:
         path = Path(self.output) / "job.json"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path
 
@@ -66,7 +66,7 @@ def main() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     job = Job.read(Path(sys.argv[1]))
 
     class Trainer(GRPOTrainer):  # type: ignore[misc]

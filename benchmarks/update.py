@@ -1,0 +1,297 @@
+"""The update alone: tokens per second, share of the machine's arithmetic, peak memory, on models of real shapes.
+
+Random weights and random tokens in the shape of Qwen2.5, one GRPO update per measurement: `--tokens` prompt and completion
+tokens in groups of `--group`, completions of `--completion` tokens on average with a heavy tail. Each case runs in a process
+of its own. FLOPs are those that the update needs: 6 per parameter and token (a shared prompt once, the head for completion
+tokens alone) and the attention. MFU is the share of the peak in the GPU's data sheet (bfloat16, dense), on a CPU of the rate
+of a large float32 matrix product measured beside it.
+
+`--trl` adds TRL's GRPOTrainer on the very same tokens (in `.venv-trl`, which `make bench-trl` makes): its step without
+generation.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.trl_side import Job
+from benchmarks.vs_trl_learning import TRL_PYTHON
+from common.config import fail, load
+from common.errors import ConfigError
+from common.schemas import Completion, Group
+from services.learning.ranks import Ranks
+from trainer.algorithms import weigh
+from trainer.batch import Batch
+from trainer.learner import Learner
+from trainer.model import load_tokenizer, quiet
+from trainer.tiny_model import make_tokenizer
+
+SHAPES = {
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 8192,
+    },
+    "0.5b": {
+        **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+        "vocab_size": 151_936,
+    },
+    "1.5b": {
+        **{"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+        "vocab_size": 151_936,
+    },
+}
+"""Qwen2.5's, and one for CPUs; two heads of keys and values, tied embeddings."""
+_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+"""bfloat16 FLOP/s without sparsity, from the makers' data sheets."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement."""
+
+    model: str
+    """Directory."""
+    tokens: int
+    group: int
+    prompt: int
+    completion: int
+    settings: list[str]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one case."""
+
+    seconds: float
+    """Of an update, median."""
+    tokens: int
+    """Prompt and completion tokens of the batch, a prompt counted for every completion."""
+    flops: float
+    peak: float
+    """FLOP/s that 100 % would be."""
+    memory: int
+    """Bytes at the peak: of the GPU, on a CPU of the process."""
+
+
+def make_model(shape: str, directory: Path) -> None:
+    """A random model of this shape with the built-in tokenizer."""
+    quiet()
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
+    config = Qwen2Config(
+        **SHAPES[shape],
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def make_groups(case: Case, tokenizer: Any) -> list[Group]:
+    """Groups until the budget of tokens is used up; their prompts are what the tokenizer makes of a text."""
+    vocabulary = len(tokenizer)
+    rng = np.random.default_rng(0)
+    groups: list[Group] = []
+    left = case.tokens
+    while left > 0:
+        tail = rng.lognormal(-0.32, 0.8, case.group) * case.completion  # of mean 1
+        lengths = np.clip(tail.astype(int), 16, 8 * case.completion)
+        left -= int(lengths.sum()) + case.group * case.prompt
+        completions = [
+            Completion(
+                token_ids=rng.integers(10, vocabulary, length).astype(np.int32),
+                logprobs=np.full(length, -np.log(vocabulary), np.float32),
+                text="",
+                finish_reason="stop",
+                weight_versions=[(0, 0, int(length))],
+                reward=float(i % 2),
+                correct=bool(i % 2),
+            )
+            for i, length in enumerate(lengths)
+        ]
+        text, name = tokenizer.decode(rng.integers(10, vocabulary, case.prompt)), str(len(groups))
+        prompt = np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32)
+        groups.append(
+            Group(id=name, prompt_id=name, prompt=text, ground_truth="", prompt_token_ids=prompt, completions=completions)
+        )
+    return groups
+
+
+def required_flops(groups: list[Group], model: Any) -> float:
+    """Of forward and backward."""
+    config = model.config
+    head = config.vocab_size * config.hidden_size
+    body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head  # the embedding is looked up
+    computed = completion_tokens = pairs = 0
+    for group in groups:
+        prompt = len(group.prompt_token_ids)
+        lengths = [len(completion.token_ids) for completion in group.completions]
+        computed += prompt + sum(lengths)
+        completion_tokens += sum(lengths)
+        pairs += prompt**2 // 2 + sum(length * prompt + length**2 // 2 for length in lengths)
+    attention = 12 * config.num_hidden_layers * config.hidden_size * pairs
+    return float(6 * (body * computed + head * completion_tokens) + attention)
+
+
+def measure(case: Case) -> Result:
+    """Runs in a process of its own."""
+    words = [
+        "--model.name",
+        case.model,
+        "--algorithm.advantage",
+        "group_centred",
+        "--trainer.warmup_steps",
+        "0",
+        *case.settings,
+    ]
+    config = load(words, {})
+    with Ranks.from_env(600, config.trainer.device) as ranks:
+        learner = Learner(config, ranks)
+        groups = make_groups(case, load_tokenizer(config.model))
+        flops = required_flops(groups, learner.policy)
+        seconds = []
+        for _ in range(case.repeats + 1):
+            batch = Batch.of(groups, [1.0] * len(groups), config, learner.step)
+            start = time.perf_counter()
+            learner.score(batch)
+            weigh(batch, config.algorithm, config.sampling.max_new_tokens, learner.kl_coef)
+            learner.update(batch)
+            _synchronize(ranks.device)
+            seconds.append(time.perf_counter() - start)
+        on_gpu = ranks.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        tokens = sum(len(row) for row in batch.rows)
+        return Result(statistics.median(seconds[1:]), tokens, flops, _peak(ranks.device), memory)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peak(device: torch.device) -> float:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in _PEAKS.items():
+            if part in name:
+                return peak
+        raise ConfigError("the peak of this GPU is not known", value=name, remedy="add it to _PEAKS of benchmarks/update.py")
+    left, right, rates = torch.randn(2048, 2048), torch.randn(2048, 2048), []
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ right
+        rates.append(2 * 2048**3 / (time.perf_counter() - start))
+    return max(rates)
+
+
+def trl_seconds(case: Case, directory: Path) -> float:
+    """Median seconds of TRL's step on the same tokens, generation replaced by them."""
+    groups = make_groups(case, load_tokenizer(load(["--model.name", case.model], {}).model))
+    completions = [completion.token_ids.tolist() for group in groups for completion in group.completions]
+    steps = case.repeats + 1
+    settings = {
+        "per_device_train_batch_size": len(completions),
+        "gradient_accumulation_steps": 1,
+        "num_generations": case.group,
+        "max_completion_length": 8 * case.completion,
+        "shuffle_dataset": False,
+        "learning_rate": 1e-6,
+        "beta": 0.0,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    prompts = [{"ids": group.prompt_token_ids.tolist(), "text": group.prompt, "answer": "0"} for group in groups] * steps
+    job = Job(case.model, str(directory), 0, steps + 1, settings, [1e-6] * steps, prompts, completions * steps)
+    _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(job.write())])
+    seconds: list[float] = json.loads((directory / "log.json").read_text())["seconds"]
+    return statistics.median(seconds[1:])
+
+
+def _run(command: list[str]) -> str:
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        tail = "\n".join(done.stderr.splitlines()[-20:])
+        raise ConfigError(f"a run ended with status {done.returncode}, and these lines last:\n{tail}", value=command)
+    return done.stdout
+
+
+def main() -> None:
+    head, *details = (__doc__ or "").split("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.update", description=head, epilog="\n\n".join(details), formatter_class=layout
+    )
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16_384, 32_768] if gpu else [4096, 8192])
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt (default 8)")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt (default 200)")
+    parser.add_argument("--completion", type=int, default=400, help="mean tokens of a completion (default 400)")
+    parser.add_argument("--repeats", type=int, default=3, help="updates that are timed (default 3)")
+    parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="more settings, a row of their own")
+    parser.add_argument("--trl", action="store_true", help="TRL's step beside it (on a CPU, float32)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(asdict(measure(Case(**json.loads(options.one))))))
+        return
+    try:
+        compare(options)
+    except ConfigError as error:
+        fail(error)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Measures everything and prints the table."""
+    if options.trl and not TRL_PYTHON.exists():
+        raise ConfigError("TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it")
+    table = Table("shape", "tokens", "settings", "s/update", "tokens/s", "TFLOP/s", "MFU", "peak GB", "of TRL's step")
+    with tempfile.TemporaryDirectory() as temporary:
+        for shape in options.shape:
+            model = Path(temporary) / shape
+            make_model(shape, model)
+            for tokens in options.tokens:
+                for variant in ["", *options.variant]:
+                    about = (tokens, options.group, options.prompt, options.completion, variant.split(), options.repeats)
+                    case = Case(str(model), *about)
+                    found = Result(
+                        **json.loads(_run([sys.executable, "-m", "benchmarks.update", "--one", json.dumps(asdict(case))]))
+                    )
+                    peer = trl_seconds(case, Path(temporary) / f"trl-{shape}-{tokens}") if options.trl and not variant else None
+                    rate = found.flops / found.seconds
+                    table.add_row(
+                        *(shape, f"{found.tokens:,}", variant, f"{found.seconds:.3f}", f"{found.tokens / found.seconds:,.0f}"),
+                        *(f"{rate / 1e12:.3f}", f"{rate / found.peak:.1%}", f"{found.memory / 1e9:.2f}"),
+                        "" if peer is None else f"{found.seconds / peer:.2f}",
+                    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    console = Console()
+    console.print(f"{device}, torch {torch.__version__}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
