@@ -32,6 +32,7 @@ from common.schemas import (
     Prompt,
     PromptBatch,
     RewardItem,
+    RewardResult,
     SampledGroups,
     SampleRequest,
     TakenGroups,
@@ -227,6 +228,11 @@ class RewardClient(Client):
         body = BatchRewardRequest(items=items).model_dump_json()
         headers = {"content-type": "application/json"}
         return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)
+
+    async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
+        """The results of several batches, from one request."""
+        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).results)
+        return [[next(graded) for _ in batch] for batch in batches]
 
 
 class ReplayClient(Client):

@@ -29,12 +29,15 @@ from common.schemas import Completion, FinishReason, Group, Prompt, RewardItem, 
 from trainer.background import LoopThread
 from trainer.clock import StageClock
 from trainer.mixing import mixed_in
+from trainer.together import Together
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SAY_EVERY_S = 30.0
 _MAX_DRAW = 256
 """Prompts of one call to the data-server."""
+_MAX_STORE = 32
+"""Groups of one call to the replay-buffer."""
 
 
 class CollectFailed(ServiceError):
@@ -152,6 +155,8 @@ class Collector:
         self._position, self._finished = progress.position, set(progress.finished)
         self._waiting: dict[int, int] = {}  # weight versions of the groups that wait to be trained on, by position
         self._failure: BaseException | None = None
+        self._grade_all = Together(services.reward.grade_all, config.reward.max_batch_items, len)
+        self._store_all = Together(self._add, _MAX_STORE)
 
     @contextmanager
     def running(self, groups: int) -> Iterator[None]:
@@ -328,7 +333,7 @@ class Collector:
             )
             self._waiting[position] = group.weight_version
             with self._clock.stage("replay"):
-                await self.services.replay.add([group])
+                await self._store_all(group)
             self.counts.in_a_row = 0
         except Dropped as error:
             self._drop(error, prompt)
@@ -351,13 +356,17 @@ class Collector:
         except ServiceError as error:
             raise Dropped("generation", str(error)) from error
 
+    async def _add(self, groups: list[Group]) -> list[None]:
+        await self.services.replay.add(groups)
+        return [None] * len(groups)
+
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
         try:
             with self._clock.stage("reward"):
-                graded = await self.services.reward.batch_reward(reward_items(prompt, completions))
+                results = await self._grade_all(reward_items(prompt, completions))
         except ServiceError as error:
             raise Dropped("reward", str(error)) from error
-        for completion, result in zip(completions, graded.results, strict=True):
+        for completion, result in zip(completions, results, strict=True):
             if result.reward is None:
                 raise Dropped("reward", f"an answer could not be graded: {result.status}")
             completion.reward, completion.correct = result.reward, result.correct

@@ -1,0 +1,73 @@
+"""Calls made as one: what goes together, what goes alone, and whose an error is."""
+
+import asyncio
+
+import pytest
+
+from trainer.together import Together
+
+
+async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> None:
+    calls: list[list[int]] = []
+
+    async def double(items: list[int]) -> list[int]:
+        calls.append(items)
+        return [2 * item for item in items]
+
+    together = Together(double, most=10)
+    assert await asyncio.gather(*map(together, range(4))) == [0, 2, 4, 6]
+    assert await together(7) == 14
+    assert calls == [[0, 1, 2, 3], [7]]
+
+
+async def test_a_call_has_at_most_so_much() -> None:
+    calls: list[list[list[int]]] = []
+
+    async def lengths(items: list[list[int]]) -> list[int]:
+        calls.append(items)
+        return list(map(len, items))
+
+    together = Together(lengths, 5, len)
+    sizes = [2, 2, 2, 9, 1]
+    assert await asyncio.gather(*(together([0] * size) for size in sizes)) == sizes
+    assert [[len(item) for item in call] for call in calls] == [[2, 2], [2], [9], [1]]
+
+
+async def test_calls_do_not_wait_for_each_other() -> None:
+    slow = asyncio.Event()
+
+    async def wait(items: list[asyncio.Event]) -> list[int]:
+        await asyncio.gather(*(item.wait() for item in items))
+        return [len(items)] * len(items)
+
+    together = Together(wait, most=1)
+    first = asyncio.create_task(together(slow))
+    set_already = asyncio.Event()
+    set_already.set()
+    assert await together(set_already) == 1
+    assert not first.done()
+    slow.set()
+    assert await first == 1
+
+
+async def test_an_error_is_of_the_item_that_causes_it() -> None:
+    async def invert(items: list[int]) -> list[float]:
+        return [1 / item for item in items]
+
+    together = Together(invert, most=10)
+    results = await asyncio.gather(*map(together, [1, 0, 2]), return_exceptions=True)
+    assert [results[0], results[2]] == [1.0, 0.5]
+    assert isinstance(results[1], ZeroDivisionError)
+
+
+async def test_who_was_cancelled_does_not_disturb_the_others() -> None:
+    async def same(items: list[int]) -> list[int]:
+        return items
+
+    together = Together(same, most=10)
+    gone, stays = asyncio.create_task(together(1)), asyncio.create_task(together(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await stays == 2
+    with pytest.raises(asyncio.CancelledError):
+        await gone
