@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -27,7 +27,11 @@ class LoopThread:
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Runs a coroutine in the loop and waits for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        return self.begin(coroutine)()
+
+    def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
+        """Runs a coroutine in the loop; the function returned waits for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Starts a task in the loop."""

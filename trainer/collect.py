@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -228,12 +228,18 @@ class Collector:
         with self._clock.stage("replay"):
             return self._loop.call(self.services.replay.successes(prompt_ids, self.config.replay.mix_successes, min_version))
 
-    def trained(self, fresh: list[Group], priorities: dict[str, float]) -> None:
-        """These groups were trained on: acknowledges the fresh ones and sets everybody's priority for reuse."""
+    def begin_trained(self, fresh: list[Group], priorities: dict[str, float]) -> Callable[[], None]:
+        """These groups were trained on: acknowledges the fresh ones and sets everybody's priority for reuse.
+
+        The function returned waits for it.
+        """
+        return self._loop.begin(self._trained(fresh, priorities))
+
+    async def _trained(self, fresh: list[Group], priorities: dict[str, float]) -> None:
         with self._clock.stage("replay"):
-            self._loop.call(self.services.replay.ack([group.id for group in fresh]))
-            self._loop.call(self.services.replay.set_priorities(priorities))
-        self._loop.call(self._finish([group.position for group in fresh]))
+            await self.services.replay.ack([group.id for group in fresh])
+            await self.services.replay.set_priorities(priorities)
+        await self._finish([group.position for group in fresh])
 
     def report_pass_rates(self, fresh: list[Group]) -> None:
         """Tells a curriculum how often these prompts were solved; does nothing without a curriculum."""

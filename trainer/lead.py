@@ -197,21 +197,22 @@ class Lead:
         return mix_successes(groups, self._collector.successes(failed, self._oldest_reused), count)
 
     def finish(self, experience: Experience, batch: Batch, update: UpdateMetrics, critic: CriticMetrics | None) -> None:
-        """After the update: publish, acknowledge, evaluate, free the slots, record.
+        """After the update: acknowledge and publish, evaluate, free the slots, record.
 
         With `trainer.max_staleness` the publishing, and then the freeing of the slots, goes on beside the next step.
         """
         step, settings = self.learner.step, self.config.trainer
         fresh = experience.groups[: experience.fresh]
+        columns = zip(experience.groups, batch.mean_advantages(), strict=True)
+        # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
+        priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
+        acknowledged = self._collector.begin_trained(fresh, priorities)
         if settings.max_staleness:
             self._delivery.start(len(fresh))
         else:
             with self.clock.stage("publish"):
                 self._publisher.publish(self.learner.weights(), step)
-        columns = zip(experience.groups, batch.mean_advantages(), strict=True)
-        # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
-        priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
-        self._collector.trained(fresh, priorities)
+        acknowledged()
         self._collector.report_pass_rates(fresh)
         if self._held_out and settings.eval_every and step % settings.eval_every == 0 and step < self.total_steps:
             self._evaluate(0)

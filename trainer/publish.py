@@ -15,6 +15,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,12 +55,28 @@ def write_version(weights: Weights, static_files: list[Path], directory: Path, r
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     for file in static_files:
-        shutil.copyfile(file, partial / file.name)
+        _link_or_copy(file, partial / file.name)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    files = [WeightFile(name=file.name, size=file.stat().st_size, sha256=_sha256(file)) for file in sorted(partial.iterdir())]
+    known = {file.name: _static_sha256(file, file.stat().st_mtime_ns) for file in static_files}
+    files = [
+        WeightFile(name=file.name, size=file.stat().st_size, sha256=known.get(file.name) or _sha256(file))
+        for file in sorted(partial.iterdir())
+    ]
     partial.rename(target)
     return WeightManifest(version=version, run_id=run_id, files=files)
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(file)
+    except OSError:  # another disk, or one without hard links
+        shutil.copyfile(file, target)
+
+
+@lru_cache(maxsize=64)
+def _static_sha256(file: Path, _modified: int) -> str:
+    return _sha256(file)
 
 
 def _sha256(file: Path) -> str:
@@ -90,6 +108,7 @@ class WeightBoard:
         self._met = False  # whether all rollout nodes were there once
         self._left_behind: set[str] = set()
         self._writing = threading.Lock()
+        self._news: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self.source: Source | None = None
         """Of versions that are announced without files."""
 
@@ -98,7 +117,14 @@ class WeightBoard:
         with self._lock:
             self._latest = manifest
             self._lock.notify_all()
+        self._wake()
         self._remove_old()
+
+    def _wake(self) -> None:
+        """Lets those look who wait for a new version."""
+        for event, loop in list(self._news.items()):
+            with suppress(RuntimeError):  # that loop has ended
+                loop.call_soon_threadsafe(event.set)
 
     def _remove_old(self) -> None:
         for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
@@ -107,8 +133,9 @@ class WeightBoard:
     def withdraw(self, manifest: WeightManifest) -> WeightManifest:
         """The version stays the latest one, as files only."""
         with self._lock:
-            self._latest = (self._latest or manifest).model_copy(update={"broadcast": None})
-            return self._latest
+            self._latest = withdrawn = (self._latest or manifest).model_copy(update={"broadcast": None})
+        self._wake()
+        return withdrawn
 
     async def with_files(self, manifest: WeightManifest) -> WeightManifest:
         """This version with its files, written now if they are not there yet. Raises NotFound when it is gone."""
@@ -140,6 +167,7 @@ class WeightBoard:
     def close(self) -> None:
         """Ends the calls that wait for a new version, so that the HTTP server can end."""
         self._closed = True
+        self._wake()
 
     def latest(self) -> WeightManifest | None:
         return self._latest
@@ -149,15 +177,23 @@ class WeightBoard:
 
         Raises NotFound when there is none by then.
         """
-        limit = time.monotonic() + wait_s
-        while True:
+
+        def news() -> bool:
             latest = self._latest
-            if latest is not None and (latest.run_id, latest.version) != (run_id, version):
-                return latest
-            if time.monotonic() >= limit or self._closed:
-                break
-            await asyncio.sleep(0.02)
-        if latest is None:
+            return latest is not None and (latest.run_id, latest.version) != (run_id, version)
+
+        event = asyncio.Event()
+        self._news[event] = asyncio.get_running_loop()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not (news() or self._closed):
+                        event.clear()
+                        if not (news() or self._closed):  # it may have come just before
+                            await event.wait()
+        finally:
+            del self._news[event]
+        if (latest := self._latest) is None:
             raise NotFound("no weight version was published yet", remedy="ask again; the trainer is starting")
         return latest
 

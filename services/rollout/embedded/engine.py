@@ -27,7 +27,7 @@ from services.rollout.embedded.weights import own_tensors
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_IDLE_GATHER_S, _BUSY_GATHER_S = (0.01, 0.06), (0.002, 0.01)
+_IDLE_GATHER_S, _BUSY_GATHER_S = (0.005, 0.06), (0.002, 0.01)
 """How long an arrival waits for more: until so long nothing came, and at most; with no row running, and with some."""
 
 
