@@ -26,7 +26,7 @@ help:
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
-	@echo 'make bench-trl       learning beside TRL, which it installs in $(TRL); about six minutes'
+	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make clean           remove environments, caches and runs'
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
@@ -71,7 +71,7 @@ check-jobgroup: $(SKY)/.made
 	$(SKY)/bin/python jobgroup/check.py
 
 bench: $(VENV)/.made $(BASE)/config.json
-	for name in engine rewards sandbox replay publish algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+	for name in engine rewards sandbox replay update publish overlap collector algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 # TRL is a peer to compare with, no dependency, so it has an environment of its own.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
@@ -82,6 +82,7 @@ $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
 	@touch $@
 
 bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
+	$(VENV)/bin/python -m benchmarks.vs_trl
 	$(VENV)/bin/python -m benchmarks.vs_trl_learning
 
 clean:
