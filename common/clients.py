@@ -299,6 +299,12 @@ class GenerationFailed(ServiceError):
 class RolloutClient(Client):
     """The router in front of the engines (SGLang's HTTP API)."""
 
+    adapter: tuple[str, int] | None = None
+    """Name and weight version of the LoRA adapter that answers; None: the engines' own weights."""
+    repeats_prompt = False
+    """Ask for n completions of an adapter as n prompts in one request. With n > 1 SGLang (0.5.21) counts one use of the adapter
+    too few, and then waits for ever when it is told to unload it. Not for engines that honour `sampling_seed`."""
+
     async def generate(
         self,
         input_ids: Sequence[int],
@@ -315,10 +321,14 @@ class RolloutClient(Client):
         `temperature` 0 is greedy; with the same `sampling_seed` the embedded engine samples the same. Raises
         GenerationFailed when an answer was aborted or lacks what training needs.
         """
-        body = _generate_body(input_ids, n, max_new_tokens, temperature, stop_token_ids, sampling_seed, logprobs=True)
-        content = await self._generate(body, deadline_s)
+        adapter = self.adapter  # read once: it changes from another thread
+        repeated = adapter is not None and self.repeats_prompt
+        lora = None if adapter is None else adapter[0]
+        options = (max_new_tokens, temperature, stop_token_ids, sampling_seed)
+        content = await self._generate(_generate_body(input_ids, n, *options, True, lora, repeated), deadline_s)
         with _without_cycle_collection():
-            return [completion_from_answer(answer) for answer in _n_answers(content, n)]
+            version = None if adapter is None else adapter[1]
+            return [completion_from_answer(answer, version) for answer in _n_answers(content, n)]
 
     async def answers(
         self,
@@ -331,10 +341,12 @@ class RolloutClient(Client):
         sampling_seed: int | None = None,
         deadline_s: float | None = None,
         logprobs: bool = True,
+        lora_path: str | None = None,
     ) -> list[dict[str, Any]]:
         """`generate`, with the n answers as the engine gave them. Raises GenerationFailed when there are not n."""
-        body = _generate_body(input_ids, n, max_new_tokens, temperature, stop_token_ids, sampling_seed, logprobs)
-        content = await self._generate(body, deadline_s)
+        repeated = lora_path is not None and self.repeats_prompt
+        options = (max_new_tokens, temperature, stop_token_ids, sampling_seed)
+        content = await self._generate(_generate_body(input_ids, n, *options, logprobs, lora_path, repeated), deadline_s)
         with _without_cycle_collection():
             return _n_answers(content, n)
 
@@ -358,9 +370,14 @@ def _generate_body(
     stop_token_ids: Sequence[int],
     sampling_seed: int | None,
     logprobs: bool,
+    lora_path: str | None,
+    repeated: bool,
 ) -> bytes:
+    """`repeated`: n prompts of one completion each, in place of one of n."""
+    repeated = repeated and n > 1
+    prompt: list[Any] = list(input_ids)
     sampling: dict[str, Any] = {
-        "n": n,
+        "n": 1 if repeated else n,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "stop_token_ids": list(stop_token_ids),
@@ -368,7 +385,10 @@ def _generate_body(
     }
     if sampling_seed is not None:
         sampling["sampling_seed"] = sampling_seed
-    body = {"input_ids": list(input_ids), "sampling_params": sampling, "return_logprob": logprobs, "stream": False}
+    body: dict[str, Any] = {"input_ids": [prompt] * n if repeated else prompt, "sampling_params": sampling}
+    body |= {"return_logprob": logprobs, "stream": False}
+    if lora_path is not None:
+        body["lora_path"] = lora_path
     return orjson.dumps(body)
 
 
@@ -393,11 +413,16 @@ def _without_cycle_collection() -> Iterator[None]:
             gc.enable()
 
 
-def completion_from_answer(answer: dict[str, Any]) -> Completion:
+BASE_VERSION = "default"
+"""What SGLang calls the weights it was started with."""
+
+
+def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None) -> Completion:
     """One completion from SGLang's answer to `/generate`.
 
-    Raises GenerationFailed when it was aborted, has no tokens, no logprobs, or a weight version that is not a number:
-    such an answer is never trained on as if it were empty.
+    `adapter_version` is that of the LoRA adapter which the request named: an engine's own label is of its whole model, which
+    then must be the one it was started with. Raises GenerationFailed when the completion was aborted, has no tokens, no
+    logprobs, or a weight version that is not a number: such an answer is never trained on as if it were empty.
     """
     try:
         meta = answer["meta_info"]
@@ -407,7 +432,12 @@ def completion_from_answer(answer: dict[str, Any]) -> Completion:
         logprobs = np.array([pair[0] for pair in pairs], np.float32)
         scored = [pair[1] for pair in pairs]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
-        versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+        if adapter_version is None:
+            versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+        elif all(span["version"] == BASE_VERSION for span in spans):
+            versions = [(adapter_version, 0, len(token_ids))]
+        else:
+            raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GenerationFailed(f"the engine's answer lacks what training needs: {error!r}", value=answer) from None
     if finish not in ("stop", "length"):

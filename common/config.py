@@ -26,6 +26,7 @@ from common.errors import ConfigError, shorten
 from common.sections import (
     CriticSection,
     DataSection,
+    LoraSection,
     ModelSection,
     ReplaySection,
     RewardSection,
@@ -72,6 +73,7 @@ class Config(BaseSettings):
     max_body_mb: int = Field(256, gt=0)
     """Largest request body a service accepts."""
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()
@@ -124,6 +126,7 @@ class Config(BaseSettings):
                     f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
                     "are its rollout.tensor_parallel_size: set that instead, or trainer.weight_sync http"
                 )
+        self._check_lora()
         for name, reason in self._unread().items():
             section, _, field = name.partition(".")
             holder = getattr(self, section)
@@ -136,6 +139,35 @@ class Config(BaseSettings):
                 f"fit in replay.capacity {self.replay.capacity}: raise the latter or lower one of the former"
             )
         return self
+
+    def _check_lora(self) -> None:
+        """Refuses what does not go together with an adapter."""
+        if self.lora.rank == 0:
+            return
+        if self.trainer.optimizer == "muon":
+            raise ValueError(
+                "trainer.optimizer muon is for whole matrices, and lora.rank is set: an adapter's update is the product of two "
+                "factors, which muon would turn one by one; take adamw"
+            )
+        if self.algorithm.reference_refresh:
+            raise ValueError(
+                f"algorithm.reference_refresh is {self.algorithm.reference_refresh}, but with lora.rank the reference is the "
+                "frozen model, which never changes: leave it at 0"
+            )
+
+        if self.trainer.weight_sync == "distributed" and self.lora.publishes_adapter:
+            raise ValueError(
+                "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is adapter: set lora.publish "
+                "merged, or trainer.weight_sync http (or shared), by which an adapter comes as its two small files"
+            )
+        fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
+        named = set(self.lora.target_modules)
+        for needed, beside in fused.items():
+            if self.rollout.engine == "sglang" and self.lora.publishes_adapter and needed not in named and named & {*beside}:
+                raise ValueError(
+                    f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without {needed}, and SGLang, which fuses "
+                    f"them, loses such an adapter: add {needed}, or set lora.publish merged"
+                )
 
     def _unread(self) -> dict[str, str]:
         """Settings that other settings make pointless, and why."""
@@ -152,6 +184,10 @@ class Config(BaseSettings):
         if self.algorithm.rollout_correction == "none":
             corrections = ("algorithm.correction_level", "algorithm.correction_cap")
             unread |= dict.fromkeys(corrections, "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0")
+        if self.lora.rank == 0:
+            unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
+        elif not self.model.reference:
+            unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
         replay = self.replay
         if replay.reuse_ratio == 0:
             reuse = ("priority", "priority_exponent", "importance_exponent", "max_times_sampled", "corrected")

@@ -140,12 +140,19 @@ class WeightManifest(Wire):
     version: int = Field(ge=0)
     run_id: str
     """Of the training run: a version number alone does not tell two runs apart."""
+    kind: Literal["model", "adapter"] = "model"
+    """A complete model directory, or a LoRA adapter in PEFT's format."""
     files: list[WeightFile] = []
     """Empty: the trainer writes them when somebody asks for them (`GET /weights/latest?files=true`)."""
     directory: str = ""
     """Where the files are on the trainer's disk; for rollout nodes that see the same disk. Empty: to be downloaded."""
     broadcast: "Broadcast | None" = None
     """How the tensors reach the engines without files."""
+
+
+def adapter_name(run_id: str, version: int) -> str:
+    """What engines call the LoRA adapter of a weight version: a name that never means other weights."""
+    return f"{run_id}-v{version:06d}"
 
 
 class Bucket(Wire):

@@ -25,6 +25,25 @@ class ModelSection(Section):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
+class LoraSection(Section):
+    """LoRA: a low-rank adapter of the frozen model is trained in the place of all its weights (docs/training.md)."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapter's matrices; 0: no adapter, all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """A matrix W of the model becomes W + alpha / rank × B A."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the adapter's input, in updates alone."""
+    target_modules: list[str] = []
+    """Last names of the linear layers that get an adapter (`q_proj`, …); empty: every one between embedding and head."""
+    publish: Literal["adapter", "merged"] = "adapter"
+    """What engines get: the `adapter` alone, or the whole model with the adapter `merged` into its weights."""
+
+    @property
+    def publishes_adapter(self) -> bool:
+        return self.rank > 0 and self.publish == "adapter"
+
+
 class DataSection(Section):
     """data-server: prompts."""
 

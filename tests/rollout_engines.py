@@ -7,17 +7,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import torch
+from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from common.config import Config
-from common.sections import ModelSection, RolloutSection
+from common.schemas import Float32
+from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine import engine_command, engine_env
 
@@ -59,6 +62,33 @@ def write_model(directory: Path, seed: int) -> Path:
     Qwen2ForCausalLM(config).save_pretrained(directory)
     fast.save_pretrained(directory)
     return directory
+
+
+def write_adapter(directory: Path, model: Path, seed: int) -> Path:
+    """A LoRA adapter of that model, of rank 4, that changes what it says."""
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang needs the neighbours of some
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's about transformers
+        adapted = AutoModelForCausalLM.from_pretrained(model)
+        adapted.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=targets))
+    torch.manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(directory)
+    return directory
+
+
+def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], completion: Sequence[int]) -> Float32:
+    """Log-probabilities in nats of the completion's tokens by transformers and PEFT in float32."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter is not None:
+        loaded = PeftModel.from_pretrained(loaded, adapter)
+    ids = torch.tensor([[*prompt, *completion]])
+    with torch.inference_mode():
+        scores = torch.log_softmax(loaded(ids).logits[0, len(prompt) - 1 : -1], dim=-1)
+    found: Float32 = scores.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return found
 
 
 def free_port() -> int:
@@ -129,12 +159,12 @@ def sglang_is_installed() -> bool:
 
 
 @contextmanager
-def sglang_process(model: Path, log: Path, version: str) -> Iterator[str]:
+def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | None = None) -> Iterator[str]:
     """Real SGLang on this CPU, started with the command and the environment that an agent uses; yields its URL."""
     port = free_port()
     python = str(SGLANG / "bin" / "python")
     rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
-    config = Config(model=ModelSection(name=str(model)), rollout=rollout)
+    config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection())
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
     plugin = {"PYTHONPATH": str(ROOT / "jobgroup" / "sglang-cpu" / "plugin")}  # of this checkout, whichever is installed
     env = engine_env(config) | Topology().loopback_env() | plugin

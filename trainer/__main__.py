@@ -18,15 +18,17 @@ from common.schemas import WorkerReport
 from common.topology import Topology
 from services.learning.liveness import Liveness
 from services.learning.ranks import Ranks, end
+from trainer.adapters import AdapterPublisher, static_files
 from trainer.background import LoopThread
 from trainer.broadcast import Broadcaster
 from trainer.collect import Progress, Prompter, Services
 from trainer.critic import ValueFunction, value_function
+from trainer.deliver import Publishes
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.learner import Learner
 from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
-from trainer.publish import Publisher, WeightBoard, write_static_files
+from trainer.publish import Publisher, WeightBoard
 from trainer.record import Recorder, console
 from trainer.server import BackgroundServer, TrainerMetrics, create_trainer_app
 from trainer.transfer import BackendName, Meeting
@@ -138,18 +140,20 @@ def _lead(
     def fence(worker: WorkerReport) -> None:
         loop.call(services.rollout.remove_worker(worker.url))
 
-    static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
+    static = static_files(config, learner.policy, tokenizer, run_dir / "model")
     timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
     broadcaster = None
     if sync == "distributed":
-        broadcaster = Broadcaster(board, static_files, run_id, timeout_s, _meeting(config, topology, learner.ranks.device))
+        broadcaster = Broadcaster(board, static, run_id, timeout_s, _meeting(config, topology, learner.ranks.device))
         stack.callback(broadcaster.close)
-    publisher = Publisher(
-        *(board, static_files, run_id, timeout_s, fence, recorder.say),
+    publisher: Publishes = Publisher(
+        *(board, static, run_id, timeout_s, fence, recorder.say),
         metrics=metrics,
         shared=sync == "shared",
         broadcaster=broadcaster,
     )
+    if config.lora.publishes_adapter:
+        publisher = AdapterPublisher(publisher, services.rollout, run_id, sglang=config.rollout.engine == "sglang")
     lead = Lead(
         config,
         learner,

@@ -12,11 +12,11 @@ import torch
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
+from common.clients import BASE_VERSION, DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
 from common.critic_client import CriticClient
 from common.observe import Metrics
-from common.schemas import Prompt
+from common.schemas import Prompt, WeightManifest
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
@@ -24,22 +24,25 @@ from services.learning.ranks import Ranks
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
+from services.rollout.adapters import load_adapter
 from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
-from services.rollout.engine import EngineClient
+from services.rollout.engine import EngineClient, adapters_kept
+from trainer.adapters import AdapterPublisher, base_directory, static_files
 from trainer.background import LoopThread
 from trainer.collect import Prompter, Services
 from trainer.critic import value_function
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
-from trainer.publish import Weights, version_name, write_static_files, write_version
+from trainer.publish import Weights, version_name, write_version
 from trainer.record import Recorder
 from trainer.record import console as standard_console
 from trainer.server import TrainerMetrics
 
 _BASE = "http://in-process"
+_RUN = "in-process"
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 
@@ -80,23 +83,27 @@ def train_in_process(
     checkpoints = open_checkpoints(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
     recorder = Recorder(run_dir, config, console or standard_console(), learner.step)
-    static_files = write_static_files(learner.policy, tokenizer, run_dir / "model")
+    static = static_files(config, learner.policy, tokenizer, run_dir / "model")
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread())
-        publisher = _DirectPublisher(run_dir / "weights", static_files, loop, config.trainer.publish_timeout_s)
-        directory = publisher.write(learner.weights(), learner.step)
+        direct = _DirectPublisher(run_dir / "weights", static, loop, config)
+        if config.lora.publishes_adapter:
+            directory, label = base_directory(config, tokenizer, run_dir / "base"), BASE_VERSION
+        else:
+            directory, label = direct.write(learner.weights(), learner.step)[1], str(learner.step)
         engine = Engine(
             Model(directory, config.rollout.max_context_tokens),
             max_running=config.rollout.max_running_requests,
             seed=config.seed,
-            weight_version=str(learner.step),
+            weight_version=label,
         )
         apps = AsyncExitStack()
         stack.callback(lambda: loop.call(apps.aclose()))
-        services, publisher.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi, problems, rewards))
+        services, direct.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi, problems, rewards))
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
         metrics = TrainerMetrics(Metrics("ppo_trainer"))
         run_id = new_run_id("in-process")
+        publisher = AdapterPublisher(direct, services.rollout, _RUN, sglang=False) if config.lora.publishes_adapter else direct
         critic = value_function(config, ranks, services.critic, loop.call, run_id)
         lead = Lead(
             config, learner, critic, tokenizer, services, prompter, publisher, loop, recorder, metrics, progress, run_id
@@ -151,17 +158,22 @@ async def _start(
 class _DirectPublisher:
     """Writes a version and has the one engine load it: what agents do on rollout nodes, without the download."""
 
-    def __init__(self, directory: Path, static_files: list[Path], loop: LoopThread, timeout_s: float) -> None:
+    def __init__(self, directory: Path, static_files: list[Path], loop: LoopThread, config: Config) -> None:
         self.engine: EngineClient | None = None
-        self._directory, self._static_files, self._loop, self._timeout_s = directory, static_files, loop, timeout_s
+        self._directory, self._static_files, self._loop = directory, static_files, loop
+        self._timeout_s, self._kept = config.trainer.publish_timeout_s, adapters_kept(config)
 
-    def write(self, weights: Weights, version: int) -> Path:
+    def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
         """Writes a version, and removes the others."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        write_version(weights, self._static_files, self._directory, "in-process", version)
-        return self._directory / version_name(version)
+        manifest = write_version(weights, self._static_files, self._directory, _RUN, version)
+        return manifest, self._directory / version_name(version)
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the engine has confirmed the version. Raises LoadFailed when it does not."""
         assert self.engine is not None
-        self._loop.call(self.engine.load(self.write(weights, version), str(version), self._timeout_s))
+        manifest, path = self.write(weights, version)
+        if manifest.kind == "adapter":
+            self._loop.call(load_adapter(self.engine, path, manifest, self._kept, self._timeout_s))
+        else:
+            self._loop.call(self.engine.load(path, str(version), self._timeout_s))

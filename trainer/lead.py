@@ -312,11 +312,16 @@ def resumed_learner(config: Config, ranks: Ranks, run_dir: Path) -> tuple[Learne
     return learner, Progress(state.position, state.finished), path
 
 
+def _tokenizer_files(directory: Path) -> list[Path]:
+    """Of the directory's; what tells of the model is in every checkpoint by itself."""
+    return [file for file in sorted(directory.iterdir()) if file.name not in ("config.json", "generation_config.json")]
+
+
 def open_checkpoints(config: Config, ranks: Ranks, run_dir: Path) -> checkpoint.Checkpoints:
     """Those of the run. Every rank calls it."""
     settings, model = config.trainer, run_dir / "model"
     checkpoints = checkpoint.Checkpoints(
-        run_dir / "checkpoints", ranks, settings.keep_checkpoints, settings.keep_best, lambda: sorted(model.iterdir())
+        run_dir / "checkpoints", ranks, settings.keep_checkpoints, settings.keep_best, lambda: _tokenizer_files(model)
     )
     if checkpoints.alone and ranks.first:
         log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", checkpoints.directory)

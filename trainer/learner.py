@@ -19,13 +19,14 @@ from services.learning.cutting import Indices, micro_batches, mini_batches, scor
 from services.learning.layout import Layout, moved
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
-from services.learning.saving import Snapshot
+from services.learning.saving import Contents, Snapshot
 from services.learning.sharding import full, local, named_tensors
 from trainer.algorithms import policy_loss
 from trainer.batch import Batch, MicroBatch
+from trainer.lora import BaseScorer, adapter_contents, load_policy, published_tensors
 from trainer.losses import adapted_kl_coef, importance_correction, kl_divergence, off_policy_mask, token_coefficients
 from trainer.metrics import Sums, UpdateMetrics
-from trainer.model import Scorer, TokenScores, load_scorer
+from trainer.model import Scorer, TokenScores, computes_low, load_scorer
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
@@ -61,7 +62,7 @@ class Learner:
                 value=True,
                 remedy="leave trainer.shard_size unset, or set this to false: one process on a CPU has nothing to offload",
             )
-        self._scorer = load_scorer(config.model, ranks, config.trainer, directory)
+        self._scorer = load_policy(config, ranks, directory)
         self.policy = self._scorer.model
         self.policy.train()
         self.reference: Scorer | None = None
@@ -79,6 +80,8 @@ class Learner:
 
     def _load_reference(self, config: ModelSection, directory: Path | None) -> Scorer:
         """A reference that was refreshed is in the checkpoint; else it is the model that the run began with."""
+        if self.config.lora.rank and not config.reference:
+            return BaseScorer(self._scorer)
         directory = self.ranks.same_path(directory / "reference" if directory and (directory / "reference").exists() else None)
         named = config.model_copy(update={"name": config.reference or config.name})
         reference: Scorer = load_scorer(named, self.ranks, self.config.trainer, directory, trained=False).eval()
@@ -86,22 +89,32 @@ class Learner:
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """What a checkpoint holds of this learner, by folder. Every rank calls it; see `Snapshot.take`."""
-        parts = {".": Snapshot.take(self.policy, self.optimizer, self.ranks, alone)}
+        policy = adapter_contents(self.policy) if self.config.lora.rank else Contents.of(self.policy)
+        parts = {".": Snapshot.take(policy, self.optimizer, self.ranks, alone)}
         if self.reference is not None and self.config.algorithm.reference_refresh:
-            parts["reference"] = Snapshot.take(self.reference.model, None, self.ranks, alone)
+            parts["reference"] = Snapshot.take(Contents.of(self.reference.model), None, self.ranks, alone)
         return parts
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights to publish, by their Hugging Face names, one at a time, in the precision engines compute in.
 
+        With LoRA these are the adapter's, by PEFT's names, or the model's with the adapter merged.
+
         Every rank calls this and takes everything, so that weights spread over the ranks can be put together. Of tensors
         that are tied only the first is given, as the hub does. A tensor is good until the next update.
         """
-        on_gpu = self.ranks.device.type == "cuda"
-        dtype = torch.bfloat16 if on_gpu and self.config.model.dtype == "bfloat16" else torch.float32
-        for name, tensor in named_tensors(self.policy).items():
-            kind = dtype if tensor.is_floating_point() else tensor.dtype
-            yield name, full(tensor.detach().to(self.ranks.device, kind))
+        low, lora = computes_low(self.config.model, self.ranks), self.config.lora
+        tensors = named_tensors(self.policy)
+
+        def sent(tensor: Tensor) -> Tensor:
+            kind = torch.bfloat16 if low and tensor.is_floating_point() else tensor.dtype
+            return tensor.detach().to(self.ranks.device, kind)
+
+        if lora.rank:
+            whole = published_tensors(tensors, lora, lambda tensor: full(tensor.detach().to(self.ranks.device)))
+            yield from ((name, sent(tensor)) for name, tensor in whole)
+        else:
+            yield from ((name, full(sent(tensor))) for name, tensor in tensors.items())
 
     def share_weights(self) -> None:
         """The part of a rank that does not publish, while rank 0 does."""
@@ -116,6 +129,8 @@ class Learner:
         """Sets the log-probabilities that the algorithm reads, of the policy as it is now and of the reference."""
         algorithm = self.config.algorithm
         decoupled = algorithm.correction is not None and algorithm.updates_per_batch > 1
+        if self.config.lora.dropout:  # it is for updates
+            self.policy.eval()
         in_reward = self.reference is not None and algorithm.kl_in == "reward"
         uncorrected = [i for i, row in enumerate(batch.rows) if not row.corrected]
         if decoupled or in_reward or uncorrected:
@@ -125,10 +140,12 @@ class Learner:
             if decoupled or in_reward:
                 batch.old_logprobs = old
         if self.reference is not None:
-            self.reference.to(self.ranks.device)
+            if self.config.trainer.offload_reference:
+                self.reference.to(self.ranks.device)
             batch.reference_logprobs = self._logprobs(self.reference, batch)
             if self.config.trainer.offload_reference:
                 self.reference.to("cpu")
+        self.policy.train()
 
     def _logprobs(self, scorer: Scorer, batch: Batch) -> list[Float32]:
         def score(indices: Indices) -> Tensor:

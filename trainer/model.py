@@ -1,10 +1,13 @@
 """Loading the policy, and the policy as a model that scores tokens."""
 
+import json
 import logging
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -12,33 +15,73 @@ from transformers.utils import logging as transformers_logging
 from common.errors import ConfigError
 from common.sections import ModelSection, TrainerSection
 from services.learning.layout import Layout, Packing, layout_for
-from services.learning.loading import Pretrained, load
+from services.learning.loading import Added, Pretrained, load
 from services.learning.ranks import Ranks
 from trainer.logprobs import token_scores
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a directory in PEFT's format, in the place of a model's `config.json`."""
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether `path` is a directory with a LoRA adapter instead of a model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def _base_of(name: str) -> str:
+    """The model that the adapter `name` belongs to; `name` itself when it is a model."""
+    return str(json.loads((Path(name) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]) if is_adapter(name) else name
+
 
 def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
-    """The causal language model `config.name` (or the directory `path`) with float32 weights.
+    """The causal language model `config.name` (or the directory `path`) with float32 weights, an adapter merged into them.
 
     Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
     ConfigError when the model cannot be loaded or its head cannot be separated from its body.
     """
-    model = load_scorer(config, Ranks(device_kind="cpu"), TrainerSection(), path).model
+    source = str(path or config.name)
+    whole = config.model_copy(update={"name": _base_of(source)})
+    model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
+    if is_adapter(source):
+        from peft import PeftModel  # only here: it takes time to import
+
+        try:
+            model = PeftModel.from_pretrained(model, source).merge_and_unload()
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise _cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
 
 
+def computes_low(config: ModelSection, ranks: Ranks) -> bool:
+    """Whether these ranks compute in bfloat16."""
+    return ranks.device.type == "cuda" and config.dtype == "bfloat16"
+
+
 def load_scorer(
-    config: ModelSection, ranks: Ranks, settings: TrainerSection, path: str | Path | None = None, trained: bool = True
+    config: ModelSection,
+    ranks: Ranks,
+    settings: TrainerSection,
+    path: str | Path | None = None,
+    trained: bool = True,
+    added: Added | None = None,
 ) -> "Scorer":
     """The same, ready to score and to be trained on these ranks: sharded, or whole and the same on each.
 
-    `path` may be a checkpoint that rank 0 alone sees. Not `trained`: a reference, whose weights stay as they are.
+    `path` may be a checkpoint that rank 0 alone sees. Not `trained`: a reference, whose weights stay as they are. `added`: what
+    the model gets beside what is in its files; that alone may be trained.
     """
     quiet()
     directory = ranks.same_path(Path(path) if path else None)
-    pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code)
-    low = ranks.device.type == "cuda" and config.dtype == "bfloat16"
+    pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code, added=added)
+    if is_adapter(pretrained.source):
+        raise ConfigError(
+            "a run needs a whole model to start from, this is an adapter",
+            field="model.name",
+            value=pretrained.source,
+            remedy="merge it first: python -m trainer.export ADAPTER OUT",
+        )
+    low = computes_low(config, ranks)
     try:
         scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
     except (OSError, ValueError) as error:
@@ -48,7 +91,7 @@ def load_scorer(
         raise ConfigError(
             "models that cap their logits are not supported", field="model.name", value=config.name, remedy="take another model"
         )
-    return scorer.requires_grad_(trained)  # type: ignore[no-any-return]
+    return scorer if trained else scorer.requires_grad_(False)
 
 
 def load_tokenizer(config: ModelSection) -> Any:
@@ -63,7 +106,7 @@ def load_tokenizer(config: ModelSection) -> Any:
 def context_length(config: ModelSection) -> int | None:
     """Positions of `config.name` in tokens; None where the model does not say. Raises ConfigError when it cannot be read."""
     try:
-        found = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _cannot_load("model", config.name, error) from None
     positions = getattr(found.get_text_config(), "max_position_embeddings", None)
@@ -81,7 +124,11 @@ def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def quiet() -> None:
-    """transformers draws a progress bar for every file it reads or writes; the trainer has its own."""
+    """transformers draws a progress bar for every file it reads or writes; the trainer has its own.
+
+    PEFT asks transformers for something under an old name, which is no news to whoever trains.
+    """
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,12 +20,23 @@ from trainer import checkpoint
 from trainer.collect import Prompter
 from trainer.datasets import as_prompts, as_rewards
 from trainer.evaluator import EvaluationResults, ModelEvaluator
+from trainer.export import export
 from trainer.in_process import Problems, train_in_process
-from trainer.model import context_length, load_tokenizer
+from trainer.model import context_length, is_adapter, load_tokenizer
 from trainer.record import console, read_lines
 from trainer.settings import TrainerConfig
 
-_RUN = ("checkpoints", "weights", "model", "state", "config.json", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
+_RUN = (
+    "checkpoints",
+    "weights",
+    "model",
+    "base",
+    "state",
+    "config.json",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "samples.jsonl",
+)
 """What a run writes into its directory, and what `overwrite_output_dir` removes, with the curves."""
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """What a checkpoint holds beside the model."""
@@ -111,6 +123,8 @@ class OnlineRLTrainer:
     def save_model(self, path: str | Path) -> Path:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older model there is replaced.
 
+        A LoRA adapter is merged into its model.
+
         Raises ConfigError before `train`, and for a path that is a file.
         """
         if self._checkpoint is None:
@@ -124,7 +138,10 @@ class OnlineRLTrainer:
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
                 old.unlink()
-        shutil.copytree(self._checkpoint, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True)
+        with TemporaryDirectory(prefix="rlhf-math-") as temporary:
+            adapter = is_adapter(self._checkpoint)
+            source = export(self._checkpoint, Path(temporary) / "merged") if adapter else self._checkpoint
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True)
         return target
 
     def evaluate(self, dataset: Iterable[Any] | None = None, k: int = 1) -> EvaluationResults:

@@ -1,8 +1,9 @@
 """Weight versions: written by the trainer, pulled by every rollout node's agent, confirmed by each.
 
-A version is a complete Hugging Face directory `v000012/`; its manifest (sizes and SHA-256) is made last. A version is
-the optimiser step that made it. `WeightBoard` keeps what the trainer's HTTP app serves; `Publisher` writes a version,
-announces it and waits until every rollout node has confirmed it. A node that does not is fenced from traffic.
+A version is a complete Hugging Face directory `v000012/`, or a LoRA adapter in PEFT's format; its manifest (sizes and
+SHA-256) is made last. A version is the optimiser step that made it. `WeightBoard` keeps what the trainer's HTTP app serves;
+`Publisher` writes a version, announces it and waits until every rollout node has confirmed it. A node that does not is fenced
+from traffic.
 
 With `trainer.weight_sync` distributed a version is broadcast into the engines (`trainer/broadcast.py`); its directory is then
 written only when a node asks for it.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from common.errors import NotFound, ServiceError
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
+from trainer.model import is_adapter
 
 log = logging.getLogger(__name__)
 Weights = Iterable[tuple[str, Tensor]]
@@ -56,15 +58,16 @@ def write_version(weights: Weights, static_files: list[Path], directory: Path, r
     partial.mkdir(parents=True)
     for file in static_files:
         _link_or_copy(file, partial / file.name)
+    kind: Literal["model", "adapter"] = "adapter" if is_adapter(partial) else "model"
     tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, partial / f"{'adapter_model' if kind == 'adapter' else 'model'}.safetensors", metadata={"format": "pt"})
     known = {file.name: _static_sha256(file, file.stat().st_mtime_ns) for file in static_files}
     files = [
         WeightFile(name=file.name, size=file.stat().st_size, sha256=known.get(file.name) or _sha256(file))
         for file in sorted(partial.iterdir())
     ]
     partial.rename(target)
-    return WeightManifest(version=version, run_id=run_id, files=files)
+    return WeightManifest(version=version, run_id=run_id, files=files, kind=kind)
 
 
 def _link_or_copy(file: Path, target: Path) -> None:

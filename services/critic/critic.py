@@ -19,7 +19,7 @@ from services.learning.cutting import Indices, Sizes, micro_batches, mini_batche
 from services.learning.layout import Layout
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
-from services.learning.saving import Snapshot, load_optimizer
+from services.learning.saving import Contents, Snapshot, load_optimizer
 
 _STATE = "critic_state.json"
 _FORMAT = 2
@@ -90,7 +90,7 @@ class Critic:
 
     def snapshot(self, alone: bool) -> Snapshot:
         """Weights (as a Hugging Face model), optimiser and step, to be written. Every rank calls it; see `Snapshot.take`."""
-        snapshot = Snapshot.take(self.model.module, self._optimizer, self._ranks, alone)
+        snapshot = Snapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
         if self._ranks.first:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return snapshot

@@ -1,6 +1,7 @@
 """The value model: a language model's body with one number for every token in place of its head."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from common.config import Config
 from common.errors import ConfigError
 from services.learning.layout import Layout, Packing, layout_for
-from services.learning.loading import Pretrained, load
+from services.learning.loading import Added, Pretrained, load
 from services.learning.ranks import Ranks
 
 _HEADS = ("score", "classifier")
@@ -49,6 +50,14 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         return values
 
 
+class _NewHead(Added):
+    """A head of zeros, whatever the files say."""
+
+    def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """Zeros for the head."""
+        return torch.zeros(tuple(shape)) if name.partition(".")[0] in _HEADS else None
+
+
 def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None) -> ValueModel:
     """`critic.model` or `model.name` with float32 weights and a head of zeros, so that its first values are exactly 0.
 
@@ -59,14 +68,12 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that the head is new
     name = config.critic.model or config.model.name
 
-    def new(tensor: str) -> bool:
-        return directory is None and tensor.partition(".")[0] in _HEADS
-
     def configure(found: Any) -> None:
         found.num_labels, found.classifier_dropout = 1, 0.0
 
     trust = config.model.trust_remote_code
-    pretrained = Pretrained(AutoModelForTokenClassification, name, directory, trust, configure, new)
+    added = None if directory else _NewHead()
+    pretrained = Pretrained(AutoModelForTokenClassification, name, directory, trust, configure, added)
     low = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
 
     def wrap(module: Any) -> ValueModel:

@@ -6,7 +6,7 @@ other ranks do not see the files, or their names are not the model's, rank 0 rea
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,17 +55,32 @@ class SafetensorsReader:
         return found
 
 
-class _ModelReader:
-    """The tensors of a model in memory."""
+class MemoryReader:
+    """Tensors in memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[str, Tensor] = model.state_dict()
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         return self._tensors[name][region]
+
+
+class Added:
+    """What a model gets beside what is in its files; by itself nothing."""
+
+    def change(self, model: Any) -> None:
+        """Adds modules to the model, whose parameters may be on the meta device."""
+
+    def name(self, name: str) -> str:
+        """In the files, of the changed model's tensor `name`."""
+        return name
+
+    def first(self, _name: str, _shape: Sequence[int]) -> Tensor | None:
+        """What this tensor begins with, the same on every rank; None for one that is in the files."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class Pretrained:
         name: on the hub, or a directory that every node has.
         directory: of a checkpoint, which comes before `name`; rank 0 at least sees it.
         configure: changes the model's configuration.
-        zeros: names of tensors that begin with zeros, whatever the files say.
+        added: to the model.
     """
 
     auto: Any
@@ -85,7 +100,7 @@ class Pretrained:
     directory: Path | None = None
     trust_remote_code: bool = False
     configure: Callable[[Any], None] = lambda _: None
-    zeros: Callable[[str], bool] = lambda _: False
+    added: Added | None = None
 
     @property
     def source(self) -> str:
@@ -97,21 +112,38 @@ class Pretrained:
         self.configure(config)
         return config
 
-    def whole(self) -> Any:
-        """All of it, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
-        model = self.auto.from_pretrained(
+    def plain(self) -> Any:
+        """What is in the files, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
+        return self.auto.from_pretrained(
             self.source, config=self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code
         )
+
+    def whole(self) -> Any:
+        """All of it, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
+        model = self.plain()
+        if self.added:
+            self.added.change(model)
+            self.fill_added(model)
+        return model
+
+    def fill_added(self, model: Any) -> dict[str, Tensor]:
+        """Sets what is not in the files; returns this rank's shares of the other tensors, by their names in the files."""
+        added, targets = self.added or Added(), {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
-                if self.zeros(name):
-                    tensor.zero_()
-        return model
+                first = added.first(name, tensor.shape)
+                if first is None:
+                    targets[added.name(name)] = tensor
+                else:
+                    local(tensor).copy_(first[region(tensor)])
+        return targets
 
     def empty(self) -> Any:
         """Its modules with parameters on the meta device, and buffers as they are to be."""
         with _parameters_on_meta():
             model = self.auto.from_config(self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code)
+            if self.added:
+                self.added.change(model)
         try:
             model.generation_config = GenerationConfig.from_pretrained(self.source)
         except OSError:
@@ -168,18 +200,13 @@ def _load(
     offload = settings.offload_optimizer and trained
     shard(root, model, ranks, low_precision, offload, trained, exact(model))
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
-    targets = {}
-    for name, tensor in named_tensors(model).items():
-        if pretrained.zeros(name):
-            local(tensor).zero_()
-        else:
-            targets[name] = tensor
+    targets = pretrained.fill_added(model)
     shared = ranks.all_say(_fingerprint(directory))
     reader: Reader | None = _files(directory, model, targets) if shared or ranks.first else None
     everywhere = shared and ranks.all_say(b"" if reader is None else b"fits")
     if ranks.first and reader is None:
         log.info("the files in %s do not have the model's own names: transformers loads all of it on rank 0", directory)
-        reader = _ModelReader(pretrained.whole())
+        reader = MemoryReader(pretrained.plain().state_dict())
     if ranks.first and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)
     fill(targets, reader, ranks, everywhere)

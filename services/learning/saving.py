@@ -23,6 +23,25 @@ _STATE = "state"
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process, as intended
 
 
+@dataclass(frozen=True)
+class Contents:
+    """A model directory in memory, without the optimiser."""
+
+    tensors: Mapping[str, Tensor]
+    """Sharded as the model is."""
+    files: Mapping[str, str]
+    """By the name of every tensor its safetensors file."""
+    texts: Mapping[str, str]
+    """The other files."""
+
+    @classmethod
+    def of(cls, model: Any) -> "Contents":
+        """Of a transformers model."""
+        tensors = named_tensors(model)
+        files = _file_names({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+        return cls(tensors, files, _texts(model, files))
+
+
 @dataclass
 class Snapshot:
     """What this rank writes of a model directory: `write_files` on every rank, then `write_state` on all of them together."""
@@ -36,29 +55,26 @@ class Snapshot:
     """Whether every rank writes its share of `state`."""
 
     @classmethod
-    def take(cls, model: Any, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
+    def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
         """A copy in CPU memory. A call of all ranks, as sharded tensors are put together, one after the other.
 
         A model becomes safetensors files of at most 4 GB in float32; of a sharded one every rank keeps and writes some.
         The optimiser's state stays in shares. `alone`: rank 0 writes everything, for the others do not see its disk.
         """
         spread = ranks.sharded and ranks.world_size > 1 and not alone
-        tensors = named_tensors(model)
-        names = _file_names({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
         files: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            whole = full(tensor.detach().to(ranks.device))
-            owner = sorted(set(names.values())).index(names[name]) % ranks.world_size if spread else 0
+        for name, tensor in model.tensors.items():
+            whole, file = full(tensor.detach().to(ranks.device)), model.files[name]
+            owner = sorted(set(model.files.values())).index(file) % ranks.world_size if spread else 0
             if owner == ranks.rank:
-                files.setdefault(names[name], {})[name] = whole.to("cpu", copy=True).contiguous()
+                files.setdefault(file, {})[name] = whole.to("cpu", copy=True).contiguous()
         state = {}
         for name, tensor in optimizer.state_dict().items() if optimizer else ():
             if spread:
                 state[name] = _on_cpu(tensor, ranks)
             elif (whole := full(tensor.to(ranks.device))) is not None and ranks.first:
                 state[name] = whole.to("cpu", copy=True)
-        texts = _texts(model, names) if ranks.first else {}
-        return cls(texts, files, state, spread)
+        return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
 
     def write_files(self, directory: Path) -> None:
         """Texts and weights."""

@@ -10,16 +10,18 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from common.clients import BASE_VERSION
 from common.config import Config
 from common.errors import ServiceError
 from common.observe import Metrics
-from common.schemas import WorkerReport
+from common.schemas import WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
-from services.rollout.engine import BASE_VERSION, EngineClient, engine_command, engine_env
+from services.rollout.engine import EngineClient, adapters_kept, engine_command, engine_env
 from services.rollout.follow import Quiet, WeightFollower, wait_event
 from services.rollout.process import Supervised, Timing
 from services.rollout.receive import Receiver
@@ -72,7 +74,7 @@ class Agent:
         self._life = secrets.token_hex(4)
         self._config, self._topology, self._end = config, topology, end
         self._registered = False
-        self._started_with: WeightId | None = None
+        self._started_with: tuple[WeightManifest, Path] | None = None
         self._wake_report, self._wake_router, self._quiet = asyncio.Event(), asyncio.Event(), Quiet()
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
         self._engine_api = EngineClient("engine", self.url)
@@ -95,6 +97,7 @@ class Agent:
             self._engine_api,
             self.engine,
             load_timeout_s=config.trainer.publish_timeout_s,
+            adapters_kept=adapters_kept(config),
             changed=self._changed,
             receiver=Receiver(self.name, self._engine_api, self._trainer, config.trainer.publish_timeout_s),
             name=self.name,
@@ -225,13 +228,28 @@ class Agent:
         newest = self._follower.newest
         if newest is not None and not newest[1].is_dir():  # the trainer's own directory, which it has removed
             newest = None
-        self._started_with, path = newest or (None, self._config.model.name)
-        return engine_command(self._config, self._topology, str(path), _version_name(self._started_with))
+        self._started_with = newest
+        model, label = self._config.model.name, BASE_VERSION
+        if newest is not None and newest[0].kind == "model":
+            model, label = str(newest[1]), str(newest[0].version)
+        return engine_command(self._config, self._topology, model, label)
 
     async def _engine_up(self) -> None:
-        await self._engine_api.confirm(_version_name(self._started_with))
-        self.state.engine_up(self._started_with)
-        log.info("the engine serves %s", self._started_with or "the base model")
+        serves: WeightId | None = None
+        if self._started_with is None:
+            await self._engine_api.confirm(BASE_VERSION)
+        else:
+            manifest, path = self._started_with
+            if manifest.kind == "model":
+                await self._engine_api.confirm(str(manifest.version))
+                serves = WeightId.of(manifest)
+            else:  # an engine starts without an adapter
+                await self._engine_api.confirm(BASE_VERSION)
+                if path.is_dir():  # or it is the trainer's own directory, which it has removed meanwhile
+                    await self._follower.load(manifest, path)
+                    serves = WeightId.of(manifest)
+        self.state.engine_up(serves)
+        log.info("the engine serves %s", serves or "the base model")
         self._follower.engine_up()
         self._changed()
 
@@ -263,10 +281,6 @@ class Agent:
             except ServiceError as error:
                 self._quiet.warn("report", f"the trainer was not told the state of this node: {error}")
             await wait_event(self._wake_report, _HEARTBEAT_S)
-
-
-def _version_name(weights: WeightId | None) -> str:
-    return BASE_VERSION if weights is None else str(weights.version)
 
 
 async def _stop(tasks: list[asyncio.Task[None]]) -> None:

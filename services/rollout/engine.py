@@ -14,8 +14,6 @@ from common.sections import RolloutSection
 from common.topology import ROLLOUT, Topology
 
 log = logging.getLogger(__name__)
-BASE_VERSION = "default"
-"""What SGLang calls the weights it was started with."""
 _ENV = {
     # SGLang's /health generates a token otherwise, so a paused engine would look dead to router and agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -71,7 +69,7 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     if on_cpu:
         options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    flags = [*(_CPU_FLAGS if on_cpu else ()), *trust, *rollout.engine_args]
+    flags = [*(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_words(config), *rollout.engine_args]
     return [str(_sglang_python(rollout)), "-m", "sglang.launch_server", *_words(options), *flags]
 
 
@@ -101,6 +99,24 @@ def _sglang_python(rollout: RolloutSection) -> Path:
             remedy=f"{install} and name its Python here, or set rollout.engine=embedded",
         )
     return python
+
+
+def _lora_words(config: Config) -> list[str]:
+    """SGLang serves adapters only when it is told so, and of what size, at its start."""
+    if not config.lora.publishes_adapter:
+        return []
+    options = {
+        "max-lora-rank": config.lora.rank,
+        "max-loras-per-batch": adapters_kept(config) + 1,  # the model without an adapter counts as one
+        **({"lora-backend": "torch_native"} if config.rollout.device == "cpu" else {}),
+    }
+    targets = config.lora.target_modules or ["all"]
+    return ["--enable-lora", "--lora-strict-loading", *_words(options), "--lora-target-modules", *targets]
+
+
+def adapters_kept(config: Config) -> int:
+    """Adapters that an engine has at a time: the newest, and those that requests within `max_staleness` may still name."""
+    return config.trainer.max_staleness + 2
 
 
 def _words(options: dict[str, object]) -> list[str]:

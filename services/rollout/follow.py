@@ -13,6 +13,7 @@ from common.clients import Unreachable
 from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import WeightManifest
+from services.rollout.adapters import load_adapter
 from services.rollout.engine import EngineClient
 from services.rollout.process import Supervised
 from services.rollout.receive import Receiver
@@ -35,6 +36,7 @@ class WeightFollower:
         api: of the engine.
         engine: the process; restarted after repeated refusals.
         load_timeout_s: for the engine to load one version.
+        adapters_kept: LoRA adapters that the engine has at a time.
         changed: called when the state has changed.
         receiver: takes part in broadcasts.
         name: of this node, as trainer and broadcasts know it.
@@ -50,6 +52,7 @@ class WeightFollower:
         engine: Supervised,
         *,
         load_timeout_s: float,
+        adapters_kept: int,
         changed: Callable[[], None],
         receiver: Receiver,
         name: str,
@@ -57,8 +60,8 @@ class WeightFollower:
     ) -> None:
         self._receiver, self._name = receiver, name
         self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
-        self._load_timeout_s, self._changed = load_timeout_s, changed
-        self.newest: tuple[WeightId, Path] | None = None
+        self._load_timeout_s, self._adapters_kept, self._changed = load_timeout_s, adapters_kept, changed
+        self.newest: tuple[WeightManifest, Path] | None = None
         """Newest weights verified in the life of this process, and their directory: what an engine is started with."""
         self._lost = 0
         self._load: asyncio.Task[str] | None = None
@@ -130,9 +133,9 @@ class WeightFollower:
                 self._state.found(wanted)
             path = await shared_directory(manifest) or await self._store.fetch(manifest, self._trainer)
             self._seconds.labels(stage).set(time.monotonic() - begin)
-            self.newest, self._lost = (wanted, path), 0
+            self.newest, self._lost = (manifest, path), 0
             stage = "load"
-            if not self._engine.up or not await self._load_into_engine(wanted, path):
+            if not self._engine.up or not await self._load_into_engine(manifest, path):
                 self._state.update_stopped()  # the next engine starts with these weights
             else:
                 self._state.update_done(wanted)
@@ -183,11 +186,18 @@ class WeightFollower:
         self._state.update_began()
         return False
 
-    async def _load_into_engine(self, wanted: WeightId, path: Path) -> bool:
+    async def load(self, manifest: WeightManifest, path: Path) -> None:
+        """Has the engine serve this version. Raises ServiceError when it refuses."""
+        if manifest.kind == "adapter":
+            await load_adapter(self._api, path, manifest, self._adapters_kept, self._load_timeout_s)
+        else:
+            await self._api.load(path, str(manifest.version), self._load_timeout_s, whole=not self._partial)
+
+    async def _load_into_engine(self, manifest: WeightManifest, path: Path) -> bool:
         """False when the engine ended meanwhile. Raises ServiceError when it refused."""
 
         async def load() -> str:
-            await self._api.load(path, str(wanted.version), self._load_timeout_s, whole=not self._partial)
+            await self.load(manifest, path)
             return "done"
 
         return await self._into_engine("load", load()) is not None

@@ -151,7 +151,10 @@ class WeightStore:
         for known, path in self._stored:
             if known == manifest and path.is_dir():
                 return path
-        target = self.directory / f"v{manifest.version:06d}"
+        # An engine reads an adapter again by its path when it has dropped it: that path must stay the run's.
+        run = hashlib.sha256(manifest.run_id.encode()).hexdigest()[:12]
+        suffix = f"-{run}" if manifest.kind == "adapter" else ""
+        target = self.directory / f"v{manifest.version:06d}{suffix}"
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -7,7 +7,7 @@ import yaml
 
 from common.config import Config
 from common.errors import ConfigError
-from common.sections import ModelSection, RolloutSection
+from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine import engine_command, engine_env
 
@@ -36,6 +36,20 @@ def test_on_a_gpu_nothing_of_that_is_there(tmp_path: Path) -> None:
     config = Config(rollout=rollout(tmp_path))
     assert "--device" not in engine_command(config, Topology(), "m", "3")
     assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"}
+
+
+def test_for_adapters_sglang_is_told_their_size_and_starts_with_the_model(tmp_path: Path) -> None:
+    lora = LoraSection(rank=16)
+    command = engine_command(Config(rollout=rollout(tmp_path), lora=lora), Topology(), "m", "default")
+    options = {word: command[i + 1] for i, word in enumerate(command[:-1]) if word.startswith("--")}
+    assert {"--enable-lora", "--lora-strict-loading"} <= set(command)
+    assert (options["--max-lora-rank"], options["--lora-target-modules"]) == ("16", "all")
+    assert options["--max-loras-per-batch"] == "3"  # the newest, the one before, and the model without any
+    assert "--lora-backend" not in command
+    on_cpu = engine_command(Config(rollout=rollout(tmp_path, device="cpu"), lora=lora), Topology(), "m", "default")
+    assert on_cpu[on_cpu.index("--lora-backend") + 1] == "torch_native"
+    merged = Config(rollout=rollout(tmp_path), lora=LoraSection(rank=16, publish="merged"))
+    assert "--enable-lora" not in engine_command(merged, Topology(), "m", "3")
 
 
 def test_the_environment_on_a_cpu_names_the_platform_and_keeps_local_models_off_the_hub(tmp_path: Path) -> None:

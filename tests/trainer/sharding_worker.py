@@ -2,7 +2,7 @@
 
 `python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume": DIRECTORY,
 "save": DIRECTORY, "peak": true for what loading alone needs, "hidden": true where only rank 0 sees these directories}. They are
-relative to DIRECTORY.
+relative to DIRECTORY. "low": true computes in bfloat16, as on a GPU.
 """
 
 import json
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import trainer.learner
+import trainer.lora
+import trainer.model
 from common.config import Config, load
 from services.learning.ranks import Ranks, end
 from tests.trainer.groups import off_policy_groups, save, weighed
@@ -37,6 +40,9 @@ def learned(learner: Learner, updates: int) -> list[list[float]]:
 def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     if case.get("hidden") and not ranks.first:  # paths are relative, so this is a node with a disk of its own
         os.chdir("/")
+    if case.get("low"):
+        for module in (trainer.model, trainer.lora, trainer.learner):
+            module.computes_low = lambda *_: True  # type: ignore[attr-defined]
     if "resume" in case:
         learner, progress, _ = resumed_learner(config, ranks, Path(case["resume"]))
         assert (learner.step, progress.position) == (2, 7)

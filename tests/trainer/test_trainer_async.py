@@ -18,7 +18,7 @@ from rich.console import Console
 
 from common.config import Config, load
 from common.errors import ConfigError, ServiceError
-from common.schemas import Group
+from common.schemas import Group, WeightManifest
 from common.wire import decode_groups
 from services.rollout.embedded.model import Model
 from tests.conftest import ROOT
@@ -157,11 +157,11 @@ def test_weights_that_the_engine_refuses_stop_the_run_with_the_reason(
 ) -> None:
     write = _DirectPublisher.write
 
-    def damaged(self: _DirectPublisher, weights: Weights, version: int) -> Path:
-        directory = write(self, weights, version)
+    def damaged(self: _DirectPublisher, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
+        manifest, directory = write(self, weights, version)
         if version == 2:
             (directory / "model.safetensors").write_bytes(b"damaged")
-        return directory
+        return manifest, directory
 
     monkeypatch.setattr(_DirectPublisher, "write", damaged)
     config = settings("--trainer.max_staleness", "1")

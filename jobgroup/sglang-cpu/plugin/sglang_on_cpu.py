@@ -4,7 +4,9 @@ SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels a
 not its own SGLang takes every layer's implementation in torch instead, which is all a small model needs. SGLang stays as it is.
 """
 
+import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ def activate() -> str:
     _make_torchvision_importable()
     if not torch.cuda.is_available():
         torch.cuda.synchronize = _nothing_to_wait_for  # `/weights_checker` calls it on every device
+    _leave_memory_unpinned()
     return f"{__name__}.TorchCpu"
 
 
@@ -74,3 +77,19 @@ def _make_torchvision_importable() -> None:
         for name in ("nms", "qnms"):
             declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _KEPT.append(declared)
+
+
+def _leave_memory_unpinned() -> None:
+    """SGLang's LoRA code asks for pinned memory always, and torch refuses that where there is no accelerator to copy to."""
+    for name in ("tensor", "empty", "zeros", "ones", "arange"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*arguments: Any, **options: Any) -> torch.Tensor:
+        options.pop("pin_memory", None)
+        return make(*arguments, **options)
+
+    return made

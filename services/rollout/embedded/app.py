@@ -15,6 +15,7 @@ from services.rollout.embedded.control import add_control, add_info
 from services.rollout.embedded.distributed import add_distributed
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.jobs import Job, Sequence
+from services.rollout.embedded.lora import add_lora
 from services.rollout.embedded.openai import ChatBody, CompletionBody, chat_answer, completion_answer
 from services.rollout.embedded.protocol import GenerateBody, answer, answers
 from services.rollout.embedded.stops import texts
@@ -39,6 +40,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     app = create_app("rollout-engine", not_ready=lambda: engine.failure, lifespan=lifespan, metrics=engine.metrics)
     add_control(app, engine)
     add_distributed(app, engine)
+    add_lora(app, engine)
     add_info(app, engine, arguments or {})
 
     @app.api_route("/generate", methods=["POST", "PUT"])

@@ -164,16 +164,12 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model."""
+        """The model and its LoRA adapters."""
         path = str(engine.model.path)
-        card = {
-            "id": path,
-            "object": "model",
-            "owned_by": "embedded",
-            "root": path,
-            "max_model_len": engine.model.max_context_tokens,
-        }
-        return {"object": "list", "data": [card]}
+        shared = {"object": "model", "owned_by": "embedded"}
+        card = {"id": path, "root": path, "parent": None, "max_model_len": engine.model.max_context_tokens, **shared}
+        adapters = [{"id": name, "root": root, "parent": path, **shared} for name, root in engine.adapters.items()]
+        return {"object": "list", "data": [card, *adapters]}
 
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:

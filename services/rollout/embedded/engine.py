@@ -103,6 +103,23 @@ class Engine:
         """Label of the weights loaded."""
         return self._scheduler.weight_version
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names of the LoRA adapters, and their directories."""
+        return self._scheduler.adapters.paths()
+
+    def load_adapter(self, name: str, path: Path) -> "Future[None]":
+        """Reads a LoRA adapter; fails with BadAdapter. Nothing waits: each request has the adapter that it names."""
+        return self._call(lambda: self._scheduler.adapters.load(name, path))
+
+    def retire_adapter(self, name: str) -> "Future[None]":
+        """Refuses new requests with this adapter; fails with BadAdapter."""
+        return self._call(lambda: self._scheduler.retire_adapter(name))
+
+    def drop_adapter(self, name: str) -> "Future[bool]":
+        """Forgets a retired adapter; False while requests use it."""
+        return self._call(lambda: self._scheduler.drop_adapter(name))
+
     def submit(self, jobs: list[Job]) -> None:
         """Queues jobs, all or none; their `done` resolves later. Raises NotReady when too many sequences wait."""
         with self._wake:

@@ -74,6 +74,7 @@ class Job:
         rid: the name by which it can be aborted.
         logprobs: whether the answer shows them.
         prompt_logprobs_from: log-probabilities of the prompt from this token on, None for none.
+        adapter: name of the LoRA adapter that it is answered with; None: the model as it is.
         on_token: called on the engine's thread after each token of a sequence and when it is finished (for streaming).
         done: resolves when every sequence is finished; fails with ServiceError.
     """
@@ -84,6 +85,7 @@ class Job:
     n: int = 1
     logprobs: bool = False
     prompt_logprobs_from: int | None = None
+    adapter: str | None = None
     on_token: Callable[[Sequence], None] | None = None
     created: float = field(default_factory=time.monotonic)
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -104,6 +106,10 @@ class Ticket:
     """Sequences that wait for one prefill of the same tokens."""
 
     sequences: list[Sequence]
+
+    @property
+    def adapter(self) -> str | None:
+        return self.sequences[0].job.adapter
 
     @property
     def tokens(self) -> list[int]:

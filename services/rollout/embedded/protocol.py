@@ -33,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _REFUSED = (
     "token_ids_logprob",
     "top_logprobs_num",
-    "lora_path",
     "return_hidden_states",
     "return_routed_experts",
     "return_sampling_mask",
@@ -146,6 +145,7 @@ class GenerateBody(BaseModel):
     logprob_start_len: int | None = Field(None, ge=-1)
     rid: Annotated[str, Field(min_length=1, max_length=200)] | list[str] | None = None
     stream: bool | None = None
+    lora_path: str | list[str | None] | None = None
 
     @property
     def is_batch(self) -> bool:
@@ -163,15 +163,18 @@ class GenerateBody(BaseModel):
         ]
         rids = self._per_prompt(self.rid, len(prompts), "rid")
         scored = self._per_prompt(self.return_logprob, len(prompts), "return_logprob")
+        adapters = self._per_prompt(self.lora_path, len(prompts), "lora_path")
         jobs = []
-        for index, (prompt, params, rid, score) in enumerate(zip(prompts, parameters, rids, scored, strict=True)):
+        rows = zip(prompts, parameters, rids, scored, adapters, strict=True)
+        for index, (prompt, params, rid, score, adapter) in enumerate(rows):
             name = uuid.uuid4().hex if rid is None else f"{rid}_{index}" if isinstance(self.rid, str) and self.is_batch else rid
             start = self.logprob_start_len
             wanted = start if score and start is not None and start >= 0 else None
             if wanted is not None and wanted >= len(prompt):
                 raise BadRequest("logprob_start_len is beyond the prompt", field="logprob_start_len", value=wanted)
             sampling = params.sampling(len(prompt), model)
-            jobs.append(Job(name, prompt, sampling, params.n or 1, logprobs=bool(score), prompt_logprobs_from=wanted))
+            job = Job(name, prompt, sampling, params.n or 1, bool(score), prompt_logprobs_from=wanted, adapter=adapter or None)
+            jobs.append(job)
         return jobs
 
     def _prompts(self, model: Model) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from prometheus_client import Counter
 
 from common.errors import ServiceError
+from services.rollout.embedded.adapters import Adapters, BadAdapter
 from services.rollout.embedded.jobs import ABORTED, ABORTED_WAITING, Job, Sequence, Ticket
 from services.rollout.embedded.model import Model
 from services.rollout.embedded.rows import Rows
@@ -49,6 +50,7 @@ class Scheduler:
         self.paused = False
         self.waiting = 0
         self.rows = Rows(max_running)
+        self.adapters = Adapters(model.module)
         self._queue: deque[Ticket] = deque()
 
     @property
@@ -57,8 +59,11 @@ class Scheduler:
         return bool(self.rows.sequences or self._queue)
 
     def enqueue(self, jobs: list[Job]) -> None:
-        """Puts jobs at the end of the queue."""
+        """Puts jobs at the end of the queue; one that names an adapter which is not there fails."""
         for job in jobs:
+            if job.adapter is not None and job.adapter not in self.adapters.paths():
+                job.done.set_exception(BadAdapter("Got LoRA adapter that is not loaded", field="lora_path", value=job.adapter))
+                continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
                 self._queue.append(Ticket(job.sequences[start : start + self.max_running]))
@@ -104,11 +109,15 @@ class Scheduler:
     def _next_batch(self) -> list[Ticket]:
         batch: list[Ticket] = []
         longest, free = 0, self.max_running - len(self.rows)
+        if not self.rows.sequences:
+            self.adapters.merge(self._queue[0].adapter)
         while self._queue and len(self._queue[0].sequences) <= free:
             ticket = self._queue[0]
             alone = _wants_prompt_logprobs(ticket)
             longest = max(longest, len(ticket.tokens))
             if batch and (alone or (len(batch) + 1) * longest > PREFILL_TOKENS):
+                break
+            if ticket.adapter != self.adapters.active:  # all rows have the same weights: it waits until they are done
                 break
             batch.append(self._queue.popleft())
             free -= len(ticket.sequences)
@@ -228,7 +237,8 @@ class Scheduler:
     def update(self, path: Path, version: str | None, flush_cache: bool) -> int:
         """Loads weights in place; returns the sequences that were paused. Raises BadWeights or Refused, changing nothing."""
         self._refuse_to_flush(flush_cache)
-        load_into(self.model.module, path)
+        with self.adapters.apart():
+            load_into(self.model.module, path)
         self.model.path = path
         self._loaded(version, flush_cache)
         return (len(self.rows) + sum(len(ticket.sequences) for ticket in self._queue)) if self.paused else 0
@@ -236,7 +246,8 @@ class Scheduler:
     def load_tensors(self, tensors: dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> None:
         """Copies checked tensors into the model. Raises Refused, changing nothing."""
         self._refuse_to_flush(flush_cache)
-        copy_tensors(self.model.module, tensors)
+        with self.adapters.apart():
+            copy_tensors(self.model.module, tensors)
         self._loaded(version, flush_cache)
 
     def _refuse_to_flush(self, flush_cache: bool) -> None:
@@ -253,6 +264,21 @@ class Scheduler:
             self.set_version(version)
         if flush_cache:
             self.model.cache.release()
+
+    def retire_adapter(self, name: str) -> None:
+        """From now on no new request gets this adapter. Raises BadAdapter when it is not there."""
+        if name not in self.adapters.paths():
+            known = sorted(self.adapters.paths())
+            raise BadAdapter(f"LoRA with name {name} does not exist. Loaded LoRAs: {known}", field="lora_name", value=name)
+        self.adapters.leaving.add(name)
+
+    def drop_adapter(self, name: str) -> bool:
+        """Forgets a retired adapter; False while requests use it."""
+        waiting = (sequence for ticket in self._queue for sequence in ticket.sequences)
+        if any(sequence.job.adapter == name for sequence in (*self.rows.sequences, *waiting)):
+            return False
+        self.adapters.drop(name)
+        return True
 
     def set_version(self, version: str) -> None:
         """Renames the weights; tokens from now on count as `version`."""

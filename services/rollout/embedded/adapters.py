@@ -1,0 +1,133 @@
+"""LoRA adapters in PEFT's format: any number is known, one at a time is merged into the weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.errors import ServiceError
+
+_PREFIX = "base_model.model."
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+}
+"""What this engine knows of PEFT's settings; another value would change what the adapter's matrices mean."""
+
+
+class BadAdapter(ServiceError):
+    """There is no such adapter, or its files are not one of this model (400)."""
+
+    status = 400
+    code = "bad_adapter"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """W + scale × B A for each matrix W that has one."""
+
+    path: Path
+    scale: float
+    factors: dict[str, tuple[Tensor, Tensor]]
+    """A [r, in] and B [out, r] by the name of the model's weight."""
+
+
+class Adapters:
+    """The adapters of one model. On the engine's thread, between two steps."""
+
+    def __init__(self, module: Any) -> None:
+        self._weights = {name: parameter.data for name, parameter in module.named_parameters()}
+        self._known: dict[str, Adapter] = {}
+        self._base: dict[str, Tensor] = {}
+        self.leaving: set[str] = set()
+        """Names that new requests cannot use any more."""
+        self.active: str | None = None
+        """Merged into the weights now; None: the weights are the model's own."""
+
+    def paths(self) -> dict[str, str]:
+        """Names that requests may use, and the adapters' directories."""
+        known = tuple(self._known.items())  # other threads ask too
+        return {name: str(adapter.path) for name, adapter in known if name not in self.leaving}
+
+    def load(self, name: str, path: Path) -> None:
+        """Raises BadAdapter for a name that is there, and for files that do not fit; then nothing has changed."""
+        if name in self._known:
+            raise BadAdapter(f"Failed to load LoRA adapter {name} because it is already loaded", field="lora_name", value=name)
+        self._known[name] = self._read(path)
+
+    def drop(self, name: str) -> None:
+        """Forgets an adapter that no request uses."""
+        if self.active == name:
+            self.merge(None)
+        del self._known[name]
+        self.leaving.discard(name)
+
+    def merge(self, name: str | None) -> None:
+        """Makes the weights those of this adapter, or exactly the model's own."""
+        if name == self.active:
+            return
+        for weight, tensor in self._base.items():
+            self._weights[weight].copy_(tensor)
+        self._base, self.active = {}, None
+        if name is None:
+            return
+        adapter = self._known[name]
+        for weight, (low, high) in adapter.factors.items():
+            self._base[weight] = self._weights[weight].clone()
+            self._weights[weight].add_(high @ low, alpha=adapter.scale)
+        self.active = name
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The weights are the model's own inside."""
+        active = self.active
+        self.merge(None)
+        try:
+            yield
+        finally:
+            self.merge(active)
+
+    def _read(self, path: Path) -> Adapter:
+        try:
+            config = json.loads((path / "adapter_config.json").read_text())
+            tensors = {name: tensor.float() for name, tensor in load_file(path / "adapter_model.safetensors").items()}
+            scale = config["lora_alpha"] / config["r"]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise BadAdapter(f"the adapter cannot be read: {error}", field="lora_path", value=str(path)) from None
+        for name, values in _PLAIN.items():
+            if name in config and config[name] not in values:
+                raise BadAdapter(
+                    f"{name} {config[name]!r} is not supported by the embedded engine", field=name, value=str(path)
+                )
+        return Adapter(path, scale, self._factors(tensors, path))
+
+    def _factors(self, tensors: dict[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise BadAdapter(f"{name} holds numbers that are not finite", field="lora_path", value=str(path))
+            module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
+            if not found:
+                continue
+            weight, high = f"{module}.weight", tensors.get(f"{_PREFIX}{module}.lora_B.weight")
+            base = self._weights.get(weight)
+            rank = tensor.shape[0]
+            if base is None or high is None or tensor.shape != (rank, base.shape[1]) or high.shape != (base.shape[0], rank):
+                raise BadAdapter(f"{name} does not fit the model", field="lora_path", value=str(path))
+            factors[weight] = tensor, high
+        if not factors or len(tensors) != 2 * len(factors):
+            raise BadAdapter("these are not pairs of lora_A and lora_B alone", field="lora_path", value=str(path))
+        return factors
