@@ -83,9 +83,9 @@ def mini_batches(count: int, parts: int, seed: int) -> list[Indices]:
 
 
 def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
-    """Every rank's part of `indices`, of nearly the same cost: none is more than its costliest row above the mean.
+    """Every rank's part of `indices`, of nearly the same cost: none is more than twice the costliest row above the mean.
 
-    Rows that share a prompt stay together, except for those at a border between two ranks.
+    Rows that share a prompt stay together, except for those at a border between two ranks: there both compute the prompt.
     """
     order = sizes.order(indices)
     if not sizes.shared:
