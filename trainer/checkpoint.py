@@ -25,6 +25,7 @@ from services.learning.saving import Snapshot
 _STATE = "trainer_state.json"
 _FORMAT = 3
 _BEST = "best"
+_LEFT_ALONE_S = 30.0
 
 
 class CheckpointFailed(ServiceError):
@@ -107,6 +108,14 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         self.check()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ended the run, a checkpoint that is being written is completed; waits half a minute at most."""
+        if self._thread is not None:
+            self._thread.join(_LEFT_ALONE_S)
 
     def _run(self, target: Path, state: TrainerState | None, snapshots: Mapping[str, Snapshot]) -> None:
         try:

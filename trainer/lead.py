@@ -206,10 +206,10 @@ class Lead:
         columns = zip(experience.groups, batch.mean_advantages(), strict=True)
         # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
         priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
-        acknowledged = self._collector.begin_trained(fresh, priorities)
         if settings.max_staleness:
             self._delivery.start(len(fresh))
-        else:
+        acknowledged = self._collector.begin_trained(fresh, priorities)
+        if not settings.max_staleness:
             with self.clock.stage("publish"):
                 self._publisher.publish(self.learner.weights(), step)
         acknowledged()

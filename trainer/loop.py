@@ -35,28 +35,29 @@ def train(
     seed, step and rank. Raises CheckpointFailed when a checkpoint could not be written.
     """
     config, every = learner.config, learner.config.trainer.checkpoint_every
-    while learner.step < total_steps:
-        if checkpoints:
-            checkpoints.check()
-        torch.manual_seed((learner.seed * 4096 + ranks.rank) % 2**63)
-        experience = Experience.share(lead.take() if lead else None, ranks)
-        with lead.clock.stage("update") if lead else nullcontext():
-            batch = Batch.of(experience.groups, experience.weights, config, learner.step, experience.fresh)
-            learner.score(batch)
-            if critic:
-                batch.values = critic.values(batch.sequences())
-            weigh(batch, config.algorithm, config.sampling.max_new_tokens, learner.kl_coef)
-            learned = critic.begin_update(batch.value_targets(), learner.seed) if critic else None
-            warming_up = critic is not None and learner.step < config.critic.warmup_steps
-            metrics = learner.hold(batch) if warming_up else learner.update(batch)
-            critic_metrics = learned() if learned else None
-        if lead:
-            lead.finish(experience, batch, metrics, critic_metrics)
-        else:
-            learner.share_weights()
-        # The step's line is there before its checkpoint: a run killed in between would go on after a step without one.
-        if checkpoints and every and learner.step % every == 0 and learner.step < total_steps:
-            save(checkpoints, learner, critic, lead)
+    with checkpoints or nullcontext():
+        while learner.step < total_steps:
+            if checkpoints:
+                checkpoints.check()
+            torch.manual_seed((learner.seed * 4096 + ranks.rank) % 2**63)
+            experience = Experience.share(lead.take() if lead else None, ranks)
+            with lead.clock.stage("update") if lead else nullcontext():
+                batch = Batch.of(experience.groups, experience.weights, config, learner.step, experience.fresh)
+                learner.score(batch)
+                if critic:
+                    batch.values = critic.values(batch.sequences())
+                weigh(batch, config.algorithm, config.sampling.max_new_tokens, learner.kl_coef)
+                learned = critic.begin_update(batch.value_targets(), learner.seed) if critic else None
+                warming_up = critic is not None and learner.step < config.critic.warmup_steps
+                metrics = learner.hold(batch) if warming_up else learner.update(batch)
+                critic_metrics = learned() if learned else None
+            if lead:
+                lead.finish(experience, batch, metrics, critic_metrics)
+            else:
+                learner.share_weights()
+            # The step's line is there before its checkpoint: a run killed in between would go on after a step without one.
+            if checkpoints and every and learner.step % every == 0 and learner.step < total_steps:
+                save(checkpoints, learner, critic, lead)
 
 
 def save(checkpoints: Checkpoints, learner: Learner, critic: ValueFunction | None, lead: Lead | None) -> Path:

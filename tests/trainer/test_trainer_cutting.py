@@ -113,7 +113,7 @@ class Sharded(Alone):
 def idle(kind: type[Ranks]) -> Ranks:
     """The rank that has nothing of one row."""
     one = sizes_of([(3, [2])], shared=True)
-    return kind(next(rank for rank in (0, 1) if not len(shares(one, np.arange(1), 2)[rank])), 2)
+    return kind(next(rank for rank in (0, 1) if not len(shares(one, np.arange(1), 2)[rank])), 2, shard_size=1)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Alone, []), (Sharded, [[0]])])
