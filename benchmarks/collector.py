@@ -119,8 +119,8 @@ class FreeingReplay(ReplayClient):
 
     async def add(self, groups: list[Any]) -> None:
         await super().add(groups)
-        self.stored += 1
-        await self.collector._free(1)
+        self.stored += len(groups)
+        await self.collector._free(len(groups))
 
 
 def resident_mb() -> float:
