@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from common.clients import Unreachable
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _MOMENT_S = 0.003
@@ -13,8 +15,8 @@ _MOMENT_S = 0.003
 class Together(Generic[_T, _R]):
     """Callable like `call` with one item; items that come within 3 ms of the first go along in its call.
 
-    Calls do not wait for each other. When a call of several fails, each item is tried alone, so that an error is of those
-    who caused it.
+    Calls do not wait for each other. When a call of several is refused, each item is tried alone, so that an error is of those
+    who caused it. A service that did not answer until the deadline is not asked again: that is an error of all.
 
     Args:
         call: takes items, returns their results in order.
@@ -55,7 +57,9 @@ class Together(Generic[_T, _R]):
                 if not future.done():  # who asked may have been cancelled
                     future.set_result(result)
         except Exception as error:
-            if len(waiting) > 1:
+            if len(waiting) > 1 and not isinstance(error, Unreachable):
                 await asyncio.gather(*(self._settle([one]) for one in waiting))
-            elif not waiting[0][1].done():
-                waiting[0][1].set_exception(error)
+                return
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)

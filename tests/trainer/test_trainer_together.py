@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from common.clients import Unreachable
 from trainer.together import Together
 
 
@@ -58,6 +59,19 @@ async def test_an_error_is_of_the_item_that_causes_it() -> None:
     results = await asyncio.gather(*map(together, [1, 0, 2]), return_exceptions=True)
     assert [results[0], results[2]] == [1.0, 0.5]
     assert isinstance(results[1], ZeroDivisionError)
+
+
+async def test_a_service_that_did_not_answer_in_time_is_not_asked_again_by_each() -> None:
+    calls: list[list[int]] = []
+
+    async def unanswered(items: list[int]) -> list[int]:
+        calls.append(items)
+        raise Unreachable("no answer within 600 s")
+
+    together = Together(unanswered, most=10)
+    results = await asyncio.gather(*map(together, [1, 2, 3]), return_exceptions=True)
+    assert calls == [[1, 2, 3]]
+    assert all(isinstance(result, Unreachable) for result in results)
 
 
 async def test_who_was_cancelled_does_not_disturb_the_others() -> None:
