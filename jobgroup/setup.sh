@@ -49,9 +49,19 @@ find_python() {
   return 1
 }
 
-# make_role EXTRAS
+# make_role EXTRAS [OPTION-OF-UV…]
 make_role() {
-  make_env .venv "pyproject.toml constraints.txt" -c constraints.txt -e ".[$1]"
+  local extras="$1"
+  shift
+  make_env .venv "pyproject.toml constraints.txt" "$@" -c constraints.txt -e ".[$extras]"
+}
+
+# Without a GPU the torch of PyPI would bring 4 GB of CUDA for nothing. PyTorch's own index has a build for the CPU.
+cpu_torch() {
+  if [ -n "$uv" ] && [ -z "${UV_TORCH_BACKEND+set}" ] && ! command -v nvidia-smi >/dev/null &&
+    curl -sfI --max-time 10 https://download.pytorch.org/whl/cpu/torch/ >/dev/null 2>&1; then
+    echo "--torch-backend=cpu"
+  fi
 }
 
 make_sglang() {
@@ -73,7 +83,8 @@ install_bubblewrap() {
 }
 
 case "$role" in
-services | trainer) make_role "$role" ;;
+services) make_role services ;;
+trainer) make_role trainer $(cpu_torch) ;;
 reward)
   install_bubblewrap
   make_role services
@@ -83,7 +94,7 @@ rollout)
     make_role rollout
     make_sglang
   else
-    make_role rollout,trainer
+    make_role rollout,trainer $(cpu_torch)
   fi
   ;;
 sglang) make_sglang ;;

@@ -163,6 +163,8 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
     uv = tmp_path / "bin" / "uv"  # an installer that only writes down what it is asked for
     uv.write_text('#!/bin/sh\necho "$@" >> calls\nif [ "$1" = venv ]; then mkdir -p "$5/bin"; fi\n')
     uv.chmod(0o755)
+    curl = tmp_path / "bin" / "curl"  # whether PyTorch's index is in reach
+    curl.symlink_to("/bin/false")
     gpu = tmp_path / "bin" / "nvidia-smi"
 
     def setup(role: str) -> tuple[int, list[str]]:
@@ -182,6 +184,13 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
     assert len(setup("services")[1]) >= 1
     assert setup("trainer")[1][-1].endswith("-e .[trainer]")
     assert setup("rollout")[1][-1].endswith("-e .[rollout,trainer]")  # no GPU: the CPU engine
+    curl.unlink()
+    curl.symlink_to("/bin/true")
+    cpu_torch = "--torch-backend=cpu -c constraints.txt -e"
+    assert setup("trainer")[1][-1].endswith(f"{cpu_torch} .[trainer]")
+    assert setup("rollout")[1][-1].endswith(f"{cpu_torch} .[rollout,trainer]")
+    assert "--torch-backend=cpu" not in setup("services")[1][-1]
     gpu.symlink_to("/bin/true")
+    assert "--torch-backend=cpu" not in setup("trainer")[1][-1]
     assert setup("rollout")[1][-1].endswith("-r jobgroup/sglang-requirements.txt")
     assert setup("tariner") == (2, [])
