@@ -161,9 +161,9 @@ class Client:
         except (ValueError, KeyError, TypeError):
             return f"HTTP {response.status_code}"
 
-    async def flush(self) -> None:
+    async def flush(self, deadline_s: float | None = None) -> None:
         """Asks the service to make everything durable; returns when it has."""
-        await self.request("POST", "/flush")
+        await self.request("POST", "/flush", deadline_s=deadline_s)
 
 
 async def wait_healthy(

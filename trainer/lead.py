@@ -1,5 +1,6 @@
 """What rank 0 does beside learning: it collects, publishes, evaluates, records, saves and says goodbye."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from common.clients import Client, wait_healthy
 from common.config import Config
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.schemas import CriticMetrics, Group, Prompt
 from services.learning.ranks import Ranks
 from services.learning.saving import load_optimizer
@@ -234,8 +235,7 @@ class Lead:
 
     def goodbye(self, agents: Sequence[Client]) -> None:
         """Asks every service to make its state durable and waits: SkyPilot does not tell them that the group ends."""
-        for client in (*self.services.stateful(), *agents):
-            self._loop.call(client.flush())
+        self._loop.call(flush_all((*self.services.stateful(), *agents)))
         for client in agents:
             self._loop.call(client.close())
 
@@ -283,6 +283,23 @@ class Lead:
             critic=asdict(critic) if critic else None,
             alarms=alarms(update, float(np.mean(ages)), self.config),
         )
+
+
+async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list[Client]:
+    """Flushes all services at once; returns, and logs, those that did not answer within `deadline_s` seconds.
+
+    No error: the run is complete and saved, and what services have acknowledged is durable. A node that is just being
+    replaced must not make a failure of it.
+    """
+    answers = await asyncio.gather(*(client.flush(deadline_s) for client in clients), return_exceptions=True)
+    missing = []
+    for client, answer in zip(clients, answers, strict=True):
+        if isinstance(answer, ServiceError):
+            log.warning("%s was not flushed, the end of its log may be missing: %s", client.service, answer)
+            missing.append(client)
+        elif isinstance(answer, BaseException):
+            raise answer
+    return missing
 
 
 def new_run_id(name: str) -> str:

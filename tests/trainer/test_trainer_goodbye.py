@@ -1,0 +1,25 @@
+"""The end of a run: every service is flushed, and one that is gone does not make a failure of the run."""
+
+import logging
+
+import httpx
+import pytest
+
+from common.clients import Client
+from services.server import create_app
+from tests.rollout_engines import free_port
+from trainer.lead import flush_all
+
+
+async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(caplog: pytest.LogCaptureFixture) -> None:
+    flushed: list[str] = []
+    apps = [create_app(name, flush=lambda name=name: flushed.append(name)) for name in ("data-server", "replay-buffer")]
+    there = [Client(app.title, "http://service", transport=httpx.ASGITransport(app)) for app in apps]
+    gone = Client("rollout-server-1", f"http://127.0.0.1:{free_port()}")
+    clients = [there[0], gone, there[1]]
+    with caplog.at_level(logging.WARNING, logger="trainer.lead"):
+        assert await flush_all(clients, deadline_s=0.5) == [gone]
+    assert flushed == ["data-server", "replay-buffer"]
+    assert "rollout-server-1 was not flushed" in caplog.text
+    for client in clients:
+        await client.close()
