@@ -3,9 +3,14 @@
 `checkpoints/step_000050/` loads with `AutoModelForCausalLM.from_pretrained`. In it `trainer_state.json` holds the position in
 the prompt stream and what else a run needs, `state/` the optimiser (torch.distributed.checkpoint, for any number of ranks),
 `critic/` and `reference/` the other models that the run has changed.
+
+On a disk renaming a directory is one event. A mounted bucket has no directories: it moves or uploads file by file, in any
+order. So `trainer_state.json` is made last and lists every other file with its size: where one is missing, the checkpoint does
+not count.
 """
 
 import json
+import logging
 import re
 import shutil
 import threading
@@ -22,6 +27,7 @@ from common.errors import ConfigError, ServiceError
 from services.learning.ranks import Ranks
 from services.learning.saving import Snapshot
 
+log = logging.getLogger(__name__)
 _STATE = "trainer_state.json"
 _FORMAT = 3
 _BEST = "best"
@@ -139,24 +145,22 @@ class Checkpoints:
         partial.mkdir(parents=True)
         for file in self._static():
             shutil.copyfile(file, partial / file.name)
-        (partial / _STATE).write_text(json.dumps({"format": _FORMAT, **asdict(state)}))
 
     def _complete(self, partial: Path, target: Path, state: TrainerState | None) -> None:
         """Gives the directory its name, and removes the old ones."""
         if state is None:
             return
+        files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+        (partial / _STATE).write_text(json.dumps({"format": _FORMAT, "files": files, **asdict(state)}))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        if self._keep_best and state.accuracy is not None:
-            best = _accuracy(self.directory / _BEST)
-            if best is None or state.accuracy >= best:
-                link = self.directory / f"{_BEST}.new"
-                link.unlink(missing_ok=True)
-                link.symlink_to(target.name)
-                link.rename(self.directory / _BEST)
-        kept = (self.directory / _BEST).resolve() if self._keep_best else None
-        for old in _all(self.directory)[: -self._keep]:
-            if old.resolve() != kept:
+        every = _all(self.directory)
+        rated = [(accuracy, path) for path in every if self._keep_best and (accuracy := _accuracy(path)) is not None]
+        best = max(rated)[1] if rated else None
+        if best == target:
+            _name_best(target)
+        for old in every[: -self._keep]:
+            if old != best:
                 shutil.rmtree(old)
 
     def _together(self, work: Callable[[], Any]) -> None:
@@ -178,7 +182,33 @@ class Checkpoints:
 
 def newest(directory: Path) -> Path | None:
     """The newest complete checkpoint in `directory`."""
-    return next(reversed(_all(directory)), None)
+    for path in reversed(_all(directory)):
+        if (lacking := _lacking(path)) is None:
+            return path
+        log.warning("%s is not complete and does not count: %s is missing or cut", path, lacking)
+    return None
+
+
+def _lacking(path: Path) -> str | None:
+    """A file that is not as `trainer_state.json` lists it, or that file itself; damage of another kind is for `load_state`."""
+    try:
+        files = json.loads((path / _STATE).read_text())["files"].items()
+    except FileNotFoundError:
+        return _STATE
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return next((name for name, size in files if not (path / name).is_file() or (path / name).stat().st_size != size), None)
+
+
+def _name_best(checkpoint: Path) -> None:
+    """Points the link `best` to it, for people; a bucket has no links."""
+    link = checkpoint.with_name(f"{_BEST}.new")
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.name)
+        link.rename(checkpoint.with_name(_BEST))
+    except OSError as error:
+        log.info("%s has the best accuracy so far; it gets no link `%s`: %s", checkpoint, _BEST, error)
 
 
 def step_of(path: Path) -> int:
@@ -204,6 +234,7 @@ def load_state(body: bytes, path: Path) -> TrainerState:
         content = json.loads(body)
         if content.pop("format") != _FORMAT:
             raise ValueError("another format")
+        content.pop("files", None)
         return TrainerState(**content)
     except Exception as error:  # whatever the damage leads to
         raise cannot_resume(error, path) from None

@@ -90,6 +90,30 @@ def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path
         checkpoint.load_state(checkpoint.read_state(complete), complete)
 
 
+@pytest.mark.parametrize("lost", ["trainer_state.json", "model.safetensors", "state/.metadata"])
+def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Config, tmp_path: Path, lost: str) -> None:
+    """A mounted bucket moves and uploads a directory file by file, in any order; a pod may be lost in between."""
+    learner = Learner(config, Ranks())
+    learner.update(batch(config, 0))
+    first = save(learner, tmp_path)
+    learner.step = 2
+    second = save(learner, tmp_path)
+    assert checkpoint.newest(tmp_path) == second
+    (second / lost).unlink()
+    assert checkpoint.newest(tmp_path) == first
+    if lost != "trainer_state.json":
+        (second / lost).write_bytes(b"begun")
+        assert checkpoint.newest(tmp_path) == first
+
+
+def test_the_best_checkpoint_stays_where_there_can_be_no_link(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "best.new" / "in the way").mkdir(parents=True)
+    learner = Learner(config, Ranks())
+    for learner.step, accuracy in enumerate([0.2, 0.5, 0.4, None, 0.3], 1):
+        save(learner, tmp_path, keep=1, accuracy=accuracy)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.new", "step_000002", "step_000005"]
+
+
 def test_no_checkpoint_yet(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "nothing") is None
 
