@@ -1,0 +1,112 @@
+"""Memory estimates: shapes against published sizes, bytes against numbers calculated by hand."""
+
+from typing import Any
+
+import pytest
+
+from common.config import load
+from common.errors import ConfigError
+from common.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
+
+GPU = 80 * 10**9
+_QWEN: dict[str, Any] = {"model_type": "qwen2"}
+QWEN_05B = ModelShape.of(
+    _QWEN
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+)
+QWEN_7B = ModelShape.of(
+    _QWEN
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
+)
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    assert QWEN_05B.parameters == 494_032_768
+    assert QWEN_7B.parameters == 7_615_616_512
+    # a layer of 0.5B: q, o 2·896², k, v 2·896·128, MLP 3·896·4864, biases 896 + 2·128, norms 2·896
+    assert QWEN_05B.layer_parameters == 1_605_632 + 229_376 + 13_074_432 + 1_152 + 1_792
+    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    llama_8b = ModelShape.of({"model_type": "llama", **llama, "num_key_value_heads": 8, "vocab_size": 128256})
+    assert llama_8b.parameters == 8_030_261_248
+
+
+def test_a_trainer_of_7b_on_eight_gpus() -> None:
+    config = load(["--trainer.activation_checkpointing", "true", "--algorithm.kl_coef", "0.01"], {})
+    memory = trainer_memory(QWEN_7B, config, 8)
+    share = 7_615_616_512 // 8
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * share, 4 * share, 8 * share)
+    assert (memory.reference, memory.critic) == (4 * share, 0)
+    # two layers of 233,057,792 with embedding and head (2 · 152,064 · 3,584) and the last norm, in bfloat16
+    assert memory.gathered == 2 * (2 * 233_057_792 + 1_089_998_336)
+    assert memory.reducing == (2 + 4) * 1_089_998_336
+    # a token in a layer: norms 2·3584·(4 + 4), attention 2·128·(56 + 8), MLP 4·2·18944
+    assert QWEN_7B.activation_bytes(2) == 57_344 + 16_384 + 151_552
+    assert memory.activations == 16_384 * (28 * 3584 * 2 + 2 * 225_280)
+    assert memory.logits == 4 * 2**28
+    assert memory.held == 20 * share
+    assert memory.total == memory.held + sum((memory.gathered, memory.reducing, memory.activations, memory.logits, 3 << 30))
+    kept = trainer_memory(QWEN_7B, load([], {}), 8)
+    assert kept.activations == 16_384 * 29 * 225_280
+    assert kept.reference == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "held"),
+    [
+        ([], 1, 16),
+        ([], 4, 4),
+        (["--trainer.shard_size", "2"], 4, 8),
+        (["--trainer.shard_size", "1"], 4, 20),  # and the flat sum of gradients
+        (["--trainer.offload_optimizer", "true"], 4, 0),
+        (["--algorithm.name", "ppo"], 4, 8),
+        (["--algorithm.name", "ppo", "--critic.location", "server"], 4, 4),
+        (["--algorithm.kl_coef", "0.1", "--trainer.offload_reference", "true"], 4, 4),
+    ],
+)
+def test_bytes_held_per_parameter(options: list[str], ranks: int, held: int) -> None:
+    assert trainer_memory(QWEN_05B, load(options, {}), ranks).held == held * QWEN_05B.parameters
+
+
+def test_lora_holds_the_model_in_bfloat16_and_trains_the_adapter() -> None:
+    config = load(["--lora.rank", "16"], {})
+    memory = trainer_memory(QWEN_7B, config, 1)
+    adapter = 28 * 16 * ((3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3)
+    assert adapter == 40_370_176  # what PEFT prints for this rank on every linear layer
+    assert (memory.weights, memory.gradients, memory.optimizer) == (
+        2 * 7_615_616_512 + 4 * adapter,
+        4 * adapter,
+        8 * adapter,
+    )
+    assert trainer_host_bytes(QWEN_7B, config, 1, 1) == 12 * adapter + (4 << 30)
+    only = load(["--lora.rank", "16", "--lora.target_modules", '["q_proj","v_proj"]', "--rollout.engine", "embedded"], {})
+    assert trainer_memory(QWEN_7B, only, 1).optimizer == 8 * 28 * 16 * (2 * 3584 + 3584 + 512)
+
+
+def test_host_memory_of_a_trainer_node() -> None:
+    settings = ["--trainer.weight_sync", "distributed", "--trainer.max_staleness", "1"]
+    assert trainer_host_bytes(QWEN_7B, load(settings, {}), 8, 8) == (12 + 2 + 2) * 7_615_616_512 + 8 * (4 << 30)
+    offloaded = load(["--trainer.offload_optimizer", "true"], {})
+    assert trainer_host_bytes(QWEN_7B, offloaded, 8, 4) == (12 + 16 // 2) * 7_615_616_512 + 4 * (4 << 30)
+
+
+def test_what_an_engine_has_for_its_cache() -> None:
+    one, two = (engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", str(size)], {}), GPU) for size in (1, 2))
+    assert one.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2 == 57_344
+    assert one.kv_tokens == (68 * 10**9 - 15_231_233_024) // 57_344
+    assert (two.weights, two.kv_bytes_per_token) == (7_615_616_512, 28_672)
+    many = engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", "28"], {}), GPU)
+    assert many.kv_bytes_per_token == 2 * 28 * 128 * 2  # a KV head is not split
+    assert engine_memory(QWEN_7B, load([], {}), 10**10).kv_tokens == 0
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"8 ranks.*groups of 3.*shard_size"):
+        trainer_memory(QWEN_7B, load(["--trainer.shard_size", "3"], {}), 8)
+    with pytest.raises(ConfigError, match=r"28 attention heads.*8 GPUs.*tensor_parallel_size"):
+        engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", "8"], {}), GPU)
+    with pytest.raises(ConfigError, match=r"cannot be estimated.*mixtral"):
+        ModelShape.of({"model_type": "mixtral"})
+    with pytest.raises(ConfigError, match=r"not complete.*hidden_size"):
+        ModelShape.of({"model_type": "llama", "num_attention_heads": 4})

@@ -1,0 +1,39 @@
+"""Run by torchrun: `python memory_worker.py DIRECTORY MODEL`. One update; each rank writes what it holds after it, in bytes."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from common.config import load
+from services.learning.ranks import Ranks, end
+from services.learning.sharding import local
+from tests.trainer.groups import off_policy_groups, weighed
+from trainer.learner import Learner
+
+
+def held(learner: Learner) -> dict[str, int]:
+    """Bytes of weights, gradients and the optimiser's tensors (without its step counts) on this rank."""
+    parameters = list(learner.policy.parameters())
+    moments = [tensor for name, tensor in learner.optimizer.state_dict().items() if not name.endswith(".step")]
+    return {
+        "weights": sum(local(parameter).nbytes for parameter in parameters),
+        "gradients": sum(local(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None),
+        "optimizer": sum(local(tensor).nbytes for tensor in moments),
+    }
+
+
+def main(directory: Path, model: str) -> None:
+    torch.set_num_threads(1)
+    config = load(["--model.name", model], {})
+    with Ranks.from_env(timeout_s=100) as ranks:
+        learner = Learner(config, ranks)
+        learner.update(weighed(learner, off_policy_groups()))
+        (directory / f"{ranks.rank}.json").write_text(json.dumps(held(learner)))
+        ranks.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
+    end()
