@@ -68,7 +68,7 @@ $(SKY)/.made: jobgroup/skypilot-requirements.txt
 	@touch $@
 
 check-jobgroup: $(SKY)/.made
-	$(SKY)/bin/python jobgroup/check.py
+	$(SKY)/bin/python -m jobgroup.check
 
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards sandbox replay update publish overlap collector algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done

@@ -1,16 +1,18 @@
-"""`.venv-sky/bin/python jobgroup/check.py [YAML…]`: would SkyPilot take these job groups, and would they run?
+"""`.venv-sky/bin/python -m jobgroup.check [YAML…]`: would SkyPilot take these job groups, and would they run?
 
 SkyPilot's own loader and schema, offline and in an empty home, so that the answer depends on the files alone. Then what
 SkyPilot says nothing about until pods run: misspelt header fields, shell errors, unknown variables and host names, tasks
-nobody restarts, services that are ended without notice, volumes that several nodes cannot mount. Lines that end in
-`# volume` are checked as they are and, once more, switched on. Exit status 0: all valid, 1: problems, 2: wrong usage.
+nobody restarts, services that are ended without notice, volumes that several nodes cannot mount, settings that the GPUs do not
+fit (`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0: all
+valid, maybe with warnings, 1: problems, 2: wrong usage.
 
-Runs in the environment of SkyPilot (`make check-jobgroup` makes it), which is not the project's: it imports nothing of it.
+Runs in the environment of SkyPilot (`make check-jobgroup` makes it), which is not the project's, in the root of the repository.
 """
 
 import argparse
 import copy
 import logging
+import math
 import os
 import re
 import subprocess
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from jobgroup.fit import Placed, problems, warnings
 
 FOLDER = Path(__file__).resolve().parent
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -80,10 +84,11 @@ class SkyPilot:
 
 
 class Check:
-    """One job group: `problems`, and a line for every task in `tasks`."""
+    """One job group: `problems`, `warnings`, and a line for every task in `tasks`."""
 
     def __init__(self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]) -> None:
         self.problems: list[str] = []
+        self.warnings: list[str] = []
         self.tasks: list[str] = []
         self._sky, self._text, self._env, self._volumes = sky, text, list(env), volumes
         try:
@@ -104,6 +109,7 @@ class Check:
             self._scripts(task, header.get("name"), hosts if len(tasks) == len(contents) else None)
             self._resources(task)
         self._mounts(tasks)
+        self._fit([_placed(task) for task in tasks])
         if len(tasks) == len(contents) and header.get("execution") == "parallel":
             self._group(tasks)
 
@@ -193,6 +199,14 @@ class Check:
             if nodes > 1 and mode not in _SHARED:
                 self._add(where, f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: ReadWriteMany is needed")
 
+    def _fit(self, tasks: Sequence[Placed]) -> None:
+        try:
+            for name, told in problems(tasks):
+                self._add(name, told)
+            self.warnings = [f"{name}: {told}" for name, told in warnings(tasks)]
+        except (ValueError, OSError, AttributeError, yaml.YAMLError) as error:
+            self._add("settings", f"envs or RUN_CONFIG cannot be read: {_one_line(error)}")
+
     def _group(self, tasks: Sequence[Any]) -> None:
         load, dump = self._sky.groups.load_job_group_from_yaml_str, self._sky.groups.dump_job_group_to_yaml_str
         try:
@@ -214,6 +228,21 @@ class Check:
             resources = " or ".join(str(each) for each in task.resources)
             end = "primary" if primary else f"ends {delay} s after the primary tasks"
             self.tasks.append(f"{task.name:<16} {task.num_nodes} × {resources}, {end}")
+
+
+def _placed(task: Any) -> Placed:
+    resources = next(iter(task.resources))
+    cached = [path for path, storage in task.storage_mounts.items() if storage.mode.value == "MOUNT_CACHED"]
+    return Placed(
+        name=task.name,
+        nodes=task.num_nodes,
+        gpus=math.ceil(sum((resources.accelerators or {}).values())),
+        spot=any(each.use_spot for each in task.resources),
+        env=task.envs,
+        mounts=(*map(str, task.volumes or {}), *task.storage_mounts),
+        uploading=tuple(cached),
+        run=task.run or "",
+    )
 
 
 def undefined(script: str, given: set[str]) -> set[str]:
@@ -310,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check = Check(sky, text, options.env, volumes)
             valid = valid and not check.problems
             print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
+            print("".join(f"  WARNING {name}: {warning}\n" for warning in check.warnings), end="")
             print("\n".join(f"  PROBLEM {name}: {problem}" for problem in check.problems) or "  VALID")
     return 0 if valid else 1
 
@@ -318,5 +348,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ImportError as error:
-        print(f"{error}: run it with .venv-sky/bin/python, which `make check-jobgroup` makes", file=sys.stderr)
+        print(
+            f"{error}: run it with .venv-sky/bin/python -m jobgroup.check, which `make check-jobgroup` makes", file=sys.stderr
+        )
         sys.exit(2)

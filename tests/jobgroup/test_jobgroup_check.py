@@ -1,4 +1,4 @@
-"""`jobgroup/check.py` with the real SkyPilot: the project's job groups pass, and every fault is named with file and task."""
+"""`jobgroup.check` with the real SkyPilot: the project's job groups pass, and every fault is named with file and task."""
 
 import os
 import re
@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.config import load
+from common.memory import engine_memory, trainer_host_bytes, trainer_memory
 from common.topology import CRITIC
 from jobgroup import spec
 from jobgroup.check import undefined
+from tests.common.test_common_memory import GPU, QWEN_7B
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
-MAIN, CPU, PPO = (ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml" for kind in ("", "-cpu", "-ppo"))
+MAIN, CPU, PPO, ONEBOX, LARGE, SPOT = (
+    ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml" for kind in ("", "-cpu", "-ppo", "-onebox", "-7b", "-spot")
+)
 VOLUMES = [f"--volume={path}" for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
 needs_skypilot = pytest.mark.skipif(
     not PYTHON.exists(), reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it"
@@ -42,7 +47,10 @@ class Fault:
         return "\n---\n".join(documents)
 
 
-GROUP, DATA, REWARD, REPLAY, TRAINER = "rlhf-math", "data-server", "reward-server", "replay-buffer", "ppo-trainer"
+GROUP, DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
+    *("rlhf-math", "data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"),
+)
+RUN_CONFIG = 'RUN_CONFIG: ""'
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
 RUN_DATA, RUN_TRAINER = "run: exec .venv/bin/python -m services.data", "run: exec .venv/bin/python -m common.topology torchrun"
 SETUP = "setup: bash jobgroup/setup.sh services"
@@ -98,6 +106,22 @@ FAULTS = {
     "secret-in-the-file": Fault(TRAINER, 'HF_TOKEN: ""', "HF_TOKEN: hf_abc", f"{TRAINER}: the secret HF_TOKEN has its value"),
     "no-workdir": Fault(REPLAY, "workdir: .", "workdir: ./nowhere", f"{REPLAY}: SkyPilot refuses it: Workdir"),
     "no-run": Fault(DATA, RUN_DATA, "", f"{DATA}: run is empty"),
+    "parallel-over-too-few-gpus": Fault(
+        ROLLOUT, RUN_CONFIG, 'RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE: "2"', f"{ROLLOUT}: an engine needs 2 GPUs"
+    ),
+    "groups-that-do-not-come-out": Fault(
+        TRAINER, RUN_CONFIG, 'RLHF_TRAINER__SHARD_SIZE: "4"', f"{TRAINER}: 2 processes cannot be divided into groups of 4"
+    ),
+    "size-is-no-number": Fault(TRAINER, RUN_CONFIG, "RLHF_TRAINER__SHARD_SIZE: all", "settings: envs or RUN_CONFIG cannot be"),
+    "tasks-disagree": Fault(
+        REWARD, "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", f"{REWARD}: MODEL_NAME is 'Qwen/Qwen2.5-7B-Instruct'"
+    ),
+    "exec-before-an-upload": Fault(
+        TRAINER,
+        "setup: bash",
+        "file_mounts: {/runs/checkpoints: {source: s3://bucket, mode: MOUNT_CACHED}}\nsetup: bash",
+        f"{TRAINER}: after run SkyPilot waits until /runs/checkpoints is uploaded",
+    ),
     "no-volume-file": Fault(
         DATA, "rlhf-math-data}", "prompts}", f"{DATA}: there is no file for the volume prompts", marked=True
     ),
@@ -111,7 +135,7 @@ def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
     """Exit status and output of the command, with an empty home and no way to the internet."""
     home.mkdir()
     env = os.environ | {"HOME": str(home), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
-    command = [str(PYTHON), "jobgroup/check.py", *map(str, arguments)]
+    command = [str(PYTHON), "-m", "jobgroup.check", *map(str, arguments)]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert list(home.iterdir()) == []
     assert result.stderr == "" or result.returncode == 2, result.stderr
@@ -143,11 +167,32 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     status, output = check(home=tmp_path / "home")
     assert status == 0, output
     assert "PROBLEM" not in output
-    for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6)):
-        labels = [f"jobgroup/{path.name}", *([] if path == CPU else [f"jobgroup/{path.name} (volumes on)"])]
+    assert "WARNING" not in output
+    for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6), (ONEBOX, 5), (LARGE, 5), (SPOT, 5)):
+        labels = [f"jobgroup/{path.name}", *([] if path in (CPU, SPOT) else [f"jobgroup/{path.name} (volumes on)"])]
         for label in labels:
             assert re.search(rf"(?m)^{re.escape(label)}\n(  .*\n){{{tasks}}}  VALID$", output), output
     assert re.search(r"ppo-trainer +2 × Kubernetes\(.*'H100': 1.*\), primary", output)
+
+
+@needs_skypilot
+def test_a_warning_is_no_problem(tmp_path: Path) -> None:
+    text = MAIN.read_text(encoding="utf-8")
+    (tmp_path / "spot.yaml").write_text(Fault(TRAINER, "H100:1", "H100:1\n  use_spot: true", "").apply(text))
+    (tmp_path / "idle.yaml").write_text(Fault(ROLLOUT, "H100:1", "H100:8", "").apply(text))
+    (tmp_path / "few.yaml").write_text(
+        LARGE.read_text(encoding="utf-8").replace("accelerators: H100:2", "accelerators: H100:1")
+    )
+    status, output = check(*VOLUMES, *sorted(tmp_path.glob("*.yaml")), home=tmp_path / "home")
+    assert status == 1
+    assert re.findall(r"(?m)^  PROBLEM \S+/(\w+)\.yaml: (.*): ", output) == [
+        ("few", "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), and a node has 1")
+    ]
+    assert re.findall(r"(?m)^  WARNING \S+/(\w+)\.yaml( \(volumes on\))?: ([\w-]+): ", output) == [
+        ("idle", "", ROLLOUT),
+        ("spot", "", TRAINER),
+        ("idle", " (volumes on)", ROLLOUT),
+    ]
 
 
 @needs_skypilot
@@ -221,6 +266,56 @@ def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(monkeypatch: pyt
         assert config.algorithm.needs_critic
         assert config.critic.location == "server"
     assert f"Port {config.critic.port}." in PPO.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [ONEBOX, LARGE, SPOT])
+def test_a_variant_differs_from_the_main_job_group_in_size_alone(path: Path) -> None:
+    (header, *tasks), (main_header, *main_tasks) = (
+        list(yaml.safe_load_all(each.read_text(encoding="utf-8"))) for each in (path, MAIN)
+    )
+    assert header == main_header | {"name": path.name.removesuffix("-jobgroup.yaml")}
+    assert len(tasks) == len(main_tasks)
+    for task, other in zip(tasks, main_tasks, strict=True):
+        free = {"resources", "num_nodes", "envs", "volumes"}
+        assert {key: value for key, value in task.items() if key not in free} == {
+            key: value for key, value in other.items() if key not in free
+        }
+        assert task["envs"].keys() >= other["envs"].keys()
+        assert task["resources"].keys() - {"use_spot"} == other["resources"].keys()
+    if path != SPOT:  # where they are switched on
+        marked = [line.split(":")[0] for line in MAIN.read_text(encoding="utf-8").splitlines() if line.endswith("# volume")]
+        assert [
+            line.split(":")[0] for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("# volume")
+        ] == marked
+
+
+@pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, LARGE, SPOT])
+def test_every_task_finds_settings_that_go_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would load exactly this, without a GPU; its own folders aside, it is the same in all of them."""
+    monkeypatch.chdir(ROOT)
+    group = spec.load(path, {}, {}, {})
+    configs = [load([], dict(task.env)) for task in group.tasks]
+    assert all(
+        config.model_dump(exclude={"state_dir": True, "trainer": {"run_dir"}})
+        == configs[0].model_dump(exclude={"state_dir": True, "trainer": {"run_dir"}})
+        for config in configs
+    )
+
+
+def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    group = spec.load(LARGE, {}, {}, {})
+    trainer, rollout = group.task(TRAINER, ""), group.task(ROLLOUT, "")
+    config = load([], dict(trainer.env))
+    assert config.rollout.tensor_parallel_size == rollout.gpus
+    ranks = trainer.num_nodes * trainer.gpus
+    assert trainer_memory(QWEN_7B, config, ranks).total < 0.6 * GPU
+    assert trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9  # its `memory`
+    engine = engine_memory(QWEN_7B, config, GPU)
+    wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
+    assert engine.kv_tokens > wanted
+    without = config.model_copy(update={"trainer": config.trainer.model_copy(update={"activation_checkpointing": False})})
+    assert trainer_memory(QWEN_7B, without, ranks).total > GPU
 
 
 def test_the_tiny_ppo_settings_are_the_tiny_ones_with_a_critic() -> None:

@@ -135,7 +135,7 @@ def test_the_volumes_can_be_switched_on(tmp_path: Path, monkeypatch: pytest.Monk
             mounting.setdefault(name, []).append(task)
             folder = task.env["RUN_DIR" if task.primary else "STATE_DIR"]
             assert Path(folder).is_relative_to(mount)
-    assert mounting.keys() == volumes.keys()
+    assert mounting.keys() == {name for name in volumes if "-7b-" not in name}
     for name, tasks in mounting.items():
         several = sum(task.num_nodes for task in tasks) > 1
         assert volumes[name]["config"]["access_mode"] == ("ReadWriteMany" if several else "ReadWriteOnce")
