@@ -16,11 +16,12 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo sglang-cpu test lint check-jobgroup bench bench-trl clean
+.PHONY: help demo doctor sglang-cpu test lint check-jobgroup bench bench-trl clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
 	@echo '     ENGINE=sglang   the same with two real SGLang servers on this CPU; installs them first'
+	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
 	@echo 'make lint            ruff, mypy and the import rules alone'
@@ -49,6 +50,9 @@ demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-c
 	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --fail-fast --log-dir $(DEMO_DIR)/logs \
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) --env STATE_DIR=$(DEMO_DIR)/state \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
+
+doctor: $(VENV)/.made
+	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m jobgroup.doctor
 
 lint: $(VENV)/.made
 	$(VENV)/bin/ruff check .

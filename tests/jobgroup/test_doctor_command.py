@@ -1,0 +1,231 @@
+"""The command: exit statuses, settings, hub, secrets, the model's memory, an environment without torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobgroup.doctor import fits, hub, tokens, versions
+from jobgroup.doctor.__main__ import main
+from jobgroup.doctor.plan import ROOT, Assumed, make
+from jobgroup.doctor.result import Result
+from tests.jobgroup.doctoring import LARGE, QWEN_7B, free_port, plan_of, serving, write_group, write_model
+
+DATA = {"data-server": ""}
+SECRET = "hf_ThisIsNeverShown123"  # noqa: S105 - of nobody
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A hub that has one model, one open and one gated data set, and a cache that is empty."""
+    answers = {
+        "/": {},
+        "/org/model/resolve/main/config.json": QWEN_7B,
+        "/api/datasets/org/open": {"gated": False},
+        "/api/datasets/org/gated": {"gated": "auto"},
+    }
+    for name in [name for name in os.environ if name.startswith(("HF_", "RLHF_", "SKYPILOT_", "HUGGING"))]:
+        monkeypatch.delenv(name)
+    with serving(answers) as port:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+        yield f"http://127.0.0.1:{port}"
+
+
+def _group(folder: Path, **env: object) -> str:
+    return str(write_group(folder, DATA, {"RLHF_DATA__SOURCE": "tiny", "RLHF_DATA__PORT": free_port(), **env}))
+
+
+def test_a_machine_that_is_ready_ends_with_0_and_json_says_the_same(
+    tmp_path: Path, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = _group(tmp_path)
+    assert main([group]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "this machine for a local run of small: data-server"
+    assert lines[-1].endswith(" 0 fail")
+    assert "ok    clock of 127.0.0.1: " in "\n".join(lines)
+    assert main([group, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert {"python", "ports", "data set tiny"} <= {check["name"] for check in report["checks"]}
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_wrong_setting_is_a_failed_line_in_its_own_words(
+    tmp_path: Path, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([_group(tmp_path), "--env", "RLHF_TRAINER__BATCH_SIZE=0"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  settings of data-server: Input should be greater than 0 · field: trainer.batch_size · value: 0" in out
+    assert "\n      mend: see --help" in out
+    assert "ok    python: " in out  # and the rest is looked at
+
+
+def test_a_wrong_yaml_is_a_failed_line_too(tmp_path: Path, endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "group.yaml"
+    path.write_text("name: small\n---\nname: data-server\nrun: x\n")
+    assert main([str(path)]) == 1
+    assert "FAIL  job group: the first document lacks `execution: parallel`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nowhere.yaml"],
+        ["--task", "no-task"],
+        ["--gpus", "8"],
+        ["--gpus", "0", "--gpu-memory-gb", "80"],
+        ["--env", "A-B=1"],
+        ["--gpu-memory-gb", "-1"],
+        ["--what"],
+    ],
+)
+def test_wrong_usage_ends_with_2(words: list[str], endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_no_secret_is_ever_printed(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("API_TOKEN", "tooshort-1")
+    monkeypatch.setenv("http_proxy", "http://user:proxypassword@127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    # A setting with the value of a secret in it, which its error repeats.
+    status = main([_group(tmp_path), "--env", f"RLHF_TRAINER__BATCH_SIZE={SECRET}", "--json"])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert "[secret]" in out
+    assert not [value for value in (SECRET, "tooshort-1", "proxypassword") if value in out]
+
+
+def test_the_demo_is_what_is_judged_without_a_yaml() -> None:
+    plan = make(None, {}, {"PATH": os.environ["PATH"]}, None, None)
+    assert (plan.problems, plan.demo, plan.group) == ((), True, "rlhf-math")
+    assert [job.name for job in plan.here] == ["data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"]
+    assert {job.config.model.name for job in plan.jobs} == {".cache/tiny-base"}
+
+
+@pytest.mark.parametrize(
+    ("source", "token", "state", "words"),
+    [
+        ("org/open", "", "ok", "on http://127.0.0.1"),
+        ("org/gated", "", "fail", "gated"),
+        ("org/gated", SECRET, "ok", "on http://127.0.0.1"),
+        ("org/missing", "", "fail", "404: no such name"),
+        ("prompts.jsonl", "", "fail", "there is no"),
+    ],
+)
+def test_a_data_set_is_looked_for(tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str) -> None:
+    env = {"RLHF_DATA__SOURCE": source, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
+    (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env=env).here[0])
+    assert (result.state, words in result.found) == (state, True)
+
+
+def test_a_hub_that_does_not_answer_matters_unless_the_cache_has_it(tmp_path: Path) -> None:
+    env = {"RLHF_DATA__SOURCE": "org/open", "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
+
+    def state(**more: str) -> str:
+        (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}).here[0])
+        return result.state
+
+    assert (state(), state(HF_HUB_OFFLINE="1")) == ("fail", "fail")
+    snapshot = tmp_path / "hub" / "datasets--org--open" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "data.json").touch()
+    assert (state(), state(HF_HUB_OFFLINE="1")) == ("warn", "ok")
+
+
+def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(tmp_path: Path, endpoint: str) -> None:
+    shapes: dict[str, dict[str, object]] = {}
+    large = write_model(tmp_path / "large", LARGE)
+    for name, state in (("org/model", "ok"), (str(large), "ok"), ("org/none", "fail"), (str(tmp_path / "nowhere"), "fail")):
+        env = {"MODEL_NAME": name, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+        job = plan_of(tmp_path, {"ppo-trainer": ""}, env=env).here[0]
+        (result,) = hub.check_model(name, job, False, shapes)
+        assert result.state == state, name
+    assert shapes == {"org/model": QWEN_7B, str(large): LARGE}
+
+
+def _fit(
+    folder: Path, model: dict[str, object], tasks: dict[str, str], assumed: Assumed | None, **env: object
+) -> dict[str, Result]:
+    plan = plan_of(folder, tasks, assumed=assumed, env={"MODEL_NAME": "org/model", **env})
+    return {result.name: result for result in fits.check_fit(plan, [], {"org/model": model})}
+
+
+def test_a_model_that_cannot_fit_in_this_machine_fails_with_the_numbers(tmp_path: Path) -> None:
+    result = _fit(tmp_path, LARGE, {"ppo-trainer": ""}, None)["memory for the model"]
+    assert result.state == "fail"
+    assert "weights 282.2 GB, gradients 282.2 GB, optimizer 564.4 GB" in result.found
+    assert "micro_batch_tokens" in result.mend
+
+
+def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
+    tasks = {"rollout-server": "", "ppo-trainer": "resources: {accelerators: 'H100:8'}\n"}
+    env = {"RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true"}
+    fitting = _fit(tmp_path, QWEN_7B, tasks, Assumed(80), **env)
+    assert fitting["model"].found.startswith("7,615,616,512 parameters")
+    assert fitting["memory of ppo-trainer"].state == "ok"
+    assert "39.8 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB" in fitting["memory of ppo-trainer"].found  # docs/skypilot.md
+    assert fitting["memory of an engine"].state == "ok"
+    alone = _fit(tmp_path, QWEN_7B, tasks, Assumed(80, 1), **env)["memory of ppo-trainer"]
+    assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)
+    assert _fit(tmp_path, QWEN_7B, tasks, Assumed(16), **env)["memory of an engine"].state == "fail"
+    with_remedy = _fit(tmp_path, QWEN_7B, tasks, Assumed(80, 6), RLHF_TRAINER__SHARD_SIZE=4)["memory of ppo-trainer"]
+    assert (with_remedy.state, "trainer.shard_size" in with_remedy.found) == ("fail", True)
+
+
+def test_an_unknown_architecture_is_said_to_be_unknown(tmp_path: Path) -> None:
+    result = _fit(tmp_path, {"model_type": "mamba"}, {"ppo-trainer": ""}, None)["memory for the model"]
+    assert (result.state, "mamba" in result.found) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("token", "inside", "state"),
+    [
+        ("", False, "ok"),
+        ("", True, "warn"),
+        ("short", False, "fail"),
+        ("with space 0123456789", True, "fail"),
+        ("a" * 32, True, "ok"),
+    ],
+)
+def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) -> None:
+    around = {"SKYPILOT_JOBGROUP_NAME": "small"} if inside else {}
+    (result,) = tokens.check_api_token(plan_of(tmp_path, DATA, {**around, "API_TOKEN": token}, "data-server"))
+    assert result.state == state
+    assert not token or token not in result.text()
+
+
+def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (tmp_path / "constraints.txt").write_text("pytest==0.1\npydantic_settings==0.2\ntorch==9.9\n")
+    found = {result.name: result for result in versions.check_packages(plan_of(tmp_path, DATA), tmp_path)}
+    assert found["packages"].state == "warn"
+    assert "(0.1 is pinned)" in found["packages"].found
+    assert "(0.2 is pinned)" in found["packages"].found
+    assert found["torch"].state == "fail"
+
+
+def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) -> None:
+    """As in the light environment of a service: importing torch or transformers fails there."""
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from jobgroup.doctor.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, _group(tmp_path), "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["ok"] is True

@@ -1,0 +1,184 @@
+"""This machine as the doctor sees it: ports, folders, limits, a sum over two processes."""
+
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.errors import ConfigError
+from jobgroup.doctor import disk, gpu, machine, ports
+from jobgroup.doctor.disk import Folder
+from jobgroup.doctor.result import Check, Hider, Result, fail, ok, perform
+from tests.jobgroup.doctoring import free_port, plan_of
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own")
+
+
+def _only(results: Iterable[Result]) -> Result:
+    (result,) = results
+    return result
+
+
+def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
+    def crashing() -> Iterable[Result]:
+        yield ok("first", "fine")
+        raise ZeroDivisionError("by zero")
+
+    def refusing() -> Iterable[Result]:
+        raise ConfigError("it is wrong", field="seed", value=-1, remedy="take another")
+
+    hanging = threading.Event()
+    checks = [
+        Check("crashing", crashing),
+        Check("hanging", lambda: [fail("never", "", "")] if hanging.wait(60) else [], limit_s=0.2),
+        Check("refusing", refusing),
+        Check("last", lambda: [ok("last", "fine")]),
+    ]
+    results = list(perform(checks))
+    hanging.set()
+    lines = [(result.name, result.state) for result in results]
+    assert lines == [("first", "ok"), ("crashing", "fail"), ("hanging", "fail"), ("refusing", "fail"), ("last", "ok")]
+    assert "ZeroDivisionError: by zero" in results[1].found
+    assert "not done after 0 s" in results[2].found
+    assert (results[3].found, results[3].mend) == ("it is wrong · field: seed · value: -1", "take another")
+    assert all(result.mend for result in results if result.state != "ok")
+
+
+def test_values_of_secret_variables_are_hidden() -> None:
+    hide = Hider({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "EMPTY_TOKEN": ""})
+    assert hide(fail("x", "hf_abcdefg of model", "not hf_abcdefg")) == fail("x", "[secret] of model", "not [secret]")
+
+
+@linux
+def test_an_occupied_port_is_told_with_the_process_that_has_it(tmp_path: Path) -> None:
+    port = free_port()
+    plan = plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port})
+    assert _only(ports.check_ports(plan)).state == "ok"
+    with socket.create_server(("0.0.0.0", port)):  # noqa: S104 - as a server that is in the way
+        result = _only(ports.check_ports(plan))
+    assert (result.name, result.state) == (f"port {port} of reward-server", "fail")
+    assert f"process {os.getpid()} (" in result.found
+    assert "--env RLHF_REWARD__PORT=" in result.mend
+
+
+@linux
+def test_a_port_of_127_0_0_1_is_in_nobodys_way_but_a_single_services(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert (
+            _only(ports.check_ports(plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port}))).state == "warn"
+        )
+
+
+@pytest.mark.parametrize("path", ["file/state", "/proc/state"])
+def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    result = _only(disk.check_folder(Folder(tmp_path / path, "STATE_DIR")))
+    assert result.state == "fail"
+    assert "cannot be written" in result.found
+
+
+def test_a_folder_is_tried_without_being_made(tmp_path: Path) -> None:
+    assert _only(disk.check_folder(Folder(tmp_path / "a" / "b", "RUN_DIR"))).state in ("ok", "warn")  # warn: a slow disk
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_does_not_fit_on_the_disk_fails_with_the_numbers(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"replay-buffer": ""}, env={"RLHF_REPLAY__CAPACITY": 10**12})
+    results = list(disk.check_room([folder for folder in disk.folders(plan, {}) if folder.purpose == "STATE_DIR"]))
+    assert _only(results).state == "fail"
+    assert "4096000.2 GB (full replay store 4096000.0 GB" in results[0].found
+    small = plan_of(tmp_path, {"replay-buffer": ""}, env={"RLHF_REPLAY__CAPACITY": 1000})
+    free = shutil.disk_usage(tmp_path).free
+    state = [folder for folder in disk.folders(small, {}) if folder.purpose == "STATE_DIR"]
+    assert _only(disk.check_room(state)).state == ("ok" if free > 3e8 else "fail")
+
+
+@linux
+def test_sqlite_in_memory_or_on_a_network_is_warned_of(tmp_path: Path) -> None:
+    result = _only(disk.check_folder(Folder(Path("/dev/shm/state"), "STATE_DIR", sqlite=True)))  # noqa: S108
+    assert (result.state, "tmpfs" in result.found) == ("warn", True)
+    table = tmp_path / "mounts"
+    table.write_text(
+        "22 1 254:0 / / rw - ext4 /dev/vda rw\n"
+        "30 22 0:40 / /shared rw shared:1 - nfs4 server:/x rw\n"
+        "31 30 0:41 / /shared/with\\040space rw - fuse.rclone remote rw\n"
+    )
+    kinds = {path: disk.file_system(Path(path), table) for path in ("/srv", "/shared/state", "/shared/with space/x")}
+    assert kinds == {"/srv": "ext4", "/shared/state": "nfs4", "/shared/with space/x": "fuse.rclone"}
+
+
+def test_memory_and_cores_are_those_of_this_machine_at_most() -> None:
+    size, _ = machine.memory()
+    assert 0 < size <= psutil.virtual_memory().total
+    assert 0 < machine.cores() <= (os.cpu_count() or 0)
+
+
+def test_a_proxy_for_http_is_warned_of_unless_the_group_is_spared(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"reward-server": ""})
+    assert _only(machine.check_proxies(plan, {"HTTPS_PROXY": "http://proxy:1"})).state == "ok"
+    found = _only(machine.check_proxies(plan, {"http_proxy": "http://user:password@proxy:1"}))
+    assert found.state == "warn"
+    assert "password" not in found.text()
+    spared = {"http_proxy": "http://proxy:1", "no_proxy": "localhost,127.0.0.0/8"}
+    assert _only(machine.check_proxies(plan, spared)).state == "ok"
+
+
+def test_threads_of_every_process_on_every_core_are_warned_of(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded"})
+    assert [result.name for result in machine.check_cores(plan) if result.state == "warn"][-1:] == ["OMP_NUM_THREADS"]
+    quiet = plan_of(
+        tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded", "OMP_NUM_THREADS": 1}
+    )
+    assert "OMP_NUM_THREADS" not in [result.name for result in machine.check_cores(quiet)]
+
+
+def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "COLLECTIVE_S", 240.0)
+    plan = plan_of(tmp_path, {"critic-server": ""})
+    result = _only(gpu.check_collective(plan, []))
+    assert (result.name, result.state) == ("all_reduce over gloo", "ok")
+    assert result.found.startswith("2 processes")
+
+
+def test_gloo_on_an_interface_that_does_not_exist_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "COLLECTIVE_S", 240.0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    result = _only(gpu.check_collective(plan_of(tmp_path, {"critic-server": ""}), []))
+    assert result.state == "fail"
+    assert "nosuch0" in result.found
+    assert "GLOO_SOCKET_IFNAME=lo" in result.mend
+
+
+def test_a_service_that_needs_no_torch_is_not_asked_for_it(tmp_path: Path) -> None:
+    assert list(gpu.check_collective(plan_of(tmp_path, {"data-server": ""}), [])) == []
+
+
+def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"rollout-server": ""})
+    result = _only(gpu.check_gpus(plan, [], "there is no nvidia-smi"))
+    assert result.state == "fail"
+    assert "rollout.engine sglang with rollout.device cuda" in result.found
+
+
+@pytest.mark.parametrize("listed", ["0, H100, GPU-aa, 81559, 12, 580.1\n1, H100, GPU-bb, 81559, 70000, 580.1"])
+def test_gpus_are_read_and_chosen_as_the_processes_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    """With a program in the place of nvidia-smi: this is about its output, which has this form."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncase $1 in *compute-apps*) echo 'GPU-bb, 77, python3';; *) echo '{listed}';; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found, _ = gpu.visible({})
+    assert [(each.index, each.total >> 20) for each in found] == [("0", 81559), ("1", 81559)]
+    chosen, _ = gpu.visible({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
+    assert [each.index for each in chosen] == ["1"]
+    plan = plan_of(tmp_path, {"ppo-trainer": "num_nodes: 2\nresources: {accelerators: 'H100:2'}\n"})
+    states = [(result.name, result.state) for result in gpu.check_gpus(plan, found, "")]
+    assert states == [("GPUs", "warn"), ("GPU 0", "ok"), ("GPU 1", "warn")]
+    assert "process 77 (python3)" in list(gpu.check_gpus(plan, found, ""))[2].found
