@@ -328,7 +328,8 @@ class Publisher:
         self._seconds.set(seconds)
         way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
         rate = size / seconds / 1e6
-        log.info("weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s", version, size / 1e6, seconds, rate, way)
+        level = logging.INFO if seconds >= 1 else logging.DEBUG  # the line of a step has its seconds anyway
+        log.log(level, "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s", version, size / 1e6, seconds, rate, way)
 
 
 def write_static_files(model: Any, tokenizer: Any, directory: Path) -> list[Path]:
