@@ -117,7 +117,7 @@ class Client:
             else:
                 if response.is_success:
                     return response
-                if response.status_code not in _RETRIED_STATUSES:
+                if not self._is_passing(response):
                     raise self._error(response)
                 reason = f"HTTP {response.status_code}: {shorten(response.text)}"
             if (now := time.monotonic()) - said > _SAY_EVERY_S:
@@ -131,6 +131,10 @@ class Client:
             value=self.base_url,
             remedy=f"look at the log of {self.service}",
         )
+
+    def _is_passing(self, response: httpx.Response) -> bool:
+        """Whether a refusal is of this moment alone."""
+        return response.status_code in _RETRIED_STATUSES
 
     def _error(self, response: httpx.Response) -> ServiceError:
         try:
@@ -296,6 +300,10 @@ class GenerationFailed(ServiceError):
     code = "generation_failed"
 
 
+_ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
+"""What the routers say, beside `call_upstream_…`, of an engine that is no longer there."""
+
+
 class RolloutClient(Client):
     """The router in front of the engines (SGLang's HTTP API)."""
 
@@ -353,6 +361,11 @@ class RolloutClient(Client):
     async def _generate(self, body: bytes, deadline_s: float | None) -> bytes:
         headers = {"content-type": "application/json"}
         return (await self.request("POST", "/generate", content=body, headers=headers, deadline_s=deadline_s)).content
+
+    def _is_passing(self, response: httpx.Response) -> bool:
+        """The router says 500 when all its own tries met an engine that has just died, and smg 404 while it has no engine."""
+        code = response.headers.get("x-smg-error-code", "")
+        return super()._is_passing(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
 
     async def remove_worker(self, url: str) -> None:
         """Takes the engine at `url` out of the router; nothing happens when the router does not know it."""

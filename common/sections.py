@@ -299,8 +299,10 @@ class RolloutSection(Section):
     max_context_tokens: int = Field(2048, gt=1)
     """Prompt plus completion, in tokens, of the embedded engine. SGLang on a CPU takes what the model can; there this times
     `max_running_requests` is the size of the KV cache in tokens (and 30 % of the free memory at most)."""
-    router_policy: Literal["round_robin", "random", "power_of_two", "cache_aware"] = "round_robin"
-    """How the router picks an engine for a request."""
+    router: Literal["sglang-router", "smg"] = "sglang-router"
+    """The program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""
+    router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
+    """How the router picks an engine for a request: in turn, by chance, or by what each was asked before (docs/sglang.md)."""
     startup_timeout_s: float = Field(1800.0, gt=0)
     """Seconds an engine may take until it answers (loading a large model takes minutes)."""
 

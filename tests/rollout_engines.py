@@ -10,9 +10,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,6 +26,7 @@ from common.schemas import Float32
 from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine import engine_command, engine_env
+from services.rollout.router import router_command
 
 ROOT = Path(__file__).resolve().parents[1]
 SGLANG = ROOT / ".venv-sglang"
@@ -99,7 +103,7 @@ def free_port() -> int:
 
 
 def start(
-    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 120
+    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 240
 ) -> subprocess.Popen[bytes]:
     """A process that is ready, or an error with its log. It leads a group and ends with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -140,9 +144,11 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def engine_process(model: Path, log: Path, *extra: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def engine_process(
+    model: Path, log: Path, *extra: str, port: int | None = None
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """`python -m services.rollout.embedded`; yields its URL and process."""
-    port = free_port()
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "services.rollout.embedded", "--model-path", str(model), "--host", "127.0.0.1"]
     process = start([*command, "--port", str(port), *extra], log, lambda: answers(f"{url}/health"))
@@ -168,23 +174,42 @@ def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | Non
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
     plugin = {"PYTHONPATH": str(ROOT / "jobgroup" / "sglang-cpu" / "plugin")}  # of this checkout, whichever is installed
     env = engine_env(config) | Topology().loopback_env() | plugin
-    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=240)
+    process = start(command, log, lambda: answers(f"{url}/health"), env=env)
     try:
         yield url
     finally:
         end(process)
+
+
+needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason="smg is not installed: pip install -e '.[smg]'")
+ROUTERS = ["sglang-router", pytest.param("smg", marks=needs_smg)]
+"""Values of `rollout.router`."""
 
 
 @contextmanager
-def router_process(worker_url: str, log: Path) -> Iterator[str]:
-    """The real router in front of one engine; yields its URL."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    words = ["--worker-urls", worker_url, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    words += ["--policy", "round_robin", "--disable-circuit-breaker"]
-    command = [sys.executable, "-m", "sglang_router.launch_router", *words]
-    process = start(command, log, lambda: answers(f"{url}/readiness"))
+def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) -> Iterator[str]:
+    """The real router with the command line of an agent in front of engines; yields its URL when it lists all as healthy.
+
+    `settings` are of the rollout section.
+    """
+    worker_urls = [worker_url] if isinstance(worker_url, str) else worker_url
+    section = RolloutSection(router_port=free_port(), router_metrics_port=free_port(), **settings)
+    url = f"http://127.0.0.1:{section.router_port}"
+    command = router_command(Config(rollout=section), Topology())
+    process = start(command, log, lambda: answers(f"{url}/health"))
     try:
+        for worker in worker_urls:
+            httpx.post(f"{url}/workers", json={"url": worker}, trust_env=False).raise_for_status()
+        limit = time.monotonic() + 60
+        while len(routed(url)) < len(worker_urls):
+            assert time.monotonic() < limit, f"the router lists {routed(url)}:\n{log.read_text()}"
+            time.sleep(0.1)
         yield url
     finally:
         end(process)
+
+
+def routed(router_url: str) -> set[str]:
+    """Engines that the router sends requests to."""
+    workers = httpx.get(f"{router_url}/workers", trust_env=False, timeout=10).json()["workers"]
+    return {worker["url"] for worker in workers if worker["is_healthy"]}

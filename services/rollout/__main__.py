@@ -9,6 +9,7 @@ from common.topology import ROLLOUT, Topology
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
 from services.rollout.engine import engine_command
+from services.rollout.router import router_command
 from services.server import serve
 
 
@@ -17,6 +18,8 @@ def run(config: Config) -> None:
     topology = Topology.from_env()
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs")
     engine_command(config, topology, config.model.name, "default")  # a wrong setting ends the start, not the first child
+    if topology.node_rank == 0:
+        router_command(config, topology)
     metrics = Metrics("rollout_server")
     agent = Agent(config, topology, metrics)
     serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port))

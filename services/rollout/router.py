@@ -1,5 +1,6 @@
 """The router: the command that starts it and the registration of this node's engine."""
 
+import importlib.util
 import math
 import sys
 from dataclasses import dataclass
@@ -7,15 +8,32 @@ from typing import Any
 
 from common.clients import Client
 from common.config import Config
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
 from common.topology import ROLLOUT, Topology
+
+_MODULES = {"sglang-router": "sglang_router", "smg": "smg"}
+_SMG_WORDS = [
+    # By default smg leaves out an engine with 8 waiting requests, and one that has finished nothing for 3 s: a batch of groups
+    # is hundreds of requests at once, each as long as its longest completion, and they all stand still in an update.
+    "--disable-worker-overload-protection",
+    "--worker-wedge-secs=1000000",
+    "--disable-tokenizer-autoload",  # it would look on the hub: tokens go in and out
+    "--disable-load-monitoring",  # policies that need loads get them all the same
+    "--load-monitor-interval=1",
+]
 
 
 def router_command(config: Config, topology: Topology) -> list[str]:
-    """Starts `sglang_router` without workers: agents register their engines.
+    """Starts the router without workers: agents register their engines.
 
-    Its circuit breaker is off: for a minute it would keep traffic from a worker that came back on the same URL.
+    Its circuit breaker is off: for a minute sglang-router's would keep traffic from a worker that came back on the same URL.
+    Raises ConfigError when the router is not installed.
     """
+    name = config.rollout.router
+    if importlib.util.find_spec(_MODULES[name]) is None:
+        extra = "rollout" if name == "sglang-router" else "rollout,smg"
+        remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{extra}]', or set another rollout.router"
+        raise ConfigError(f"{name} is not installed", field="rollout.router", value=name, remedy=remedy)
     host, port = topology.bind(ROLLOUT, config.rollout.router_port)
     metrics_host, metrics_port = topology.bind(ROLLOUT, config.rollout.router_metrics_port)
     options = {
@@ -37,7 +55,8 @@ def router_command(config: Config, topology: Topology) -> list[str]:
         "log-level": "warn",
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "sglang_router.launch_router", *words, "--disable-circuit-breaker"]
+    own = _SMG_WORDS if name == "smg" else []
+    return [sys.executable, "-m", f"{_MODULES[name]}.launch_router", *words, "--disable-circuit-breaker", *own]
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,14 @@ class RouterClient(Client):
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(f"{self.service}: unexpected answer to /workers: {error!r}") from None
         if todo.add:
-            await self.request("POST", "/workers", json={"url": url}, deadline_s=3)
+            await self._add(url)
         for worker_id in todo.remove:
             await self.request("DELETE", f"/workers/{worker_id}", deadline_s=3)
         return todo.done
+
+    async def _add(self, url: str) -> None:
+        try:
+            await self.request("POST", "/workers", json={"url": url}, deadline_s=3)
+        except ServiceError as error:
+            if error.status != 409:  # smg lists a worker when it has answered; until then it says this to a second call
+                raise

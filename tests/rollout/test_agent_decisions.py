@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
+from common.config import Config, load
 from common.errors import ConfigError
 from common.sections import RolloutSection
 from common.topology import Topology, parse_hosts
@@ -189,3 +189,17 @@ def test_router_command_line() -> None:
     assert options["--request-timeout-secs"] == "600"
     assert "--disable-circuit-breaker" in command
     assert "--worker-urls" not in command
+
+
+@pytest.mark.parametrize("name", ["sglang-router", "smg"])
+def test_a_router_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    config = Config(rollout=RolloutSection.model_validate({"router": name}))
+    with pytest.raises(ConfigError, match=rf"rollout\.router · value: {name} · remedy: install it with .*pip install"):
+        router_command(config, two_nodes(0))
+
+
+def test_power_of_two_is_refused() -> None:
+    """Both routers end at their start with it, unless they are given two engines there; ours register later."""
+    with pytest.raises(ConfigError, match=r"rollout\.router_policy"):
+        load(["--rollout.router_policy", "power_of_two"], {})

@@ -116,7 +116,7 @@ class Node:
 class Cluster:
     """Two nodes, the trainer's weight server, and versions to publish."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **settings: str) -> None:
         self.directory = directory
         self.model = directory / "model"
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ class Cluster:
         tokenizer.save_pretrained(self.model)
         self.tensors = load_file(self.model / "model.safetensors")
         self.board = WeightBoard(directory / "published")
-        self.nodes = [Node(rank, 2, directory, self.model) for rank in (0, 1)]
+        self.nodes = [Node(rank, 2, directory, self.model, **settings) for rank in (0, 1)]
 
     def publish(self, run_id: str, version: int, spoil: bool = False) -> WeightManifest:
         """Random weights of the same shapes; with `spoil` one byte differs from what the manifest says."""

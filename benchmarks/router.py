@@ -1,0 +1,253 @@
+"""sglang-router and smg with the command line of an agent: `OMP_NUM_THREADS=1 python -m benchmarks.router [PART …]`.
+
+`balance`: 256 groups at once over 2 and 4 workers, by policy: requests of the busiest worker over the mean. Prompts are all
+different, as in training, or share their first 600 tokens, as in a few-shot evaluation.
+`latency`: what a request takes longer through the router than directly, one at a time, 300 of each in turn.
+`recovery`: two embedded engines, 16 requests in flight; one is killed (kill -9), and started again on its port 10 s later.
+Requests are those of a plain client, which repeats nothing, and of RolloutClient. No agent takes the engine out of the router
+or puts it back: this is what the router's own health checks give.
+
+Workers of the first two parts are processes that answer after a while without computing. smg is left out if not installed.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from benchmarks.engine import build
+from benchmarks.processes import ROOT, free_port
+from common.clients import RolloutClient
+from common.config import Config
+from common.errors import ServiceError
+from common.sections import RolloutSection
+from common.topology import Topology
+from services.rollout.router import router_command
+
+GROUPS, ROUNDS, IN_FLIGHT, DOWN_S = 256, 300, 16, 10.0
+ROUTERS = ["sglang-router", *(["smg"] if importlib.util.find_spec("smg") else [])]
+POLICIES = ("round_robin", "random", "cache_aware")
+_ANSWER = {"text": "because " * 400, "output_ids": list(range(500)), "meta_info": {"finish_reason": {"type": "stop"}}}
+
+
+def work(port: int, seconds: float) -> None:
+    """A worker that answers every request `seconds` later and counts."""
+    asked = running = 0
+
+    async def generate(request: web.Request) -> web.Response:
+        nonlocal asked, running
+        await request.read()
+        asked, running = asked + 1, running + 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            running -= 1
+        return web.json_response(_ANSWER)
+
+    async def info(_: web.Request) -> web.Response:
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": 0, "num_total_reqs": running}
+        said = {"asked": asked, "model_path": "/m", "served_model_name": "m", "is_generation": True}
+        return web.json_response({**said, "timestamp": time.time(), "version": "1", "loads": [load], "aggregate": load})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/generate", generate)
+    for path in ("/health", "/server_info", "/model_info", "/v1/loads"):
+        app.router.add_get(path, info)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+@asynccontextmanager
+async def process(command: Sequence[str], url: str, http: aiohttp.ClientSession) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """A process that answers /health inside."""
+    environment = {**os.environ, "LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+    quiet = subprocess.DEVNULL
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=quiet, stdout=quiet)  # noqa: ASYNC220 - returns at once
+    try:
+        while True:
+            try:
+                async with http.get(f"{url}/health") as answer:
+                    if answer.ok:
+                        break
+            except aiohttp.ClientError:
+                assert running.poll() is None, f"{' '.join(command)} ended"
+            await asyncio.sleep(0.02)
+        yield running
+    finally:
+        running.kill()
+        running.wait()
+
+
+class Bench:
+    """Routers and workers that end with it."""
+
+    def __init__(self, stack: AsyncExitStack, http: aiohttp.ClientSession) -> None:
+        self.stack, self.http = stack, http
+
+    async def workers(self, count: int, seconds: float) -> list[str]:
+        """URLs of so many."""
+        return [await self._worker(free_port(), seconds) for _ in range(count)]
+
+    async def _worker(self, port: int, seconds: float) -> str:
+        url = f"http://127.0.0.1:{port}"
+        words = ["-m", "benchmarks.router", "--worker", str(port), "--seconds", str(seconds)]
+        await self.stack.enter_async_context(process([sys.executable, *words], url, self.http))
+        return url
+
+    async def engine(self, model: Path, port: int) -> subprocess.Popen[bytes]:
+        words = ["-m", "services.rollout.embedded", "--model-path", str(model), "--port", str(port), "--weight-version", "1"]
+        return await self.stack.enter_async_context(process([sys.executable, *words], f"http://127.0.0.1:{port}", self.http))
+
+    async def router(self, name: str, policy: str, workers: Sequence[str]) -> str:
+        """Its URL, once it lists all workers as healthy."""
+        settings = {"router": name, "router_policy": policy, "router_port": free_port(), "router_metrics_port": free_port()}
+        section = RolloutSection.model_validate(settings)
+        url = f"http://127.0.0.1:{section.router_port}"
+        await self.stack.enter_async_context(process(router_command(Config(rollout=section), Topology()), url, self.http))
+        for worker in workers:
+            await self.http.post(f"{url}/workers", json={"url": worker})
+        while len(await self.healthy(url)) < len(workers):  # noqa: ASYNC110 - remote
+            await asyncio.sleep(0.05)
+        return url
+
+    async def healthy(self, url: str) -> list[str]:
+        listed = (await self.json(f"{url}/workers"))["workers"]
+        return [worker["url"] for worker in listed if worker["is_healthy"]]
+
+    async def json(self, url: str) -> dict[str, Any]:
+        async with self.http.get(url) as answer:
+            return dict(await answer.json())
+
+    async def ask(self, url: str, prompt: list[int], n: int = 8) -> str:
+        """One group by a plain client; what came of it."""
+        sampling = {"n": n, "max_new_tokens": 24, "temperature": 1.0}
+        try:
+            async with self.http.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}) as answer:
+                await answer.read()
+                return str(answer.status)
+        except aiohttp.ClientError as error:
+            return type(error).__name__
+
+
+async def balance(bench: Bench) -> None:
+    rng = random.Random(0)
+    shots = [rng.randrange(1000) for _ in range(600)]
+    print(f"balance: busiest worker over the mean, {GROUPS} groups at once (different prompts / a common prefix)")
+    for name in ROUTERS:
+        for policy in POLICIES:
+            cells = []
+            for count in (2, 4):
+                workers = await bench.workers(count, 1.0)
+                url, before = await bench.router(name, policy, workers), [0] * count
+                for prefix in ([], shots):
+                    prompts = [[*prefix, *(rng.randrange(1000) for _ in range(80))] for _ in range(GROUPS)]
+                    failed = Counter(await asyncio.gather(*(bench.ask(url, prompt) for prompt in prompts)))
+                    assert set(failed) == {"200"}, failed
+                    now = [(await bench.json(f"{worker}/server_info"))["asked"] for worker in workers]
+                    asked = [new - old for new, old in zip(now, before, strict=True)]
+                    before = now
+                    cells.append(f"{max(asked) / statistics.mean(asked):.2f}")
+            print(f"  {name:14} {policy:12} 2 workers {cells[0]} / {cells[1]}   4 workers {cells[2]} / {cells[3]}", flush=True)
+
+
+async def latency(bench: Bench) -> None:
+    print(f"latency: milliseconds added to a request, median of {ROUNDS} (and the 95th percentile)")
+    (worker,) = await bench.workers(1, 0.0)
+    for name in ROUTERS:
+        url = await bench.router(name, "round_robin", [worker])
+        seconds: dict[str, list[float]] = {url: [], worker: []}
+        for _ in range(ROUNDS):
+            for target, taken in seconds.items():
+                began = time.perf_counter()
+                await bench.ask(target, list(range(200)))
+                taken.append(time.perf_counter() - began)
+        added = [1000 * (through - direct) for through, direct in zip(seconds[url], seconds[worker], strict=True)]
+        median, tail = statistics.median(added), statistics.quantiles(added, n=20)[-1]
+        print(f"  {name:14} {median:.2f} ({tail:.2f}); directly {1000 * statistics.median(seconds[worker]):.2f}", flush=True)
+
+
+async def recovery(bench: Bench) -> None:
+    print(f"recovery: an engine of two is killed and started again after {DOWN_S:.0f} s, {IN_FLIGHT} requests in flight")
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory)
+        prompts = build(model)
+        for name in ROUTERS:
+            ports = [free_port(), free_port()]
+            engines = [await bench.engine(model, port) for port in ports]
+            url = await bench.router(name, "round_robin", [f"http://127.0.0.1:{port}" for port in ports])
+            over = asyncio.Event()
+            async with RolloutClient("router", url) as client:
+                half = IN_FLIGHT // 2
+                plain = [asyncio.create_task(_plain(bench, url, prompts, over)) for _ in range(half)]
+                ours = [asyncio.create_task(_ours(client, prompts, over)) for _ in range(half)]
+                await asyncio.sleep(3)
+                engines[1].send_signal(signal.SIGKILL)
+                await asyncio.sleep(DOWN_S)
+                await bench.engine(model, ports[1])
+                began = time.perf_counter()
+                while await _idle(bench, ports[1]):  # noqa: ASYNC110 - remote
+                    await asyncio.sleep(0.02)
+                back = time.perf_counter() - began
+                over.set()
+                seen = [dict(sum(await asyncio.gather(*tasks), Counter())) for tasks in (plain, ours)]
+            print(f"  {name:14} first request {back:.1f} s after the engine is up; plain {seen[0]}, ours {seen[1]}", flush=True)
+
+
+async def _plain(bench: Bench, url: str, prompts: list[list[int]], over: asyncio.Event) -> Counter[str]:
+    """Asks until it is over; answers by status."""
+    seen: Counter[str] = Counter()
+    while not over.is_set():
+        seen[await bench.ask(url, random.choice(prompts))] += 1
+    return seen
+
+
+async def _ours(client: RolloutClient, prompts: list[list[int]], over: asyncio.Event) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    while not over.is_set():
+        prompt = random.choice(prompts)
+        try:
+            await client.generate(prompt, n=8, max_new_tokens=24, temperature=1.0, stop_token_ids=[])
+            seen["200"] += 1
+        except ServiceError as error:
+            seen[str(error.status)] += 1
+    return seen
+
+
+async def _idle(bench: Bench, port: int) -> bool:
+    """Whether the engine has had no request yet."""
+    async with bench.http.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        return 'http_requests_total{route="/generate"' not in await answer.text()
+
+
+async def main(parts: Sequence[str]) -> None:
+    for part in (balance, latency, recovery):
+        if not parts or part.__name__ in parts:
+            connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, AsyncExitStack() as stack:
+                await part(Bench(stack, http))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="balance, latency, recovery; all when none is named")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments.worker, arguments.seconds)
+    else:
+        asyncio.run(main(arguments.parts))
