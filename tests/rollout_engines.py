@@ -30,6 +30,8 @@ from services.rollout.router import router_command
 
 ROOT = Path(__file__).resolve().parents[1]
 SGLANG = ROOT / ".venv-sglang"
+PLUGIN = ROOT / "jobgroup" / "sglang-cpu" / "plugin"
+"""Of this checkout, whichever is installed in that environment."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -172,9 +174,8 @@ def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | Non
     rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
     config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection())
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
-    plugin = {"PYTHONPATH": str(ROOT / "jobgroup" / "sglang-cpu" / "plugin")}  # of this checkout, whichever is installed
-    env = engine_env(config) | Topology().loopback_env() | plugin
-    process = start(command, log, lambda: answers(f"{url}/health"), env=env)
+    env = engine_env(config) | Topology().loopback_env() | {"PYTHONPATH": str(PLUGIN)}
+    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=240)
     try:
         yield url
     finally:
