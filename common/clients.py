@@ -20,8 +20,8 @@ import orjson
 from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, ValidationError
 
-from common import wire
-from common.errors import ServiceError, shorten
+from common import watchdog, wire
+from common.errors import NotFound, ServiceError, shorten
 from common.schemas import (
     BatchRewardRequest,
     BatchRewardResult,
@@ -41,7 +41,7 @@ from common.schemas import (
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=BaseModel)
-_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 5.0
 _SAY_EVERY_S = 10.0
@@ -70,7 +70,8 @@ def _network() -> AiohttpTransport:
 class Client:
     """HTTP to one service: retries with backoff and jitter until an overall deadline, errors as ServiceError.
 
-    Every call this package makes is idempotent (by nature or by a client-made id), so every call may be retried.
+    Every call that goes through `request` is idempotent, by nature or by a client-made id: an attempt whose answer was lost may
+    have done its work. What is not is called without it, once.
 
     Args:
         service: name for messages.
@@ -100,14 +101,19 @@ class Client:
         await self.http.aclose()
 
     async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
-        """One call, repeated until it succeeds or its deadline passes.
+        """One call, repeated until it succeeds or its deadline passes; not sooner than the service asks for (Retry-After).
 
         Raises Unreachable at the deadline and ServiceError for any other answer that is not 2xx.
         """
+        with watchdog.waiting(f"{method} {path}", self.service):
+            return await self._repeat(method, path, self.deadline_s if deadline_s is None else deadline_s, arguments)
+
+    async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
         start = said = time.monotonic()
-        limit = start + (self.deadline_s if deadline_s is None else deadline_s)
+        limit = start + patience_s
         delay, reason = 0.05, "no attempt"
         while (left := limit - time.monotonic()) > 0:
+            asked_s = 0.0
             try:
                 response = await self.http.request(
                     method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
@@ -119,12 +125,16 @@ class Client:
                     return response
                 if not self._is_passing(response):
                     raise self._error(response)
-                reason = f"HTTP {response.status_code}: {shorten(response.text)}"
+                reason = f"HTTP {response.status_code}: {_said(response)}"
+                asked_s = _retry_after_s(response)
             if (now := time.monotonic()) - said > _SAY_EVERY_S:
                 log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
                 said = now
-            await asyncio.sleep(min(delay * random.uniform(0.5, 1.5), max(0.0, limit - time.monotonic())))
+            pause = max(delay * random.uniform(0.5, 1.5), asked_s * random.uniform(1.0, 1.5))
+            await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
+        if patience_s >= watchdog.LONG_S:
+            watchdog.deadline_passed(f"{self.service} did not answer {method} {path} within {patience_s:.0f} s: {reason}")
         raise Unreachable(
             f"{self.service} did not answer {method} {path} in time: {reason}",
             field="url",
@@ -170,6 +180,22 @@ class Client:
         await self.request("POST", "/flush", deadline_s=deadline_s)
 
 
+def _said(response: httpx.Response) -> str:
+    """An error in one line: where it is, and the remedy; the text where it has another shape."""
+    try:
+        detail = response.json()["error"]
+        parts = [detail["message"], *(detail[name] for name in ("value", "remedy") if name in detail)]
+        return shorten(" · ".join(parts), 600)
+    except (ValueError, KeyError, TypeError):
+        return shorten(response.text)
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Seconds that the service wants to be left alone; 0 when it does not say, or says a date."""
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else 0.0
+
+
 async def wait_healthy(
     clients: Sequence[Client], timeout_s: float, say: Callable[[str], None] = log.info, every_s: float = 10.0
 ) -> None:
@@ -187,6 +213,8 @@ async def wait_healthy(
         text = "; ".join(f"{client.service} at {client.base_url} ({why})" for client, why in waiting.items())
         now = time.monotonic()
         if now - start > timeout_s:
+            if timeout_s >= watchdog.LONG_S:
+                watchdog.deadline_passed(f"not healthy after {timeout_s:.0f} s: {text}")
             raise Unreachable(f"not healthy after {timeout_s:.0f} s: {text}", remedy="look at the logs of these tasks")
         if now - said > every_s:
             say(f"waiting since {now - start:.0f} s for {text}")
@@ -372,7 +400,11 @@ class RolloutClient(Client):
         listing = orjson.loads((await self.request("GET", "/workers")).content)
         for worker in listing["workers"]:
             if worker["url"].rstrip("/") == url.rstrip("/"):
-                await self.request("DELETE", f"/workers/{worker['id']}")
+                try:
+                    await self.request("DELETE", f"/workers/{worker['id']}")
+                except ServiceError as error:
+                    if error.status != NotFound.status:  # it has gone, perhaps by an attempt whose answer was lost
+                        raise
 
 
 def _generate_body(

@@ -94,6 +94,12 @@ class NotReady(ServiceError):
     code = "not_ready"
 
 
+class Overloaded(NotReady):
+    """More is in work than the service takes on at a time (503); nothing was done."""
+
+    code = "overloaded"
+
+
 class ConfigError(ServiceError):
     """A setting is wrong; programs print it and exit with status 2."""
 

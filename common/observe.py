@@ -12,6 +12,17 @@ from common.errors import ConfigError
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+class _LogFile(logging.FileHandler):
+    """Goes on without the file while its disk is full, and says so once; standard error has every line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            print(f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+
 def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
     """Logs of this process go to stderr and, when `log_dir` is given, to `log_dir/name.log` too.
 
@@ -22,7 +33,7 @@ def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
     if log_dir is not None:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(log_dir / f"{name}.log", encoding="utf-8"))
+            handlers.append(_LogFile(log_dir / f"{name}.log", encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set another folder"
@@ -41,6 +52,9 @@ class Metrics:
         self._prefix = f"rlhf_{service}_"
         self.requests = self.counter("http_requests_total", "Requests by route and status", ["route", "status"])
         self.latency = self.histogram("http_request_seconds", "Seconds from request to response, by route", ["route"])
+        self.in_work = self.gauge("in_work", "Requests, and bytes of their bodies, in work now", ["what"])
+        self.limit = self.gauge("in_work_limit", "How much may be in work at once", ["what"])
+        self.refused = self.counter("refused_total", "Requests refused because the limit was reached", ["what"])
 
     def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
         return Counter(self._prefix + name, help_text, labels or [], registry=self.registry)

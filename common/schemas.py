@@ -304,7 +304,7 @@ class TakeRequest(Wire):
     wait_s: float = Field(0.0, ge=0, le=60)
     """How long to wait until `count` groups are there; fewer than `count` means none are handed out."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    """Of this request: a retry with the same id gets the same groups."""
+    """Of this request: a retry with the same id gets the same answer, so one that asks again in vain makes a new id."""
 
 
 class SampleRequest(Wire):
@@ -315,6 +315,8 @@ class SampleRequest(Wire):
     priority_exponent: float = Field(0.6, ge=0)
     importance_exponent: float = Field(0.4, ge=0, le=1)
     max_times_sampled: int | None = Field(None, gt=0)
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
+    """Of this request: a retry with the same id gets the same groups, and they count as sampled once."""
     recency_half_life: float | None = Field(None, gt=0)
     """Weight versions over which a priority halves, counted from the newest group that may be reused; unset: age does not
     count. It acts before `priority_exponent` α, so the chance of a group halves every `recency_half_life` / α versions."""

@@ -48,6 +48,8 @@ class DataSection(Section):
     """data-server: prompts."""
 
     port: int = Field(8000, ge=1, le=65535)
+    max_requests: int = Field(256, gt=0)
+    """Requests in work at once; more are answered 503 with Retry-After before their bodies are read."""
     source: str = Field("gsm8k", min_length=1)
     """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or of another name on the hub), `tiny` (generated on the
     spot), a path (.jsonl, .json, .csv, .parquet or a directory), or `org/name` on the hub where there is no such path."""
@@ -115,6 +117,8 @@ class RewardSection(Section):
     """reward-server: scores answers."""
 
     port: int = Field(8002, ge=1, le=65535)
+    max_requests: int = Field(256, gt=0)
+    """Requests in work at once; more are answered 503 with Retry-After before their bodies are read."""
     functions: list[RewardName] = Field(["math"], min_length=1)
     """Reward functions, the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`,
     `reward_model`, `judge`, or the import path `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
@@ -226,6 +230,8 @@ class ReplaySection(Section):
     """replay-buffer: stores experience."""
 
     port: int = Field(8003, ge=1, le=65535)
+    max_requests: int = Field(256, gt=0)
+    """Requests in work at once; more are answered 503 with Retry-After before their bodies are read."""
     capacity: int = Field(100_000, gt=0)
     """Completions kept; the oldest consumed groups leave first."""
     lease_s: float = Field(600.0, gt=0)
@@ -261,6 +267,8 @@ class CriticSection(Section):
     """`trainer`: on the trainer's own devices. `server`: a critic-server task of the job group."""
     port: int = Field(8005, ge=1, le=65535)
     """Of the critic-server."""
+    max_requests: int = Field(16, gt=0)
+    """Requests in work at once on the critic-server, which computes one after the other; more are answered 503."""
     model: str = ""
     """What the value model starts from, with a new value head; the policy's model when empty."""
     learning_rate: float = Field(1e-5, gt=0)
@@ -328,6 +336,8 @@ class TrainerSection(Section):
     """Where the policy is updated; `auto`: on a GPU where there is one."""
     port: int = Field(8004, ge=1, le=65535)
     """Serves weight versions to the rollout nodes, and health and metrics."""
+    max_requests: int = Field(1024, gt=0)
+    """Requests in work at once there, more are answered 503. A rollout node has two: it waits for news, and downloads."""
     num_epochs: int = Field(3, gt=0)
     """Passes over the training prompts."""
     batch_size: int = Field(4, gt=0)
@@ -396,6 +406,9 @@ class TrainerSection(Section):
     """Seconds for every rollout node to confirm a weight version; one that does not is fenced from traffic."""
     lost_after_s: float = Field(45.0, gt=0)
     """Seconds of silence after which a trainer process is lost and the others end with its name, to be started again."""
+    stall_dump_s: float = Field(600.0, gt=0)
+    """Seconds without a step forward in the training loop after which every rank logs where it is, with all stacks, and again
+    after twice as long. Nothing is ended by it."""
     max_failed_groups: int = Field(64, gt=0)
     """Stop after this many groups in a row were dropped because of errors."""
     num_threads: int | None = Field(None, gt=0)

@@ -1,7 +1,6 @@
-"""What all services share: app factory (/health, /metrics, /flush, one error shape, bounded bodies) and serving."""
+"""What all services share: app factory (/health, /metrics, /flush, one error shape, bounded work) and serving."""
 
 import asyncio
-import contextlib
 import inspect
 import json
 import logging
@@ -21,8 +20,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import ConfigError, InvalidInput, NotReady, ServiceError, TooLarge
+from common import watchdog
+from common.errors import ConfigError, InvalidInput, NotReady, ServiceError
 from common.observe import Metrics
+from services.admission import BODIES_AT_ONCE, Admission, Load
 
 log = logging.getLogger(__name__)
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
@@ -36,6 +37,7 @@ def create_app(
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     metrics: Metrics | None = None,
     max_body_bytes: int = 256 << 20,
+    max_requests: int = 256,
 ) -> FastAPI:
     """A FastAPI app with what every service has.
 
@@ -46,12 +48,15 @@ def create_app(
         lifespan: entered before the first request, left after the last.
         metrics: Prometheus metrics; a fresh set when None.
         max_body_bytes: larger request bodies get 413 before they are read whole.
+        max_requests: in work at once; more get 503 before their bodies are read, as do bodies of more than
+            `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
     """
     metrics = metrics or Metrics(name.replace("-", "_"))
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         app.state.draining = False
+        watchdog.follow(asyncio.get_running_loop())
         if lifespan is None:
             yield
         else:
@@ -61,7 +66,8 @@ def create_app(
     app = FastAPI(title=name, version="0.1.0", lifespan=run)
     app.state.draining = False
     app.state.metrics = metrics
-    app.add_middleware(_Bounded, limit=max_body_bytes)
+    app.state.load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
+    app.add_middleware(Admission, load=app.state.load, max_body_bytes=max_body_bytes, metrics=metrics)
     app.add_middleware(_Measured, metrics=metrics)
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -131,50 +137,6 @@ async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
 async def _on_crash(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service"))
-
-
-class _Bounded:
-    """Refuses bodies over the limit with 413, by Content-Length or while they stream in."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length) > self.limit:
-            await error_response(self._error(int(length)))(scope, receive, send)
-            return
-        received, started = 0, False
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.limit:
-                raise self._error(received)
-            return message
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            if received <= self.limit:  # else the framework is answering 400 to the error raised above
-                started = True
-                await send(message)
-
-        with contextlib.suppress(TooLarge):
-            await self.app(scope, counted, watched)
-        if received > self.limit and not started:
-            await error_response(self._error(received))(scope, receive, send)
-
-    def _error(self, size: int) -> TooLarge:
-        return TooLarge(
-            f"the body is over the limit of {self.limit} bytes",
-            field="body",
-            value=size,
-            remedy="send smaller batches, or raise max_body_mb",
-        )
 
 
 class _Measured:
@@ -256,6 +218,7 @@ def serve(app: FastAPI, host: str, port: int) -> None:
     """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use."""
     sock = listen(host, port)
     server = Server(app, host, port)
+    watchdog.start()
 
     def end(_sig: int, _frame: object) -> None:
         """Also called after a clean shutdown, when uvicorn raises its signal again: then there is nothing left to do."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from common import topology as names
+from common import watchdog
 from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config, fail, load
 from common.critic_client import CriticClient
@@ -61,12 +62,15 @@ def run(config: Config, topology: Topology) -> None:
     torch.manual_seed(config.seed)
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
+    watchdog.start()
     with (
+        watchdog.stalls(settings.stall_dump_s),
         Ranks.from_env(patience, settings.device, settings.shard_size) as ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
     ):
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
+        watchdog.at("loading the model")
         learner, progress, saved = resumed_learner(config, ranks, run_dir)
         checkpoints = open_checkpoints(config, ranks, run_dir)
         lead, board, services, loop = None, None, None, None
@@ -75,6 +79,7 @@ def run(config: Config, topology: Topology) -> None:
             loop = stack.enter_context(LoopThread())
             services = _services(config, topology, loop, stack)
         critic = value_function(config, ranks, services.critic if services else None, loop.call if loop else None, run_id)
+        watchdog.at("waiting for the services and the first publishing")
         if services and loop:
             lead, board = _lead(config, topology, learner, critic, services, loop, run_dir, progress, run_id, stack)
             lead.prepare()
@@ -86,11 +91,13 @@ def run(config: Config, topology: Topology) -> None:
         learner.total_steps = total_steps
         if lead is None:
             train(learner, critic, ranks, None, total_steps, checkpoints)
+            watchdog.at("the end of the run")
             save_last(checkpoints, learner, critic, None)
         else:
             gc.freeze()  # libraries and model stay: the search for cycles need not pass over them again and again
             with lead.collecting():
                 train(learner, critic, ranks, lead, total_steps, checkpoints)
+            watchdog.at("the end of the run")
             lead.conclude(lambda: save_last(checkpoints, learner, critic, lead))
             assert board is not None
             lead.goodbye(_agents(config, topology, board))
@@ -131,7 +138,7 @@ def _lead(
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
     board = WeightBoard(run_dir / "weights")
     metrics = Metrics("ppo_trainer")
-    app = create_trainer_app(board, metrics)
+    app = create_trainer_app(board, metrics, config.trainer.max_requests)
     stack.enter_context(BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
     stack.callback(board.close)
     tokenizer = load_tokenizer(config.model)

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from common import watchdog
+
 _T = TypeVar("_T")
 
 
@@ -16,6 +18,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="collector", daemon=True)
 
     def __enter__(self) -> "LoopThread":
+        watchdog.follow(self.loop)
         self._thread.start()
         return self
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from common import watchdog
 from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
 from common.config import Config
 from common.critic_client import CriticClient
@@ -157,7 +158,8 @@ class Collector:
         self._wanted = 0
         self._drawn = 0
         self._next = 0
-        self._takes = 0
+        self._takes = self._asked = 0
+        self._held: set[str] = set()  # groups that were taken and are not acknowledged
         self._position, self._finished = progress.position, set(progress.finished)
         self._waiting: dict[int, int] = {}  # weight versions of the groups that wait to be trained on, by position
         self._failure: BaseException | None = None
@@ -198,16 +200,18 @@ class Collector:
         Raises CollectFailed with the reason when collecting stopped, or when nothing came for `trainer.wait_timeout_s`.
         """
         self._takes += 1
-        request_id = f"{self._run_id}-take-{self._takes}"
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < self.config.trainer.wait_timeout_s:
             if now - said > _SAY_EVERY_S:
                 log.warning("waiting since %.0f s for %d groups; active now: %s", now - start, count, self._clock.active())
                 said = now
             self.check()
+            self._asked += 1
+            request_id = f"{self._run_id}-take-{self._asked}"  # a new one each time: what it tells counts once
             request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id)
             if groups := self._loop.call(self._take(request)):
                 return sorted(groups, key=lambda group: group.position)
+        watchdog.deadline_passed(f"no batch of {count} groups within {self.config.trainer.wait_timeout_s:.0f} s")
         raise CollectFailed(
             f"no batch of {count} groups within {self.config.trainer.wait_timeout_s:.0f} s",
             field="trainer.wait_timeout_s",
@@ -224,6 +228,7 @@ class Collector:
             importance_exponent=importance_exponent,
             max_times_sampled=settings.max_times_sampled,
             seed=seed,
+            request_id=f"{self._run_id}-sample-{self._takes}",
             recency_half_life=settings.recency_half_life if settings.priority == "recency" else None,
         )
         with self._clock.stage("replay"):
@@ -243,9 +248,14 @@ class Collector:
 
     async def _trained(self, fresh: list[Group], priorities: dict[str, float]) -> None:
         with self._clock.stage("replay"):
-            await self.services.replay.ack([group.id for group in fresh])
+            await self._acknowledge(fresh)
             await self.services.replay.set_priorities(priorities)
         await self._finish([group.position for group in fresh])
+
+    async def _acknowledge(self, groups: list[Group]) -> None:
+        ids = [group.id for group in groups]
+        await self.services.replay.ack(ids)
+        self._held.difference_update(ids)
 
     def report_pass_rates(self, fresh: list[Group]) -> None:
         """Tells a curriculum how often these prompts were solved; does nothing without a curriculum."""
@@ -257,7 +267,7 @@ class Collector:
     def replace(self, groups: list[Group]) -> None:
         """Puts groups that a batch has no use for aside and draws as many other prompts instead."""
         self.counts.dropped["equal_rewards"] += len(groups)
-        self._loop.call(self.services.replay.ack([group.id for group in groups]))
+        self._loop.call(self._acknowledge(groups))
         self._loop.call(self._finish([group.position for group in groups]))
         self._loop.call(self._again(len(groups)))
 
@@ -268,6 +278,14 @@ class Collector:
     async def _take(self, request: TakeRequest) -> list[Group]:
         taken = await self.services.replay.take(request)
         for group in taken.groups:
+            if group.id in self._held:
+                raise CollectFailed(
+                    "a group came a second time: its lease ended before it was trained on",
+                    field="replay.lease_s",
+                    value=self.config.replay.lease_s,
+                    remedy="raise it above the longest time from a batch to the end of its update",
+                )
+            self._held.add(group.id)
             self._waiting.pop(group.position, None)
         if taken.evicted:
             self.counts.dropped["stale"] += taken.evicted

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from common.watchdog import at
 from services.learning.ranks import Ranks
 from trainer.algorithms import weigh
 from trainer.batch import Batch
@@ -40,7 +41,9 @@ def train(
             if checkpoints:
                 checkpoints.check()
             torch.manual_seed((learner.seed * 4096 + ranks.rank) % 2**63)
+            at(f"waiting for the batch of step {learner.step + 1}")
             experience = Experience.share(lead.take() if lead else None, ranks)
+            at(f"the update of step {learner.step + 1}")
             with lead.clock.stage("update") if lead else nullcontext():
                 batch = Batch.of(experience.groups, experience.weights, config, learner.step, experience.fresh)
                 learner.score(batch)
@@ -51,12 +54,14 @@ def train(
                 warming_up = critic is not None and learner.step < config.critic.warmup_steps
                 metrics = learner.hold(batch) if warming_up else learner.update(batch)
                 critic_metrics = learned() if learned else None
+            at(f"publishing and recording step {learner.step}")
             if lead:
                 lead.finish(experience, batch, metrics, critic_metrics)
             else:
                 learner.share_weights()
             # The step's line is there before its checkpoint: a run killed in between would go on after a step without one.
             if checkpoints and every and learner.step % every == 0 and learner.step < total_steps:
+                at(f"the checkpoint of step {learner.step}")
                 save(checkpoints, learner, critic, lead)
 
 

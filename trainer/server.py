@@ -15,9 +15,9 @@ from trainer.publish import WeightBoard
 from trainer.record import StepRecord
 
 
-def create_trainer_app(board: WeightBoard, metrics: Metrics) -> FastAPI:
+def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024) -> FastAPI:
     """The app of rank 0."""
-    app = create_app("ppo-trainer", metrics=metrics, max_body_bytes=1 << 20)
+    app = create_app("ppo-trainer", metrics=metrics, max_body_bytes=1 << 20, max_requests=max_requests)
 
     @app.get("/weights/latest")
     async def latest(

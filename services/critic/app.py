@@ -47,6 +47,7 @@ def create_critic_app(config: Config) -> FastAPI:
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
+        max_requests=config.critic.max_requests,
     )
     tell = _gauges(metrics, keeper)
 

@@ -73,6 +73,8 @@ class DataStats(Wire):
     """By both streams since the state directory was made."""
     curriculum: CurriculumStats | None = None
     """Absent without one."""
+    load: dict[str, int]
+    """Requests and bytes of bodies in work now, their limits, and how many requests were refused."""
 
 
 def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt]) -> FastAPI:
@@ -101,6 +103,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         flush=lambda: asyncio.to_thread(stream.flush),
         lifespan=lifespan,
         max_body_bytes=config.max_body_mb << 20,
+        max_requests=config.data.max_requests,
     )
     answered = app.state.metrics.counter("prompts_total", "Prompts answered, repeated requests included", ["shuffle"])
 
@@ -153,6 +156,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
             epoch=now.epoch,
             prompts_served=now.served,
             curriculum=CurriculumStats(**asdict(now.curriculum)) if now.curriculum else None,
+            load=app.state.load.stats(),
         )
 
     return app

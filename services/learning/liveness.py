@@ -8,13 +8,11 @@ A rank that computes for long is neither: torch frees the interpreter lock in it
 beats on. A rank that ends by itself says why before it goes.
 """
 
-import faulthandler
 import logging
 import os
 import secrets
 import selectors
 import socket
-import tempfile
 import threading
 import time
 import traceback
@@ -22,6 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
+from common import watchdog
 from common.errors import shorten
 from common.topology import TRAINER, Topology
 from services.learning.ranks import Ranks
@@ -219,7 +218,7 @@ class Liveness:
             "on from its newest checkpoint",
             *(self._name(rank), what, self._name(self._ranks.rank)),
         )
-        log.error("%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or _stacks())
+        log.error("%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or watchdog.stacks())
         self._hang_up()
         logging.shutdown()
         os._exit(LOST)
@@ -257,11 +256,3 @@ class Liveness:
         for line in list(self._lines):
             self._drop(line)
         self._selector.close()
-
-
-def _stacks() -> str:
-    """Where every thread of this process is."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read().decode(errors="replace")

@@ -73,6 +73,7 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
+        max_requests=config.max_requests,
     )
     app.state.worker = worker
     _queue_routes(app, worker)
@@ -147,7 +148,7 @@ def _people_routes(app: FastAPI, worker: Worker) -> None:
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         """Counts and means."""
-        return await worker.call(buffer.stats)
+        return await worker.call(buffer.stats) | {"load": app.state.load.stats()}
 
     @app.post("/clear")
     async def clear() -> dict[str, str]:
@@ -246,3 +247,5 @@ def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
     for state in buffer.store.committed:
         groups.labels(state).set_function(partial(read, state, 0))
         completions.labels(state).set_function(partial(read, state, 1))
+    metrics.gauge("capacity_completions", "Completions that may be stored").set(buffer.capacity)
+    metrics.gauge("store_bytes", "Size of the file and its log on disk").set_function(buffer.store.size)

@@ -9,6 +9,7 @@ Groups travel as the msgpack bytes they are stored as. Everything here is synchr
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from common import wire
 from common.errors import InvalidInput, TooLarge
 from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, SuccessRequest, TakeRequest
 from common.sections import ReplaySection
+from common.storing import StorageFailed
 from services.replay import sampling
 from services.replay.store import Added, GroupRow, Store, Taken
 
+log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are float32 from here on; a sum of any number of them is finite."""
 _HEAD = wire.encode_groups([])[:-1]
@@ -85,18 +88,29 @@ def unpack_groups(blobs: list[bytes]) -> list[Group]:
 class ReplayBuffer:
     """The buffer over the file `path`.
 
+    Args:
+        config: capacity and length of leases.
+        path: of the file.
+        clock: seconds that never jump, from any beginning.
+
     Raises ConfigError when the file cannot be used.
     """
 
-    def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity, self.lease_s, self.clock = config.capacity, config.lease_s, clock
         self.store = Store(path)
+        # Seconds of another process mean nothing here, and the wall clock may jump: who held a lease has all of it again.
+        self.store.renew_leases(self.clock() + self.lease_s)
         self._index = sampling.ReuseIndex.of(self.store.consumed_rows())
 
     def close(self) -> None:
-        """Writes everything into the one file and closes it."""
-        self.store.checkpoint()
-        self.store.close()
+        """Writes everything into the one file and closes it; what has no room there stays in the log beside it."""
+        try:
+            self.store.checkpoint()
+        except StorageFailed as error:
+            log.error("nothing is lost, keep both files: %s", error)
+        finally:
+            self.store.close()
 
     def flush(self) -> None:
         self.store.checkpoint()
@@ -132,7 +146,7 @@ class ReplayBuffer:
 
     def end_take(self, request_id: str) -> Taken:
         """The answer to a request that waited in vain."""
-        return Taken([], self.store.end_take(request_id))
+        return Taken([], self.store.evicted_for(request_id))
 
     def next_expiry_s(self) -> float | None:
         """Seconds until the first lease ends."""
@@ -159,8 +173,10 @@ class ReplayBuffer:
     def sample(self, request: SampleRequest) -> Sampled:
         """Different consumed groups by priority (`services.replay.sampling`), each with its importance weight.
 
-        Fewer than `count`, possibly none, when fewer may be reused.
+        Fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the same groups.
         """
+        if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
+            return Sampled(before[0], np.array(before[1], np.float32))
         eligible = self._index.eligible(request.min_version, request.max_times_sampled)
         priorities = self._index.priorities[eligible]
         if request.recency_half_life is not None:
@@ -172,7 +188,7 @@ class ReplayBuffer:
             return Sampled([], np.zeros(0, np.float32))
         weights = sampling.importance_weights(included, chosen, request.importance_exponent).astype(np.float32)
         slots = eligible[chosen]
-        blobs = self.store.reuse(self._index.order[slots].tolist())
+        blobs = self.store.reuse(self._index.order[slots].tolist(), weights.tolist(), request.request_id)
         self._index.times_sampled[slots] += 1
         return Sampled(blobs, weights)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ConfigError, InvalidInput, ServiceError
+from common.storing import StorageFailed
 
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
 """Groups since the file was made: stored; added again; too old when taken; made room; dropped by reset_fresh."""
@@ -65,18 +66,15 @@ END;
 """
 
 
+_SAMPLES = "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, answer TEXT NOT NULL)"
+"""Made in files that were there before it too."""
+
+
 class Full(ServiceError):
     """Groups that wait to be trained on fill the buffer; nothing was stored (503: the client tries again)."""
 
     status = 503
     code = "full"
-
-
-class StorageFailed(ServiceError):
-    """The disk is full (507) or the database failed (500); the change was undone."""
-
-    status = 500
-    code = "storage_failed"
 
 
 class Database:
@@ -97,6 +95,7 @@ class Database:
             self.db = _connect(path)
             try:
                 self._check()
+                self.db.execute(_SAMPLES)
                 self.committed = self.totals()
             except BaseException:
                 self.db.close()
@@ -151,6 +150,11 @@ class Database:
         """Moves everything from the write-ahead log into the file."""
         with self.errors():
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def size(self) -> int:
+        """Bytes on disk, the log included; from any thread."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
 
     @contextmanager
     def errors(self) -> Iterator[None]:

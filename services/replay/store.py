@@ -5,6 +5,7 @@ state does not rewrite it). Lone experiences, which have no tokens, are in a tab
 groups can reach them. All methods are synchronous and belong to one thread.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from common.schemas import TakeRequest
 from services.replay.database import Full
 from services.replay.reading import Reading, unknown
 
+_REMEMBERED_REQUESTS = 1000
+"""Answers to requests that a late retry gets again."""
 _REMEMBERED_IDS = 100_000
 """Ids of groups that have left: a late retry of an add must not bring them back."""
 
@@ -158,23 +161,26 @@ class Store(Reading):
                 [(request.request_id, now + lease_s, row[0]) for row in rows],
             )
             blobs = [self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0] for row in rows]
-            return Taken(blobs, self._evicted_for(request.request_id))
+            return Taken(blobs, self.evicted_for(request.request_id))
+
+    def renew_leases(self, until: float) -> None:
+        """Every lease ends at `until`."""
+        if self.next_expiry() is not None:
+            with self.transaction():
+                self.db.execute("UPDATE groups SET lease_until = ? WHERE request_id IS NOT NULL", (until,))
 
     def expire(self, now: float) -> None:
         """Makes groups fresh again whose lease has ended."""
         with self.transaction():
             self._expire(now)
 
-    def end_take(self, request_id: str) -> int:
-        """The request gets no groups: how many were evicted for it, told once."""
-        evicted = self._evicted_for(request_id)
-        if evicted:
-            with self.transaction():
-                self.db.execute("DELETE FROM takes WHERE request_id = ?", (request_id,))
-        return evicted
+    def evicted_for(self, request_id: str) -> int:
+        """How many groups were too old for this request. It stays known: an answer may be lost on its way."""
+        row = self.db.execute("SELECT evicted FROM takes WHERE request_id = ?", (request_id,)).fetchone()
+        return int(row[0]) if row else 0
 
     def next_expiry(self) -> float | None:
-        """When the first lease ends, in seconds since 1970."""
+        """When the first lease ends, by the clock that `take` was told."""
         (until,) = self.db.execute("SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL").fetchone()
         return None if until is None else float(until)
 
@@ -187,10 +193,7 @@ class Store(Reading):
                 "INSERT INTO takes VALUES (?, ?) ON CONFLICT DO UPDATE SET evicted = evicted + excluded.evicted",
                 (request.request_id, len(old)),
             )
-
-    def _evicted_for(self, request_id: str) -> int:
-        row = self.db.execute("SELECT evicted FROM takes WHERE request_id = ?", (request_id,)).fetchone()
-        return int(row[0]) if row else 0
+            self.db.execute("DELETE FROM takes WHERE rowid <= (SELECT MAX(rowid) FROM takes) - ?", (_REMEMBERED_REQUESTS,))
 
     def _expire(self, now: float) -> None:
         where = "FROM groups WHERE request_id IS NOT NULL AND lease_until <= ?"
@@ -247,13 +250,31 @@ class Store(Reading):
         query = "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
         return self.db.execute(query).fetchall()
 
-    def reuse(self, orders: list[int]) -> list[bytes]:
-        """The consumed groups with these numbers, each counted as sampled once more."""
+    def reuse(self, orders: list[int], weights: list[float], request_id: str | None) -> list[bytes]:
+        """The consumed groups with these numbers, each counted as sampled once more; remembered under `request_id`."""
         with self.transaction():
             query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
             self.db.executemany(query, [(order,) for order in orders])
-            query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
-            return [self.db.execute(query, (order,)).fetchone()[0] for order in orders]
+            if request_id is not None:
+                answer = json.dumps([orders, weights])
+                self.db.execute("INSERT INTO samples (request_id, answer) VALUES (?, ?)", (request_id, answer))
+                query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
+                self.db.execute(query, (_REMEMBERED_REQUESTS,))
+            return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
+
+    def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
+        """Groups and weights that this request got, without those that have left since; None when it is a new one."""
+        row = self.db.execute("SELECT answer FROM samples WHERE request_id = ?", (request_id,)).fetchone()
+        if row is None:
+            return None
+        orders, weights = json.loads(row[0])
+        found = [(self._consumed_blob(order), weight) for order, weight in zip(orders, weights, strict=True)]
+        return [blob for blob, _ in found if blob is not None], [weight for blob, weight in found if blob is not None]
+
+    def _consumed_blob(self, order: int) -> bytes | None:
+        query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
+        row = self.db.execute(query, (order,)).fetchone()
+        return None if row is None else bytes(row[0])
 
     def set_priorities(self, priorities: list[tuple[str, float]]) -> list[tuple[int, float]]:
         """Sets priorities by id; unknown ids are skipped. Returns (order, priority) of the consumed groups among them."""
@@ -270,6 +291,6 @@ class Store(Reading):
     def clear(self) -> None:
         """Forgets everything but the counters."""
         with self.transaction():
-            for table in ("groups", "experiences", "takes", "gone"):
+            for table in ("groups", "experiences", "takes", "samples", "gone"):
                 self.db.execute(f"DELETE FROM {table}")  # noqa: S608
             self.db.execute("UPDATE counters SET value = 1.0 WHERE name = 'max_priority'")

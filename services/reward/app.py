@@ -45,6 +45,7 @@ def create_reward_app(
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
+        max_requests=config.max_requests,
     )
 
     @app.post("/reward")
@@ -61,7 +62,7 @@ def create_reward_app(
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         """Answers scored so far by status, the functions, and the state of the workers."""
-        return scorer.stats()
+        return scorer.stats() | {"load": app.state.load.stats()}
 
     return app
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Self
 
-from common.errors import ConfigError, InvalidInput, NotReady
+from common.errors import ConfigError, InvalidInput, Overloaded
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.exact import same_answer
@@ -55,7 +55,7 @@ class MathGrader:
     async def grade(self, items: Sequence[RewardItem]) -> list[Score]:
         """Grades a batch, in order. Cancelling the call frees the workers.
 
-        Raises InvalidInput for a ground truth that states no answer, NotReady when too many answers wait already.
+        Raises InvalidInput for a ground truth that states no answer, Overloaded when too many answers wait already.
         """
         golds = [self.gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
         scores: list[Score | None] = []
@@ -107,12 +107,11 @@ class MathGrader:
     def _check_room(self, count: int) -> None:
         waiting, limit = self._pool.unfinished, _BATCHES_QUEUED * self.config.max_batch_items
         if count and waiting + count > limit:
-            raise NotReady(
+            raise Overloaded(
                 f"{waiting} answers wait for a grader already",
                 field="items",
                 value=count,
                 remedy="try again later, or raise reward.workers",
-                code="overloaded",
             )
 
     def _restarted(self) -> None:

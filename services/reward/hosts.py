@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from common.errors import InvalidInput, NotReady
+from common.errors import InvalidInput, Overloaded
 from common.schemas import RewardItem, RewardStatus
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.pool import WorkerPool
@@ -73,7 +73,7 @@ class Host(ABC):
 
     @abstractmethod
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in order. Raises NotReady when too many items wait already."""
+        """Scores in order. Raises Overloaded when too many items wait already."""
 
 
 class CallHost(Host):
@@ -90,14 +90,13 @@ class CallHost(Host):
         self._batch, self._queue = batch, queue
 
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in order. Raises NotReady when too many items wait already."""
+        """Scores in order. Raises Overloaded when too many items wait already."""
         if self.unfinished + len(items) > self._queue:
-            raise NotReady(
+            raise Overloaded(
                 f"{self.unfinished} answers wait for the reward function {self.name} already",
                 field="items",
                 value=len(items),
                 remedy="try again later, or raise reward.workers",
-                code="overloaded",
             )
         self.unfinished += len(items)
         try:

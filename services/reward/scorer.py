@@ -44,12 +44,15 @@ class Scorer:
         self._graded = metrics.counter("graded_total", "Answers by status", ["status"])
         self._seconds = metrics.histogram("grade_seconds", "Seconds from request to verdicts, of one batch")
         self._restarts = metrics.counter("worker_restarts_total", "Grader processes that were replaced")
+        self._queue = BATCHES_QUEUED * config.max_batch_items
+        metrics.gauge("unfinished_items", "Answers that wait or are scored now").set_function(self._unfinished)
+        metrics.gauge("unfinished_items_limit", "Answers that may wait for one function").set(self._queue)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
         self._hosts: dict[str, Host]
         self._owned: list[Host | WorkerPool] = []
         if functions is None:
-            made = built(config, BATCHES_QUEUED * config.max_batch_items, self._on_restart)
+            made = built(config, self._queue, self._on_restart)
             self._hosts = made.hosts
             self._owned += made.pools
         else:
@@ -63,8 +66,10 @@ class Scorer:
 
     def _threads(self, function: RewardFunction) -> Host:
         config = self.config
-        queue = BATCHES_QUEUED * config.max_batch_items
-        return ThreadHost(function, config.function_timeout_s, config.function_batch, queue, config.workers)
+        return ThreadHost(function, config.function_timeout_s, config.function_batch, self._queue, config.workers)
+
+    def _unfinished(self) -> int:
+        return sum(host.unfinished for host in self._hosts.values())
 
     async def __aenter__(self) -> Self:
         for owned in self._owned:
@@ -90,7 +95,8 @@ class Scorer:
             "functions": [host.name for host in self._hosts.values()],
             "workers": self.config.workers,
             "worker_restarts": self._restarted,
-            "unfinished": sum(host.unfinished for host in self._hosts.values()),
+            "unfinished": self._unfinished(),
+            "unfinished_limit": self._queue * len(self._hosts),
         }
 
     def check(self, item: RewardItem, where: str = "") -> None:
@@ -101,7 +107,7 @@ class Scorer:
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores a batch, in order. Cancelling the call frees the workers.
 
-        Raises TooLarge for more items than `max_batch_items`, InvalidInput for an item that cannot be scored, NotReady when
+        Raises TooLarge for more items than `max_batch_items`, InvalidInput for an item that cannot be scored, Overloaded when
         too many answers wait already.
         """
         self._check_size(len(items))

@@ -7,6 +7,7 @@ an adapter which is not there is refused (400). An engine's own version label st
 
 from pathlib import Path
 
+from common.errors import ServiceError
 from common.schemas import WeightManifest, adapter_name
 from services.rollout.engine import EngineClient, LoadFailed
 
@@ -20,13 +21,24 @@ async def load_adapter(engine: EngineClient, directory: Path, manifest: WeightMa
     loaded = await loaded_adapters(engine)
     if name not in loaded:
         body = {"lora_name": name, "lora_path": str(directory)}
-        await engine.request("POST", "/load_lora_adapter", json=body, deadline_s=timeout_s)
-        loaded = await loaded_adapters(engine)
+        loaded = await _changed(engine, "/load_lora_adapter", body, timeout_s, wanted=True)
         if loaded.get(name) != str(directory):
             raise LoadFailed(f"the engine has the adapters {sorted(loaded)}, not {name}", field="lora_name", value=name)
     own = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
     for other in sorted(loaded.keys() - {name, *own[-keep:]}):
-        await engine.request("POST", "/unload_lora_adapter", json={"lora_name": other}, deadline_s=timeout_s)
+        await _changed(engine, "/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False)
+
+
+async def _changed(engine: EngineClient, path: str, body: dict[str, str], timeout_s: float, wanted: bool) -> dict[str, str]:
+    """The adapters after a call. What an attempt has done whose answer was lost, an engine refuses to do again: no error."""
+    try:
+        await engine.request("POST", path, json=body, deadline_s=timeout_s)
+    except ServiceError:
+        loaded = await loaded_adapters(engine)
+        if (body["lora_name"] in loaded) != wanted:
+            raise
+        return loaded
+    return await loaded_adapters(engine)
 
 
 async def loaded_adapters(engine: EngineClient) -> dict[str, str]:

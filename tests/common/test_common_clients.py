@@ -91,7 +91,7 @@ async def test_wait_healthy_names_everyone_who_is_not() -> None:
         await client.close()
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 502, 503, 504, 507])
 async def test_passing_failures_are_retried(status: int) -> None:
     app, calls = create_app("thing"), list[int]()
 
@@ -115,6 +115,25 @@ async def test_a_service_that_never_recovers_is_named_with_its_last_answer() -> 
     async with in_process(app, deadline_s=0.3) as client:
         with pytest.raises(Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"):
             await client.request("GET", "/work")
+
+
+@pytest.mark.parametrize(("asked", "attempts"), [("60", 1), ("soon", 3), ("Wed, 21 Oct 2026 07:28:00 GMT", 3), ("²", 3)])
+async def test_a_service_is_left_alone_for_as_long_as_it_asks(asked: str, attempts: int) -> None:
+    app, calls = create_app("thing"), list[int]()
+
+    @app.get("/work")
+    def work() -> Response:
+        calls.append(1)
+        headers = {} if len(calls) > 2 else {"retry-after": asked.encode("latin-1", "replace").decode("latin-1")}
+        return Response("done" if len(calls) > 2 else "later", 200 if len(calls) > 2 else 503, headers)
+
+    async with in_process(app, deadline_s=2 if attempts == 1 else 30) as client:
+        if attempts == 1:
+            with pytest.raises(Unreachable, match="HTTP 503: later"):
+                await client.request("GET", "/work")
+        else:
+            assert (await client.request("GET", "/work")).text == "done"
+    assert len(calls) == attempts
 
 
 async def test_a_refusal_is_not_retried_and_keeps_its_parts() -> None:

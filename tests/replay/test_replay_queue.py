@@ -1,6 +1,8 @@
 """The queue side: stored once, handed out exactly once, leased, acknowledged, evicted, counted."""
 
 import asyncio
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from common.clients import ReplayClient, Unreachable
 from common.errors import ServiceError
 from common.schemas import Group, SampleRequest, TakeRequest
 from common.sections import ReplaySection
+from services.replay.buffer import ReplayBuffer
 from tests.replay.conftest import MakeGroup
 
 
@@ -118,10 +121,10 @@ async def test_old_groups_are_evicted_and_told_once(client: ReplayClient, make_g
     assert (stats["evicted"], stats["groups"]) == (3, 3)
 
 
-async def test_a_take_in_vain_tells_its_evictions_once(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_a_take_in_vain_tells_its_evictions_to_its_retries_alone(client: ReplayClient, make_group: MakeGroup) -> None:
     await client.add([make_group("old", 0)])
-    answers = [(await client.take(take(1, "r", min_version=1))).evicted for _ in range(2)]
-    assert answers == [1, 0]
+    answers = [(await client.take(take(1, name, min_version=1))).evicted for name in ("r", "r", "s", "r")]
+    assert answers == [1, 1, 0, 1]
 
 
 async def test_a_late_retry_does_not_bring_an_evicted_group_back(client: ReplayClient, make_group: MakeGroup) -> None:
@@ -257,3 +260,33 @@ def person(group: Group) -> dict[str, object]:
     }
     body = {"id": group.id, "prompt_id": "p", "prompt": "1+1?", "ground_truth": "2", "prompt_token_ids": [1, 2]}
     return {**body, "completions": [completion]}
+
+
+def test_a_lease_counts_from_the_start_of_the_process_whatever_the_clocks_say(tmp_path: Path, make_group: MakeGroup) -> None:
+    """The clock of the new process may be far behind the old one's: after a reboot, or on another node."""
+    path, now = tmp_path / "replay.db", 1e9
+    config = ReplaySection(capacity=100, lease_s=600)
+    buffer = ReplayBuffer(config, path, clock=lambda: now)
+    buffer.add([make_group("a")])
+    assert buffer.take(take(1, "r")) is not None
+    buffer.close()
+    now = 5.0
+    buffer = ReplayBuffer(config, path, clock=lambda: now)
+    assert (buffer.next_expiry_s(), buffer.take(take(1, "s"))) == (600.0, None)
+    now = 604.9
+    assert buffer.take(take(1, "s")) is None
+    now = 605.1
+    assert buffer.take(take(1, "s")) is not None
+    buffer.close()
+
+
+def test_the_wall_clock_plays_no_role(tmp_path: Path, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may jump by a day when a node finds its time server."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    buffer = ReplayBuffer(ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db")
+    buffer.add([make_group("a")])
+    assert buffer.take(take(1, "r")) is not None
+    monkeypatch.setattr(time, "time", lambda: 1e10)
+    assert buffer.take(take(1, "s")) is None
+    assert buffer.clock is time.monotonic
+    buffer.close()

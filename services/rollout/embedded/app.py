@@ -37,7 +37,13 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         finally:  # a thread that computes at the interpreter's end aborts the process
             await asyncio.to_thread(engine.stop)
 
-    app = create_app("rollout-engine", not_ready=lambda: engine.failure, lifespan=lifespan, metrics=engine.metrics)
+    app = create_app(
+        "rollout-engine",
+        not_ready=lambda: engine.failure,
+        lifespan=lifespan,
+        metrics=engine.metrics,
+        max_requests=engine.max_waiting + 1024,  # the queue bounds what generates; agents have to get through beside it
+    )
     add_control(app, engine)
     add_distributed(app, engine)
     add_lora(app, engine)
@@ -74,7 +80,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
 def _stream(engine: Engine, jobs: list[Job]) -> StreamingResponse:
     """Server-sent events, one per token and sequence, each with everything so far; `[DONE]` at the end.
 
-    Raises NotReady before the first event when the queue is full; a later failure is an event with `error`.
+    Raises Overloaded before the first event when the queue is full; a later failure is an event with `error`.
     """
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()

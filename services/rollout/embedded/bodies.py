@@ -42,7 +42,7 @@ def reply(content: object, status: int = 200) -> Response:
 async def finish(request: Request, engine: Engine, jobs: list[Job]) -> None:
     """Runs jobs to their end. When the client goes away, or one job fails, the others are aborted.
 
-    Raises what a job failed with, NotReady when the queue is full, ClientGone.
+    Raises what a job failed with, Overloaded when the queue is full, ClientGone.
     """
     engine.submit(jobs)
     done: asyncio.Future[list[list[Sequence]]] = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))

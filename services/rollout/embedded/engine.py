@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from common.errors import NotReady, ServiceError
+from common.errors import NotReady, Overloaded, ServiceError
 from common.observe import Metrics
 from services.learning.weight_group import digest
 from services.rollout.embedded.jobs import Job, Sequence
@@ -60,6 +60,7 @@ class Engine:
         prefilled = self.metrics.counter("prefilled_tokens_total", "Prompt tokens computed")
         self.metrics.gauge("running_sequences", "Rows in the batch").set_function(lambda: self.running)
         self.metrics.gauge("waiting_sequences", "Sequences that wait").set_function(lambda: self.waiting)
+        self.metrics.gauge("waiting_sequences_limit", "Sequences that may wait").set(max_waiting)
         self.failure: str | None = None
         self._scheduler = Scheduler(model, max_running, weight_version, generated, prefilled)
         self._random = random.Random(seed)
@@ -121,12 +122,12 @@ class Engine:
         return self._call(lambda: self._scheduler.drop_adapter(name))
 
     def submit(self, jobs: list[Job]) -> None:
-        """Queues jobs, all or none; their `done` resolves later. Raises NotReady when too many sequences wait."""
+        """Queues jobs, all or none; their `done` resolves later. Raises Overloaded when too many sequences wait."""
         with self._wake:
             self._refuse_when_down()
             size = sum(job.n for job in jobs)
             if self.waiting + size > self.max_waiting:
-                raise NotReady(
+                raise Overloaded(
                     "too many sequences wait", field="n", value=self.waiting + size, remedy=f"at most {self.max_waiting}; retry"
                 )
             for job in jobs:

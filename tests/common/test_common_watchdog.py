@@ -1,0 +1,101 @@
+"""A process that hangs says where, without anybody having prepared for it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+HANGS = """
+import sys, threading
+from common import watchdog
+from common.clients import DataClient
+from common.observe import setup_logging
+from trainer.background import LoopThread
+
+setup_logging("hangs")
+watchdog.LONG_S = 1.0
+watchdog.start()
+stall_s, deadline_s = float(sys.argv[2]), float(sys.argv[3])
+
+def wait_in_the_main_thread():
+    threading.Lock().acquire() and threading.Event().wait()
+
+with watchdog.stalls(stall_s), LoopThread() as loop:
+    watchdog.at("the update of step 7")
+    client = DataClient("data-server", f"http://127.0.0.1:{sys.argv[1]}", deadline_s=deadline_s)
+    calls = [loop.begin(client.prompts(1, str(i))) for i in range(3)]
+    print("ready", flush=True)
+    wait_in_the_main_thread()
+"""
+
+
+class Hanging:
+    """A real process that waits for a service that never answers, and in its main thread for ever."""
+
+    def __init__(self, directory: Path, stall_s: float, deadline_s: float) -> None:
+        self._silent = socket.create_server(("127.0.0.1", 0))
+        self._log = directory / "log.txt"
+        port = str(self._silent.getsockname()[1])
+        command = [sys.executable, "-c", HANGS, port, str(stall_s), str(deadline_s)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
+        self.says("ready")
+
+    def says(self, *texts: str) -> str:
+        """The log, as soon as it has all of these."""
+        limit = time.monotonic() + 90
+        while not all(text in self._log.read_text() for text in texts):
+            assert time.monotonic() < limit, self._log.read_text()
+            assert self.process.poll() is None, self._log.read_text()
+            time.sleep(0.05)
+        return self._log.read_text()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._silent.close()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hanging]:
+    made = Hanging(tmp_path, *request.param)
+    yield made
+    made.end()
+
+
+AWAITED = ("awaited: GET /prompts from data-server since ", ", 3 times")
+STACKS = ("in wait_in_the_main_thread", "thread MainThread:", "thread collector:", "3 tasks at:", "in DataClient.prompts")
+
+
+@pytest.mark.parametrize("hanging", [(3600, 3600)], indirect=True)
+def test_sigusr1_shows_what_is_awaited_and_every_stack(hanging: Hanging) -> None:
+    for _ in range(2):
+        hanging.process.send_signal(signal.SIGUSR1)
+        text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS)
+    assert "nothing has happened" not in text
+    assert "aiohttp" in text  # down to what the innermost coroutine awaits
+    hanging.process.send_signal(signal.SIGQUIT)
+    hanging.says("(most recent call first):")
+    assert hanging.process.poll() is None
+
+
+@pytest.mark.parametrize("hanging", [(2, 3600)], indirect=True)
+def test_a_stall_is_reported_by_itself(hanging: Hanging) -> None:
+    hanging.says("nothing has happened for 2 s; this process is at: the update of step 7", *AWAITED, *STACKS)
+    hanging.says("nothing has happened for 4 s; ")
+
+
+@pytest.mark.parametrize("hanging", [(3600, 2)], indirect=True)
+def test_a_long_deadline_that_passes_is_reported_once_for_all_who_wait(hanging: Hanging) -> None:
+    text = hanging.says("data-server did not answer GET /prompts within 2 s: ", "thread MainThread:", "awaited: GET /prompts")
+    time.sleep(1)
+    assert text.count("did not answer GET /prompts within 2 s") == 1

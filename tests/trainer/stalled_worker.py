@@ -1,0 +1,27 @@
+"""Run by torchrun: rank 0 waits in a collective that rank 1, which waits for something else, never comes to."""
+
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from common import watchdog
+from common.observe import setup_logging
+from services.learning.ranks import Ranks
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    with watchdog.stalls(2), Ranks.from_env(timeout_s=600) as ranks:
+        setup_logging(f"rank{ranks.rank}", directory)
+        watchdog.start()
+        ranks.barrier()
+        watchdog.at("the update of step 3")
+        if ranks.first:
+            ranks.sum(torch.ones(10))
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
