@@ -128,6 +128,8 @@ class Checkpoints:
             self._write(target, state, snapshots)
         except BaseException as error:  # raised where the training loop looks next
             self._error = error
+            if self._ranks.first:
+                shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
 
     def _write(self, target: Path, state: TrainerState | None, snapshots: Mapping[str, Snapshot]) -> None:
         partial = target.with_suffix(".partial")

@@ -15,6 +15,7 @@ from common.clients import Client, wait_healthy
 from common.config import Config
 from common.errors import ConfigError, ServiceError
 from common.schemas import CriticMetrics, Group, Prompt
+from common.storing import storing
 from services.learning.ranks import Ranks
 from services.learning.saving import load_optimizer
 from trainer import checkpoint
@@ -229,7 +230,8 @@ class Lead:
             self._evaluate(self.config.trainer.eval_pass_samples)
         saved = save()
         curves = self.run_dir / "curves.png"
-        plot_curves(self.recorder.metrics(), self.recorder.evaluations(), curves)
+        with storing("curves.png", curves, "trainer.run_dir", f"look at {saved}: it is complete"):
+            plot_curves(self.recorder.metrics(), self.recorder.evaluations(), curves)
         self.recorder.report(saved, curves)
         return saved
 

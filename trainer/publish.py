@@ -24,9 +24,11 @@ from typing import Any, Literal, Protocol
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common import watchdog
 from common.errors import NotFound, ServiceError
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
+from common.storing import storing
 from trainer.model import is_adapter
 
 log = logging.getLogger(__name__)
@@ -50,11 +52,27 @@ def version_name(version: int) -> str:
 
 
 def write_version(weights: Weights, static_files: list[Path], directory: Path, run_id: str, version: int) -> WeightManifest:
-    """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete."""
+    """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete.
+
+    Raises StorageFailed when the disk is full; then it is as it was.
+    """
     target = directory / version_name(version)
     partial = target.with_suffix(".partial")
     for leftover in (partial, target):
         shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        with storing(
+            f"weights {version}", target, "trainer.run_dir", "start again: the run goes on from its newest checkpoint"
+        ):
+            return _write_version(weights, static_files, partial, target, run_id, version)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # it would keep the disk full
+        raise
+
+
+def _write_version(
+    weights: Weights, static_files: list[Path], partial: Path, target: Path, run_id: str, version: int
+) -> WeightManifest:
     partial.mkdir(parents=True)
     for file in static_files:
         _link_or_copy(file, partial / file.name)
@@ -246,6 +264,7 @@ class WeightBoard:
             served = f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}"
             waited = f"{served}; missing: {text or 'no report'}"
             if now - start > timeout_s:
+                watchdog.deadline_passed(f"after {timeout_s:.0f} s {waited}")
                 if not current:
                     raise PublishFailed(f"after {timeout_s:.0f} s {waited}", remedy="look at the log of rollout-server")
                 log.error("after %.0f s %s; training goes on without them until they catch up", timeout_s, waited)

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from common.config import Config
+from common.errors import ConfigError
 from common.schemas import Group
+from common.storing import storing
 from common.wire import group_json
 from trainer.clock import STAGES, WAITING
 from trainer.evaluate import Evaluation
@@ -73,8 +75,9 @@ class Recorder:
 
     def __init__(self, directory: Path, config: Config, console: Console, step: int = 0) -> None:
         self.directory, self.console = directory, console
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        with _storing(directory / "config.json"):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         for name, first_lost in (("metrics", step + 1), ("samples", step + 1), ("evaluations", step + 1 if step else 0)):
             _keep_before(directory / f"{name}.jsonl", first_lost)
         self._progress: Progress | None = None
@@ -144,7 +147,8 @@ class Recorder:
         self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
 
     def _append(self, name: str, content: dict[str, Any]) -> None:
-        with (self.directory / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+        path = self.directory / f"{name}.jsonl"
+        with _storing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
@@ -154,11 +158,22 @@ def console() -> Console:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file; a last line that was cut by a crash does not count."""
+    """A JSONL file; a last line that was cut by a crash does not count. Raises ConfigError for another line that is damaged."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")  # a cut may be within a character
-    return [json.loads(line) for line in lines[:-1]]
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(
+                f"line {number} of a file of the run is damaged: {error}",
+                field="trainer.run_dir",
+                value=str(path),
+                remedy="remove that line, or move the file away",
+            ) from None
+    return found
 
 
 def _keep_before(path: Path, step: int) -> None:
@@ -167,8 +182,14 @@ def _keep_before(path: Path, step: int) -> None:
         return
     kept = [line for line in read_lines(path) if line["step"] < step]
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
-    partial.replace(path)
+    with _storing(path):
+        partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+
+
+def _storing(path: Path) -> AbstractContextManager[None]:
+    remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
+    return storing(path.name, path, "trainer.run_dir", remedy)
 
 
 def _seconds_table(metrics: list[dict[str, Any]]) -> Table:

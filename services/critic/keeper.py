@@ -17,6 +17,7 @@ from common.schemas import (
     ValueRequest,
     Values,
 )
+from common.storing import storing
 from services.critic.critic import Critic
 from services.learning.ranks import Ranks
 
@@ -88,8 +89,15 @@ class CriticKeeper:
         for left_over in self._directory.glob("*.partial"):
             shutil.rmtree(left_over)
         partial = target.with_suffix(".partial")
-        critic.save(partial)
-        (partial / _OWNER).write_text(json.dumps({"run_id": request.run_id, "step": request.step}))
+        serial = 1 + max(map(_serial, self._directory.glob("step_*")), default=0)
+        owner = {"run_id": request.run_id, "step": request.step, "serial": serial}
+        try:
+            with storing("the critic's checkpoint", target, "state_dir"):
+                critic.save(partial)
+                (partial / _OWNER).write_text(json.dumps(owner))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         self._remove_old(target, request.keep)
@@ -123,9 +131,12 @@ class CriticKeeper:
         self._critic, self._run_id, self._applied, self._new = None, None, None, False
 
     def _remove_old(self, newest: Path, keep: int) -> None:
-        """By age, not by step: a run that began anew at a lower step must not lose what it has just written."""
+        """By order of writing, not by step: a run that began anew at a lower step must not lose what it has just written.
+
+        Not by the files' times either: clocks jump.
+        """
         others = [path for path in self._directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path != newest]
-        by_age = sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        by_age = sorted(others, key=_serial, reverse=True)
         for old in by_age[keep - 1 :]:
             shutil.rmtree(old)
 
@@ -136,6 +147,13 @@ class CriticKeeper:
         path = self._path(step)
         try:
             owner = json.loads((path / _OWNER).read_text())["run_id"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise NotFound(
+                f"the critic that was saved here at step {step} is damaged: {type(error).__name__} {error}",
+                field="step",
+                value=str(path),
+                remedy="remove the trainer's checkpoint of that step to go on from the one before",
+            ) from None
         except FileNotFoundError:
             raise NotFound(
                 f"no critic was saved here at step {step}",
@@ -151,3 +169,11 @@ class CriticKeeper:
                 remedy="give every run a STATE_DIR of its own, or start the run anew with --trainer.resume false",
             )
         return path
+
+
+def _serial(path: Path) -> int:
+    """Rises with every checkpoint written here; 0 for one that does not say."""
+    try:
+        return int(json.loads((path / _OWNER).read_text())["serial"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

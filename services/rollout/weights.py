@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from common.clients import Client
 from common.errors import ServiceError, shorten
 from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
+from common.storing import storing
 
 log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"
@@ -146,7 +147,7 @@ class WeightStore:
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
         """The directory of this version, downloaded unless it is there.
 
-        Raises BadWeights, WeightsGone, httpx.TransportError (after a few attempts) or OSError; then nothing has changed.
+        Raises BadWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed; then nothing has changed.
         """
         for known, path in self._stored:
             if known == manifest and path.is_dir():
@@ -157,13 +158,14 @@ class WeightStore:
         target = self.directory / f"v{manifest.version:06d}{suffix}"
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
         try:
-            for file in manifest.files:
-                if not self._link(file, partial / file.name):
-                    await _download(trainer, manifest.version, file, partial / file.name)
-            (partial / _MANIFEST).write_text(manifest.model_dump_json())
-            _sync(partial / _MANIFEST, partial)
+            with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: they are fetched again"):
+                partial.mkdir()
+                for file in manifest.files:
+                    if not self._link(file, partial / file.name):
+                        await _download(trainer, manifest.version, file, partial / file.name)
+                (partial / _MANIFEST).write_text(manifest.model_dump_json())
+                _sync(partial / _MANIFEST, partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -1,0 +1,201 @@
+"""A disk that is really full: a named error, what was stored is intact, and the service goes on when there is room again."""
+
+import asyncio
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from common.clients import DataClient, ReplayClient
+from common.config import Config
+from common.errors import ServiceError
+from common.observe import Metrics, setup_logging
+from common.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, WeightManifest
+from common.sections import ReplaySection
+from common.storing import StorageFailed
+from services.data.app import create_data_app
+from services.replay.app import create_replay_app
+from services.rollout.weights import TrainerClient, WeightStore
+from trainer.publish import WeightBoard, write_version
+from trainer.record import Recorder, read_lines
+from trainer.server import create_trainer_app
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+
+
+class Disk:
+    """A file system of 4 MB in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._ballast = path, path / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("ab", buffering=0) as file:
+            for size in (1 << 16, 1 << 12, 1):
+                try:
+                    while True:
+                        file.write(b"x" * size)
+                except OSError:
+                    continue
+
+    def free(self) -> None:
+        self._ballast.unlink()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("no file system may be mounted here")
+    yield Disk(place)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def group(name: str, tokens: int = 3) -> Group:
+    ids, logprobs = np.arange(tokens, dtype=np.int32), np.full(tokens, -1.0, np.float32)
+    completion = Completion(ids, logprobs, "answer", "stop", [(0, 0, tokens)], 1.0, True)
+    return Group(name, "p", "1 + 1?", "2", np.array([1, 2], np.int32), [completion])
+
+
+async def test_the_replay_buffer(disk: Disk) -> None:
+    app = create_replay_app(ReplaySection(), disk.path)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), ReplayClient("replay-buffer", "http://r", transport=transport) as client:
+        await client.add([group("a")])
+        disk.fill()
+        with pytest.raises(ServiceError, match="HTTP 507") as caught:
+            await refused(client)
+        for text in ("nothing was changed", "replay.db", "free disk space"):
+            assert text in str(caught.value)
+        assert (await client.stats())["groups"] == 1
+        adding = asyncio.create_task(client.add([group("big", 100_000)]))  # its client keeps trying
+        await asyncio.sleep(0.3)
+        assert not adding.done()
+        disk.free()
+        await asyncio.wait_for(adding, 60)
+        taken = await client.take(TakeRequest(count=2, request_id="r"))
+        assert {each.id for each in taken.groups} == {"a", "big"}
+    again = create_replay_app(ReplaySection(), disk.path)
+    async with again.router.lifespan_context(again):
+        assert again.state.worker.buffer.stats()["groups"] == 2
+
+
+async def refused(client: ReplayClient) -> None:
+    deadline_s, client.deadline_s = client.deadline_s, 1
+    try:
+        await client.add([group("big", 100_000)])
+    finally:
+        client.deadline_s = deadline_s
+
+
+async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
+    train = [Prompt(id=f"t/{i}", prompt=f"{i}", ground_truth=f"{i}") for i in range(3000)]
+    app = create_data_app(Config(state_dir=disk.path), train, [])
+    async with DataClient("data-server", "http://d", transport=httpx.ASGITransport(app), deadline_s=60) as client:
+        served = [prompt.id for prompt in (await client.prompts(2, "first")).prompts]
+        disk.fill()
+        number = 0
+        while True:  # the log has some room of its own
+            params = {"batch_size": "1", "request_id": f"{number}-{'x' * 100}"}
+            response = await client.http.get("/prompts", params=params)
+            if not response.is_success:
+                break
+            served += [prompt["id"] for prompt in response.json()["prompts"]]
+            number += 1
+        error = response.json()["error"]
+        assert (response.status_code, error["field"]) == (503, "state_dir")
+        assert "stream.db" in error["value"]
+        assert "nothing was handed out" in error["remedy"]
+        disk.free()
+        served += [prompt.id for prompt in (await client.prompts(5, "last")).prompts]
+    assert len(served) == len(set(served))
+    again = create_data_app(Config(state_dir=disk.path), train, [])
+    async with DataClient("data-server", "http://d", transport=httpx.ASGITransport(again)) as client:
+        assert (await client.prompts(1, "more")).position == len(served)
+
+
+def test_weights_of_the_trainer(disk: Disk) -> None:
+    weights = {"w": torch.zeros(1000, 500)}  # 2 MB
+    written = write_version(weights.items(), [], disk.path, "run", 1)
+    with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
+        write_version({"w": torch.zeros(3000, 500)}.items(), [], disk.path, "run", 2)
+    assert (caught.value.code, caught.value.field) == ("disk_full", "trainer.run_dir")
+    assert [path.name for path in disk.path.iterdir()] == ["v000001"]  # no part of the other keeps the disk full
+    assert (disk.path / "v000001" / written.files[0].name).stat().st_size == written.files[0].size
+    write_version({"w": torch.zeros(100, 500)}.items(), [], disk.path, "run", 2)
+
+
+async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
+    board = WeightBoard(tmp_path / "published")
+    store = WeightStore(disk.path)
+    transport = httpx.ASGITransport(create_trainer_app(board, Metrics("trainer")))
+
+    def publish(version: int, rows: int) -> WeightManifest:
+        weights = {"w": torch.full((rows, 500), float(version))}
+        made = write_version(weights.items(), [], board.directory, "run", version)
+        board.announce(made)
+        return made
+
+    async with TrainerClient("trainer", "http://t", transport=transport) as client:
+        first = await store.fetch(publish(1, 1000), client)
+        with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
+            await store.fetch(publish(2, 3000), client)
+        assert (caught.value.code, caught.value.value) == ("disk_full", str(disk.path))
+        assert list(disk.path.iterdir()) == [first]
+        third = await store.fetch(publish(3, 200), client)
+        assert sorted(path.name for path in disk.path.iterdir()) == [first.name, third.name]
+
+
+def test_the_run_directory(disk: Disk) -> None:
+    run = disk.path / "run"
+    recorder = Recorder(run, Config(), Console(quiet=True))
+    recorder._append("metrics", {"step": 1})
+    disk.fill()
+    with pytest.raises(StorageFailed, match=r"metrics\.jsonl cannot be written") as caught:
+        recorder._append("metrics", {"step": 2, "text": "x" * 10_000})
+    assert (caught.value.field, caught.value.value) == ("trainer.run_dir", str(run / "metrics.jsonl"))
+    assert "newest checkpoint" in (caught.value.remedy or "")
+    assert read_lines(run / "metrics.jsonl") == [{"step": 1}]
+    disk.free()
+    again = Recorder(run, Config(), Console(quiet=True), step=1)
+    again._append("metrics", {"step": 2})
+    assert [line["step"] for line in again.metrics()] == [1, 2]
+
+
+def test_logs_go_on_without_their_file_and_say_so_once(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        log = setup_logging("service", disk.path)
+        log.warning("there is room")
+        disk.fill()
+        for number in range(3):
+            log.warning("line %d %s", number, "x" * 10_000)
+        disk.free()
+        log.warning("there is room again")
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers[:], root.level = before, level
+    said = capsys.readouterr().err
+    assert said.count("lines are missing in") == 1
+    assert "Traceback" not in said
+    assert "line 2" in said
+    assert (disk.path / "service.log").read_text().rstrip().endswith("there is room again")
+
+
+def test_a_manifest_that_was_cut_is_not_used(disk: Disk) -> None:
+    version = disk.path / "v000001"
+    version.mkdir()
+    whole = WeightManifest(version=1, run_id="r", files=[WeightFile(name="a", size=1, sha256="0" * 64)]).model_dump_json()
+    (version / ".manifest.json").write_text(whole[: len(whole) // 2])
+    assert WeightStore(disk.path)._stored == []
