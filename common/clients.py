@@ -9,7 +9,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -21,7 +21,7 @@ from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, ValidationError
 
 from common import watchdog, wire
-from common.errors import NotFound, ServiceError, shorten
+from common.errors import NotFound, ServiceError, Unauthorized, shorten
 from common.schemas import (
     BatchRewardRequest,
     BatchRewardResult,
@@ -38,6 +38,7 @@ from common.schemas import (
     TakenGroups,
     TakeRequest,
 )
+from common.security import authorization, trusted
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=BaseModel)
@@ -59,12 +60,20 @@ def _network() -> AiohttpTransport:
 
     Names are resolved for every connection, and no proxy of the cluster catches the names of the group.
     """
+    context = trusted()
 
     def session() -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, keepalive_timeout=20)
+        connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, keepalive_timeout=20, ssl=context)
         return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar())
 
-    return AiohttpTransport(client=session)
+    return AiohttpTransport(verify=context, client=session)
+
+
+async def _not_compressed(response: httpx.Response) -> None:
+    """A few bytes of a compressed answer could become gigabytes; no service sends one."""
+    if encoding := response.headers.get("content-encoding"):
+        await response.aclose()
+        raise ServiceError("the answer is compressed, which was not asked for", field="content-encoding", value=encoding)
 
 
 class Client:
@@ -78,6 +87,7 @@ class Client:
         base_url: of the service.
         transport: None for the network, `httpx.ASGITransport(app)` for a service in this process.
         deadline_s: seconds one call may take, retries included.
+        headers: sent with every call; None: the token of this run. Whoever is not of this run must not get that.
     """
 
     def __init__(
@@ -87,9 +97,12 @@ class Client:
         *,
         transport: httpx.AsyncBaseTransport | None = None,
         deadline_s: float = 120.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
-        self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network())
+        sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
+        hooks = {"response": [_not_compressed]}
+        self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network(), headers=sent, event_hooks=hooks)
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,6 +165,8 @@ class Client:
             message, rest = detail["message"], {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
         except (ValueError, KeyError, TypeError):
             message, rest = f"HTTP {response.status_code}: {shorten(response.text)}", {}
+            if response.status_code == Unauthorized.status:
+                rest = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
         return ServiceError(f"{self.service}: {message}", status=response.status_code, **rest)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
@@ -163,13 +178,15 @@ class Client:
             raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
 
     async def unhealthy_reason(self) -> str | None:
-        """None when `/health` says 200, else why not; asks once."""
+        """None when `/health` says 200, else why not; asks once. Raises ServiceError when the token is wrong: it stays so."""
         try:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
             return str(error) or type(error).__name__
         if response.is_success:
             return None
+        if response.status_code == Unauthorized.status:
+            raise self._error(response)
         try:
             return str(response.json()["reason"])
         except (ValueError, KeyError, TypeError):
@@ -201,7 +218,7 @@ async def wait_healthy(
 ) -> None:
     """Waits until every service is healthy, saying what is awaited from whom and for how long.
 
-    Raises Unreachable naming the services that are not, after `timeout_s` seconds.
+    Raises Unreachable naming the services that are not, after `timeout_s` seconds, and ServiceError at once for a wrong token.
     """
     start, said = time.monotonic(), time.monotonic()
     waiting = dict.fromkeys(clients, "not asked yet")

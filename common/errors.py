@@ -87,6 +87,13 @@ class TooLarge(ServiceError):
     code = "too_large"
 
 
+class Unauthorized(ServiceError):
+    """The request does not have the token of this service (401)."""
+
+    status = 401
+    code = "unauthorized"
+
+
 class NotReady(ServiceError):
     """The service is starting, draining or waits for another one (503)."""
 

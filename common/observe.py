@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.errors import ConfigError
+from common.security import Hider
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -21,6 +22,13 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             self._failed = True
             print(f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+
+class _Formatter(logging.Formatter):
+    """Shows no secret of the environment, wherever a message or a traceback has it from."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return Hider().text(super().format(record))
 
 
 def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
@@ -38,7 +46,9 @@ def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
             raise ConfigError(
                 f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set another folder"
             ) from None
-    logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO").upper(), format=_FORMAT, handlers=handlers, force=True)
+    for handler in handlers:
+        handler.setFormatter(_Formatter(_FORMAT))
+    logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO").upper(), handlers=handlers, force=True)
     for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(name)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
+from common.security import tls
 
 DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER = (
     "data-server",
@@ -124,7 +125,7 @@ class Topology:
     def url(self, task: str, port: int, node: int = 0) -> str:
         """The base URL of a port of node `node` of `task`."""
         shift = self._local(f"{task}-{node}.{self.group}").port_shift if self.local_hosts else 0
-        return f"http://{self.host(task, node)}:{port + shift}"
+        return f"{tls().scheme}://{self.host(task, node)}:{port + shift}"
 
     def bind(self, task: str, port: int) -> tuple[str, int]:
         """Host and port that this node of `task` listens on: all interfaces on a cluster, its own loopback locally."""

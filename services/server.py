@@ -1,10 +1,9 @@
-"""What all services share: app factory (/health, /metrics, /flush, one error shape, bounded work) and serving."""
+"""What all services share: app factory (/health, /metrics, /flush, one error shape, the token, bounded work) and serving."""
 
 import asyncio
 import inspect
 import json
 import logging
-import math
 import signal
 import socket
 import time
@@ -14,16 +13,17 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common import watchdog
-from common.errors import ConfigError, InvalidInput, NotReady, ServiceError
+from common.errors import ConfigError, NotReady
 from common.observe import Metrics
+from common.security import check_certificate, is_loopback, tls, token
+from services.access import Guarded
 from services.admission import BODIES_AT_ONCE, Admission, Load
+from services.answers import add_error_handlers, not_json
 
 log = logging.getLogger(__name__)
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
@@ -68,16 +68,16 @@ def create_app(
     app.state.metrics = metrics
     app.state.load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
     app.add_middleware(Admission, load=app.state.load, max_body_bytes=max_body_bytes, metrics=metrics)
+    app.add_middleware(Guarded)  # outside of the former: a stranger's body is not read
     app.add_middleware(_Measured, metrics=metrics)
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_crash)
+    add_error_handlers(app)
 
     @app.get("/health")
-    async def health() -> Response:
-        """200 with `"status": "healthy"` when the service can serve, else 503 with the reason."""
+    async def health(request: Request) -> Response:
+        """200 with `"status": "healthy"` when the service can serve, else 503; the reason is told to who has the token."""
         reason = "draining: the process is ending" if app.state.draining else not_ready()
+        if not request.scope["known"]:
+            return JSONResponse({"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200)
         if reason is None:
             return JSONResponse({"status": "healthy", "service": name})
         return JSONResponse({"status": "unhealthy", "service": name, "reason": reason}, 503)
@@ -96,47 +96,6 @@ def create_app(
         return {"status": "flushed"}
 
     return app
-
-
-def error_response(error: ServiceError) -> JSONResponse:
-    """The response of an error: its status and the one error shape."""
-    headers = {"Retry-After": "1"} if error.status == 503 else None
-    return JSONResponse(error.body(), error.status, headers)
-
-
-async def _on_service_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ServiceError)
-    return error_response(error)
-
-
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_response(_not_json(f"{first['ctx']['error']} at character {first['loc'][-1]}"))
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
-    value = first.get("input")
-    if isinstance(value, float) and not math.isfinite(value):
-        value = str(value)
-    count = len(error.errors())
-    more = f" (and {count - 1} more)" if count > 1 else ""
-    message = f"{first['msg']}{more}"
-    return error_response(InvalidInput(message, field=where, value=value, remedy="the fields are described at /docs"))
-
-
-async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 400:  # the only one: FastAPI could not decode the body
-        return error_response(_not_json(str(error.detail)))
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    code = codes.get(error.status_code, "http_error")
-    wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
-    return JSONResponse(wrapped.body(), error.status_code, error.headers)
-
-
-async def _on_crash(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service"))
 
 
 class _Measured:
@@ -170,11 +129,7 @@ async def read_json(request: Request) -> Any:
     try:
         return json.loads(await request.body(), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _not_json(str(error)) from None
-
-
-def _not_json(reason: str) -> InvalidInput:
-    return InvalidInput(f"the body is not JSON: {reason}", field="body", remedy="send JSON in UTF-8")
+        raise not_json(str(error)) from None
 
 
 def _no_constant(name: str) -> float:
@@ -185,10 +140,23 @@ class Server(uvicorn.Server):
     """uvicorn that says "draining" on /health from the first SIGTERM on, then ends when requests are answered."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        self.app = app
-        self.address = f"{host}:{port}"
+        self.app, files = app, tls()
+        check_certificate(files)
+        self.url = f"{files.scheme}://{host}:{port}"
+        if token() is None and not is_loopback(host):
+            log.warning(
+                "whoever reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
+            )
         config = uvicorn.Config(
-            app, host, port, log_config=None, access_log=False, timeout_graceful_shutdown=30, timeout_keep_alive=30
+            app,
+            host,
+            port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=30,
+            timeout_keep_alive=30,
+            ssl_certfile=files.certificate or None,
+            ssl_keyfile=files.key or None,
         )
         super().__init__(config)
 
@@ -227,7 +195,7 @@ def serve(app: FastAPI, host: str, port: int) -> None:
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, end)
-    log.info("%s listens on http://%s:%d", app.title, host, port)
+    log.info("%s listens on %s", app.title, server.url)
     asyncio.run(server.serve(sockets=[sock]))
     if not server.started:
         raise NotReady(f"{app.title} did not start", remedy="see the log above")

@@ -128,8 +128,8 @@ class ModelEvaluator:
         for name, setting in (("tokenizer", tokenizer), ("model_id", model_id), ("api_key", api_key)):
             if setting is not None and not self._served:
                 raise ConfigError(f"a local model has no {name}", field=name, remedy="leave it out, or give a URL as the model")
-        if tokenizer is not None and (model_id or api_key):
-            raise ConfigError("SGLang's native call knows no model_id or api_key", field="tokenizer", remedy="leave it out")
+        if tokenizer is not None and model_id:
+            raise ConfigError("SGLang's native call knows no model_id", field="tokenizer", remedy="leave it out")
         self._words = (system_prompt, max_new_tokens, temperature, seed, timeout_s)
         self._concurrency, self._progress = concurrency, progress
         self._tokenizer, self._model_id, self._api_key = tokenizer, model_id, api_key
@@ -179,7 +179,7 @@ class ModelEvaluator:
         if not self._served:
             return local_generator(self.model, prompts, sampling)
         if self._tokenizer is not None:
-            return sglang_generator(self.model, str(self._tokenizer), sampling)
+            return sglang_generator(self.model, str(self._tokenizer), self._api_key, sampling)
         return openai_generator(self.model, self._model_id, self._api_key, sampling)
 
 

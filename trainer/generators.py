@@ -181,20 +181,18 @@ def _load(model: str, temporary: Path, prompts: Sequence[Prompt], sampling: Samp
 
 
 @asynccontextmanager
-async def sglang_generator(url: str, tokenizer: str, sampling: Sampling) -> AsyncIterator[Generator]:
+async def sglang_generator(url: str, tokenizer: str, api_key: str | None, sampling: Sampling) -> AsyncIterator[Generator]:
     """SGLang, or its router, at `url`; `tokenizer` is a directory or a name on the hub."""
     prompter = Prompter(load_tokenizer(ModelSection(name=tokenizer)), sampling.system_prompt, [])
-    async with RolloutClient("the server", _root(url)) as client:
-        await _ask(client, "/health")
+    async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
+        await _ask(client, "/get_model_info")  # asks for the key, which /health does not
         yield TokenGenerator(client, prompter, sampling, None)
 
 
 @asynccontextmanager
 async def openai_generator(url: str, model_id: str | None, api_key: str | None, sampling: Sampling) -> AsyncIterator[Generator]:
     """An OpenAI-compatible server at `url`, with or without `/v1`; asks it for its one model when `model_id` is None."""
-    async with Client("the server", _root(url)) as client:
-        if api_key:
-            client.http.headers["authorization"] = f"Bearer {api_key}"
+    async with Client("the server", _root(url), headers=_bearer(api_key)) as client:
         listed = await _ask(client, "/v1/models")
         yield ChatGenerator(client, model_id or _only_model(listed, url), sampling)
 
@@ -213,6 +211,11 @@ async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], N
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _bearer(api_key: str | None) -> dict[str, str]:
+    """The key of a server that is named by hand: only what was given for it, never the token of a run."""
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _root(url: str) -> str:

@@ -11,7 +11,9 @@ from common.clients import Client
 from common.config import Config
 from common.errors import ConfigError, ServiceError, shorten
 from common.sections import RolloutSection
+from common.security import tls
 from common.topology import ROLLOUT, Topology
+from services.rollout.keyed import run_module
 
 log = logging.getLogger(__name__)
 _ENV = {
@@ -65,12 +67,14 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
         "tp-size": rollout.tensor_parallel_size,
         "random-seed": seed,
         "dtype": config.model.dtype,
+        "load-format": "safetensors",  # never a pickle
     }
     if on_cpu:
         options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
     flags = [*(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_words(config), *rollout.engine_args]
-    return [str(_sglang_python(rollout)), "-m", "sglang.launch_server", *_words(options), *flags]
+    tls_options = {"ssl-certfile": files.certificate, "ssl-keyfile": files.key} if (files := tls()).certificate else {}
+    return [*run_module(str(_sglang_python(rollout)), "sglang.launch_server"), *_words(options | tls_options), *flags]
 
 
 def engine_env(config: Config) -> dict[str, str]:

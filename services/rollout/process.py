@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import ServiceError
+from common.security import Hider
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
@@ -51,8 +52,12 @@ class Child:
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        prefix, rest = f"{self.name} | ", b""
-        while chunk := await self._process.stdout.read(65536):
+        prefix, rest, hider, ended = f"{self.name} | ", b"", Hider(), False
+        while not ended:
+            data = await self._process.stdout.read(65536)
+            ended = not data
+            # SGLang logs its arguments, the key among them.
+            chunk = hider.feed(data) if data else hider.end()
             self._append(chunk)
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
             *lines, rest = (rest + chunk).split(b"\n")

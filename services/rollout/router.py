@@ -9,7 +9,9 @@ from typing import Any
 from common.clients import Client
 from common.config import Config
 from common.errors import ConfigError, ServiceError
+from common.security import tls, token
 from common.topology import ROLLOUT, Topology
+from services.rollout.keyed import run_module
 
 _MODULES = {"sglang-router": "sglang_router", "smg": "smg"}
 _SMG_WORDS = [
@@ -36,7 +38,7 @@ def router_command(config: Config, topology: Topology) -> list[str]:
         raise ConfigError(f"{name} is not installed", field="rollout.router", value=name, remedy=remedy)
     host, port = topology.bind(ROLLOUT, config.rollout.router_port)
     metrics_host, metrics_port = topology.bind(ROLLOUT, config.rollout.router_metrics_port)
-    options = {
+    options: dict[str, object] = {
         "host": host,
         "port": port,
         "prometheus-host": metrics_host,
@@ -54,9 +56,14 @@ def router_command(config: Config, topology: Topology) -> list[str]:
         "shutdown-grace-period-secs": 5,
         "log-level": "warn",
     }
+    if (files := tls()).certificate:
+        options |= {"tls-cert-path": files.certificate, "tls-key-path": files.key}
+    if files.authority:
+        options["ca-cert-paths"] = files.authority
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     own = _SMG_WORDS if name == "smg" else []
-    return [sys.executable, "-m", f"{_MODULES[name]}.launch_router", *words, "--disable-circuit-breaker", *own]
+    module = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
+    return [*module, *words, "--disable-circuit-breaker", *own]
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,16 @@ class RouterClient(Client):
             todo = plan(workers, url, wanted)
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(f"{self.service}: unexpected answer to /workers: {error!r}") from None
+        key = {"api_key": value} if (value := token()) else {}  # without it the router's health checks go without
         if todo.add:
-            await self._add(url)
+            await self._add({"url": url} | key)
         for worker_id in todo.remove:
             await self.request("DELETE", f"/workers/{worker_id}", deadline_s=3)
         return todo.done
 
-    async def _add(self, url: str) -> None:
+    async def _add(self, worker: dict[str, str]) -> None:
         try:
-            await self.request("POST", "/workers", json={"url": url}, deadline_s=3)
+            await self.request("POST", "/workers", json=worker, deadline_s=3)
         except ServiceError as error:
             if error.status != 409:  # smg lists a worker when it has answered; until then it says this to a second call
                 raise

@@ -1,0 +1,146 @@
+"""The shared token of a run and its certificates: read from the environment here and nowhere else.
+
+`API_TOKEN` is no setting: it is never part of the configuration, so no file that a run writes has it. Every service asks for it
+and every client sends it, as `Authorization: Bearer …`; when it is unset or empty nobody does.
+"""
+
+import hmac
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+
+TOKEN = "API_TOKEN"  # noqa: S105 - the name of the variable
+_SECRETS = (TOKEN, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "JUDGE_API_KEY")
+_SHOWN = b"[secret]"
+_SHORTEST = 16
+_SAFE = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows behind "Bearer "
+
+
+def token(env: Mapping[str, str] | None = None) -> str | None:
+    """The token of this run, or None. Raises ConfigError, without the value, when it is too short or cannot be sent."""
+    value = (os.environ if env is None else env).get(TOKEN, "")
+    if not value:
+        return None
+    problem = None
+    if len(value) < _SHORTEST:
+        problem = f"has {len(value)} characters, at least {_SHORTEST} are needed"
+    elif not _SAFE.fullmatch(value):
+        problem = "has characters that cannot be sent in a header"
+    if problem:
+        raise ConfigError(f"the token {problem}", field=TOKEN, remedy="make one with: openssl rand -hex 32")
+    return value
+
+
+def authorization(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The header that every client of the run sends; none without a token."""
+    value = token(env)
+    return {"authorization": f"Bearer {value}"} if value else {}
+
+
+def accepts(expected: str, headers: Iterable[tuple[bytes, bytes]]) -> bool | None:
+    """Whether these headers (names in lower case) have the token; None when they have no credentials at all."""
+    given = [value for name, value in headers if name == b"authorization"]
+    if not given:
+        return None
+    scheme, _, value = given[0].partition(b" ")
+    same = hmac.compare_digest(value.strip(), expected.encode())  # in constant time
+    return same and scheme.lower() == b"bearer" and len(given) == 1
+
+
+class Hider:
+    """Takes the values of secret variables out of a stream of bytes, however it is cut into pieces."""
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        env = os.environ if env is None else env
+        found = {env.get(name, "").encode("utf-8", "surrogateescape") for name in _SECRETS}
+        self._secrets = sorted((value for value in found if len(value) >= 8), key=len, reverse=True)
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be shown by now; an end that could be the beginning of a secret is held back."""
+        data = self._held + data
+        for secret in self._secrets:
+            data = data.replace(secret, _SHOWN)
+        held = max((_overlap(data, secret) for secret in self._secrets), default=0)
+        self._held = data[len(data) - held :]
+        return data[: len(data) - held]
+
+    def end(self) -> bytes:
+        """What was held back, when nothing more comes."""
+        rest, self._held = self._held, b""
+        return rest
+
+    def text(self, text: str) -> str:
+        """A text without them."""
+        for secret in self._secrets:
+            text = text.replace(secret.decode(errors="replace"), _SHOWN.decode())
+        return text
+
+
+def _overlap(data: bytes, secret: bytes) -> int:
+    """Bytes at the end of `data` that a longer text could complete to the secret."""
+    return next((size for size in range(min(len(secret) - 1, len(data)), 0, -1) if data.endswith(secret[:size])), 0)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM format. Without a certificate services speak plain HTTP."""
+
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    """Whose certificates clients trust; the system's authorities when empty."""
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.certificate else "http"
+
+
+def tls(env: Mapping[str, str] | None = None) -> Tls:
+    """From TLS_CERT, TLS_KEY and TLS_CA. Raises ConfigError when one is missing or cannot be read."""
+    env = os.environ if env is None else env
+    found = {name: env.get(name, "") for name in ("TLS_CERT", "TLS_KEY", "TLS_CA")}
+    if bool(found["TLS_CERT"]) != bool(found["TLS_KEY"]):
+        missing = "TLS_KEY" if found["TLS_CERT"] else "TLS_CERT"
+        raise ConfigError("a certificate and its key belong together", field=missing, remedy=f"set {missing} too, or neither")
+    for name, path in found.items():
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError("this file cannot be read", field=name, value=path, remedy="name a file in PEM format")
+    return Tls(*(str(Path(path).absolute()) if path else "" for path in found.values()))
+
+
+def check_certificate(files: Tls) -> None:
+    """Raises ConfigError when certificate and key cannot be used together."""
+    if not files.certificate:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(files.certificate, files.key, lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        remedy = "name a PEM certificate (its chain behind it) and its key without a passphrase"
+        where = f"{files.certificate}, {files.key}"
+        raise ConfigError(
+            f"the certificate cannot be used: {error}", field="TLS_CERT, TLS_KEY", value=where, remedy=remedy
+        ) from None
+
+
+def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
+    """How clients verify https: names and dates are checked, against TLS_CA where it is set. Raises ConfigError."""
+    authority = tls(env).authority
+    try:
+        return ssl.create_default_context(cafile=authority or None)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"no certificate can be read: {error}", field="TLS_CA", value=authority) from None
