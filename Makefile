@@ -7,6 +7,7 @@ ENGINE ?= embedded
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
+AUDIT := .venv-audit
 BASE := .cache/tiny-base
 CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
 GROUP := jobgroup/rlhf-math-jobgroup.yaml
@@ -16,7 +17,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu test lint check-jobgroup bench bench-trl clean
+.PHONY: help demo doctor sglang-cpu test lint check-jobgroup bench bench-trl audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -28,6 +29,7 @@ help:
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
+	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
 	@echo 'make clean           remove environments, caches and runs'
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
@@ -89,5 +91,14 @@ bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
 	$(VENV)/bin/python -m benchmarks.vs_trl
 	$(VENV)/bin/python -m benchmarks.vs_trl_learning
 
+# No part of `make test`: the advisories are on the internet alone. An environment of its own, so that it audits the pins, not itself.
+$(AUDIT)/.made:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit
+	@touch $@
+
+audit: $(AUDIT)/.made
+	$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
+
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -261,7 +261,10 @@ def from_validation(error: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         return ConfigError(f"there is no setting {name}", field=name, value=first["input"], remedy="see --help")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return ConfigError(f"{first['msg']}{more}", field=name, value=shorten(first["input"]), remedy="see --help")
+    whole = isinstance(first["input"], dict | BaseModel)  # of a section: says nothing, and might hold a credential
+    return ConfigError(
+        f"{first['msg']}{more}", field=name, value=None if whole else shorten(first["input"]), remedy="see --help"
+    )
 
 
 def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:

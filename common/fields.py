@@ -13,8 +13,12 @@ from numpy.typing import NDArray
 from common.errors import InvalidInput
 
 MSGPACK = "application/msgpack"
+MAX_ITEMS = 4_000_000
+"""Items of all lists and mappings of a body. A byte can be an empty mapping, of which Python makes 64: a body within its limit
+would take all memory there is. Real bodies have few items, since token ids are raw arrays."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _T = TypeVar("_T", bound=np.generic)
+_C = TypeVar("_C", list[Any], dict[str, Any])
 
 
 def raw(array: NDArray[Any]) -> bytes:
@@ -30,8 +34,17 @@ def pack(content: dict[str, Any]) -> bytes:
 
 def unpack(body: bytes) -> dict[str, Any]:
     """The mapping of a msgpack body."""
+    left = MAX_ITEMS
+
+    def count(items: _C) -> _C:
+        nonlocal left
+        if (left := left - 1 - len(items)) < 0:
+            raise ValueError(f"it has more than {MAX_ITEMS} items")
+        return items
+
+    limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS, "max_ext_len": 0}
     try:
-        content = msgpack.unpackb(body, raw=False, strict_map_key=True)
+        content = msgpack.unpackb(body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, **limits)
     except (ValueError, TypeError, RecursionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise InvalidInput(f"the body is not msgpack: {reason}", field="body", remedy=f"send {MSGPACK}") from None

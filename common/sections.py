@@ -219,6 +219,8 @@ class RewardSection(Section):
             missing = [name for name in needed if not getattr(self, name)]
             if function in self.function_names() and missing:
                 raise ValueError(f"the reward function {function} needs {missing[0]}: set it")
+        if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
+            raise ValueError("judge_url has credentials, and a run saves its settings: put them into JUDGE_API_KEY instead")
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
                 f"length_soft_chars {self.length_soft_chars} is not below length_hard_chars {self.length_hard_chars}: lower it"
@@ -313,6 +315,15 @@ class RolloutSection(Section):
     """How the router picks an engine for a request: in turn, by chance, or by what each was asked before (docs/sglang.md)."""
     startup_timeout_s: float = Field(1800.0, gt=0)
     """Seconds an engine may take until it answers (loading a large model takes minutes)."""
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> "RolloutSection":
+        for word in self.engine_args:
+            if word.partition("=")[0] in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
+                raise ValueError(
+                    f"engine_args has {word.partition('=')[0]}, and a run saves its settings: set API_TOKEN in the environment"
+                )
+        return self
 
 
 class SamplingSection(Section):

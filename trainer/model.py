@@ -46,6 +46,8 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
         from peft import PeftModel  # only here: it takes time to import
 
         try:
+            if not (Path(source) / "adapter_model.safetensors").is_file():
+                raise ValueError("it has no adapter_model.safetensors, and nothing else is read")
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise _cannot_load("adapter", source, error) from None

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from common import watchdog
 from common.errors import shorten
+from common.security import is_loopback
 from common.topology import TRAINER, Topology
 from services.learning.ranks import Ranks
 
@@ -38,6 +39,8 @@ _VERDICT_S = 10.0
 _HANG_UP_S = 1.0
 _LONGEST = 4096
 """Bytes of a line; only a stranger would send more."""
+_STRANGERS, _HELLO_S = 64, 10.0
+"""So many connections may be open that have not said who they are, each so long."""
 
 
 class _Departure(NamedTuple):
@@ -53,6 +56,7 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self._unread = connection, b""
         self.rank: int | None = None
+        self.since = time.monotonic()
         connection.setblocking(False)
 
     def send(self, text: str) -> None:
@@ -122,7 +126,8 @@ class Liveness:
         address = os.environ["MASTER_ADDR"]
         if self._ranks.first:
             family = socket.getaddrinfo(address, None)[0][0]
-            self._server = socket.create_server(("", 0), family=family, backlog=self._ranks.world_size)
+            host = address if is_loopback(address) else ""  # the others may reach this node by another address of it
+            self._server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
             self._server.setblocking(False)
             self._token = secrets.token_hex(16)
             self._selector.register(self._server, selectors.EVENT_READ)
@@ -160,9 +165,7 @@ class Liveness:
     def _receive(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                assert self._server is not None
-                with suppress(OSError):
-                    self._listen_to(self._server.accept()[0])
+                self._accept()
                 continue
             line: _Line = key.data
             texts = line.read()
@@ -172,6 +175,16 @@ class Liveness:
                 self._drop(line)
                 if line.rank is not None:
                     self._depart(line.rank, "died", "")
+
+    def _accept(self) -> None:
+        """Makes room by hanging up on whoever has not said who it is for longest, or for too long."""
+        assert self._server is not None
+        with suppress(OSError):
+            self._listen_to(self._server.accept()[0])
+        strangers = sorted((line for line in self._lines if line.rank is None), key=lambda line: line.since)
+        for index, line in enumerate(reversed(strangers)):
+            if index >= _STRANGERS or time.monotonic() - line.since > _HELLO_S:
+                self._drop(line)
 
     def _understand(self, line: _Line, text: str) -> None:
         """`hello TOKEN RANK`, `beat` or `gone RANK HOW REASON`."""

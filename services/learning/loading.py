@@ -44,7 +44,7 @@ class SafetensorsReader:
     def __init__(self, directory: Path) -> None:
         index = directory / "model.safetensors.index.json"
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        self._files: list[Any] = [safe_open(directory / name, "pt") for name in names]
+        self._files: list[Any] = [safe_open(directory / Path(name).name, "pt") for name in names]  # nowhere else
         self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118 - it is no dictionary
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -114,9 +114,8 @@ class Pretrained:
 
     def plain(self) -> Any:
         """What is in the files, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
-        return self.auto.from_pretrained(
-            self.source, config=self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code
-        )
+        options = {"trust_remote_code": self.trust_remote_code, "use_safetensors": True}
+        return self.auto.from_pretrained(self.source, config=self.config(), dtype=torch.float32, **options)
 
     def whole(self) -> Any:
         """All of it, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""

@@ -56,6 +56,7 @@ class RewardModelFunction(RewardFunction):
         options = {"trust_remote_code": trust_remote_code}
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model, **options)
+            options |= {"use_safetensors": True}
             loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=getattr(torch, precision), **options)
         except (OSError, ValueError) as error:
             raise ConfigError(

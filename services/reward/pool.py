@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from common.security import TOKEN
+
 log = logging.getLogger(__name__)
 Verdict = Literal["right", "wrong", "timeout", "died"]
 Failure = Literal["timeout", "died"]
@@ -210,7 +212,11 @@ class WorkerPool:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                self.job.command(), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0
+                self.job.command(),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                process_group=0,
+                env={name: value for name, value in os.environ.items() if name != TOKEN},  # it reads what a model wrote
             )
         return self._control
 

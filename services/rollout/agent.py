@@ -25,7 +25,7 @@ from services.rollout.engine import EngineClient, adapters_kept, engine_command,
 from services.rollout.follow import Quiet, WeightFollower, wait_event
 from services.rollout.process import Supervised, Timing
 from services.rollout.receive import Receiver
-from services.rollout.router import RouterClient, router_command
+from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
 from services.rollout.weights import TrainerClient, WeightId, WeightStore
 from services.server import listen
@@ -119,7 +119,7 @@ class Agent:
             "router",
             launch,
             self._router_api.unhealthy_reason,
-            env={},
+            env=router_env(),
             log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
             timing=Timing(max_backoff_s=5),
             on_up=up,

@@ -58,12 +58,18 @@ def router_command(config: Config, topology: Topology) -> list[str]:
     }
     if (files := tls()).certificate:
         options |= {"tls-cert-path": files.certificate, "tls-key-path": files.key}
-    if files.authority:
-        options["ca-cert-paths"] = files.authority
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     own = _SMG_WORDS if name == "smg" else []
     module = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
     return [*module, *words, "--disable-circuit-breaker", *own]
+
+
+def router_env() -> dict[str, str]:
+    """What is added to the environment of the router.
+
+    Its --ca-cert-paths counts for requests and not for its health checks, which would fail; this counts for all.
+    """
+    return {"SSL_CERT_FILE": authority} if (authority := tls().authority) else {}
 
 
 @dataclass(frozen=True)

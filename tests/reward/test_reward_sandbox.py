@@ -13,6 +13,7 @@ import pytest
 
 from services.reward.functions import CodeRewardFunction
 from services.reward.sandbox.cases import CaseResult
+from services.reward.sandbox.run import SandboxKind
 from tests.reward.sandboxed import code_function
 
 
@@ -120,7 +121,7 @@ def test_the_memory_of_a_program_is_bounded_in_all(code: CodeRewardFunction) -> 
 
 def contained(code: CodeRewardFunction, attempts: list[str]) -> list[str]:
     """The attempts that succeeded; each is an expression that must raise OSError."""
-    source = "import ctypes, multiprocessing, os, socket, subprocess, fcntl, termios\n"
+    source = "import ctypes, multiprocessing, os, socket, subprocess, fcntl, termios, time\n"
     source += "libc = ctypes.CDLL(None, use_errno=True)\n"
     source += "def denied(result):\n    if result < 0: raise OSError(ctypes.get_errno(), 'denied')\n    return result\n"
     source += f"for attempt in {attempts!r}:\n"
@@ -137,12 +138,77 @@ def contained(code: CodeRewardFunction, attempts: list[str]) -> list[str]:
     return succeeded or [f"{result}"]
 
 
-def test_the_environment_of_the_server_is_hidden(code: CodeRewardFunction, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_API_KEY", "secret")
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+def test_the_environment_of_the_server_is_hidden(monkeypatch: pytest.MonkeyPatch, kind: SandboxKind) -> None:
+    names = ("API_TOKEN", "HF_TOKEN", "JUDGE_API_KEY", "SOME_API_KEY")
+    for name in names:
+        monkeypatch.setenv(name, "a-very-secret-value")
+    code = code_function(timeout=10, memory_mb=256, slots=1, partial_credit=True, sandbox=kind)
+    pattern = "/proc/*/environ" if kind == "bubblewrap" else "/proc/self/environ"
     source = (
         "import os, glob\ntext = repr(dict(os.environ))\n"
-        "for path in glob.glob('/proc/*/environ'):\n    try: text += open(path).read()\n    except OSError: pass\n"
-        "print('contained' if 'secret' not in text and 'SOME_API_KEY' not in text else text)"
+        f"for path in glob.glob({pattern!r}):\n"
+        "    try: text += open(path).read()\n    except OSError: pass\n"
+        f"print('contained' if 'secret' not in text and not any(name in text for name in {names}) else text)"
+    )
+    assert run(code, source).status == "passed"
+
+
+def test_it_sees_no_process_but_its_own_and_no_descriptor_of_the_server(code: CodeRewardFunction) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        os.set_inheritable(listener.fileno(), True)
+        source = (
+            "import os\nown = {'1', str(os.getpid())} if os.path.isdir('/proc/self') else set()\n"
+            "seen = {name for name in os.listdir('/proc') if name.isdigit()} if own else set()\n"
+            "opened = []\n"
+            "for fd in range(4, 1024):\n    try: os.fstat(fd)\n    except OSError: continue\n    opened.append(fd)\n"
+            "print('contained' if seen <= own and not opened else (seen, opened))"
+        )
+        assert run(code, source).status == "passed"
+
+
+def test_links_sockets_clocks_and_limits_cannot_be_made_or_changed(code: CodeRewardFunction) -> None:
+    attempts = [
+        "os.symlink('/proc/1/environ', '/dev/x')",
+        "os.symlink('/etc/shadow', '/tmp/x')",
+        "os.link('/usr/bin/python3', '/dev/shm/x')",
+        "os.mkfifo('/dev/x')",
+        "os.mkdir('/dev/shm/x')",
+        "os.rename('/usr', '/usr2')",
+        "os.unlink('/usr/bin/env')",
+        "os.chmod('/dev/null', 0)",
+        "os.truncate('/usr/bin/env', 0)",
+        "open('/dev/mem', 'rb')",
+        "open('/dev/kmsg', 'rb')",
+        "socket.socket(socket.AF_UNIX).bind('/dev/shm/s')",
+        "socket.socket(socket.AF_UNIX).connect('/run/docker.sock')",
+        "socket.socket(socket.AF_UNIX).connect('/var/run/docker.sock')",
+        "time.clock_settime(time.CLOCK_REALTIME, 0)",
+        "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))",
+        "os.setgroups([0])",
+        "os.setgid(0)",
+    ]
+    assert contained(code, attempts) == []
+    source = (
+        "import resource\nraised = []\n"
+        "for name in dir(resource):\n"
+        "    if not name.startswith('RLIMIT_'): continue\n"
+        "    kind = getattr(resource, name)\n    hard = resource.getrlimit(kind)[1]\n"
+        "    if hard == resource.RLIM_INFINITY: continue\n"
+        "    try: resource.setrlimit(kind, (hard + 1, hard + 1))\n    except (OSError, ValueError): continue\n"
+        "    raised.append(name)\n"
+        "print(raised or 'contained')"
+    )
+    assert run(code, source).status == "passed"
+
+
+def test_the_parent_cannot_be_stopped_or_ended(code: CodeRewardFunction) -> None:
+    source = (
+        "import os, signal\n"
+        "for target in (os.getppid(), -os.getppid(), 1):\n"
+        "    for s in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM, signal.SIGTSTP):\n"
+        "        try: os.kill(target, s)\n        except OSError: pass\n"
+        "print('contained')"
     )
     assert run(code, source).status == "passed"
 

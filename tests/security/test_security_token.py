@@ -84,9 +84,10 @@ async def test_with_the_token_all_is_as_ever(apps: dict[str, FastAPI]) -> None:
                 assert TOKEN not in answer.text
 
 
-def test_two_credentials_are_not_one() -> None:
+def test_all_credentials_have_to_be_right() -> None:
     right, wrong = (b"authorization", f"Bearer {TOKEN}".encode()), (b"authorization", b"Bearer wrong")
     assert accepts(TOKEN, [right]) is True
+    assert accepts(TOKEN, [right, right]) is True
     assert accepts(TOKEN, [(b"authorization", f"bearer  {TOKEN}".encode())]) is True
     assert accepts(TOKEN, [wrong, right]) is False
     assert accepts(TOKEN, [right, wrong]) is False

@@ -29,7 +29,8 @@ class Model:
             )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            loaded = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+            options = {"local_files_only": True, "use_safetensors": True}
+            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
             raise ConfigError(f"the model does not load: {error}", field="--model-path", value=path) from error
         self.path = path

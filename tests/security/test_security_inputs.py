@@ -1,0 +1,205 @@
+"""What comes from outside, from a service, a file or a model, and would do harm if it were believed."""
+
+import gzip
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+import torch
+from fastapi import FastAPI, Response
+from transformers import AutoModelForCausalLM
+
+from common.clients import Client
+from common.config import Config, load
+from common.errors import ConfigError, InvalidInput, ServiceError
+from common.fields import unpack
+from common.sections import RewardSection, RolloutSection
+from common.security import check_certificate, tls
+from common.topology import Topology
+from services.learning.liveness import _STRANGERS, Liveness
+from services.learning.loading import SafetensorsReader
+from services.learning.ranks import Ranks
+from services.reward.equivalence import equivalent
+from services.rollout.embedded.model import Model
+from services.server import create_app
+from tests.rollout_engines import write_model
+from tests.security.certificates import Certificates
+
+BOMBS = {
+    "empty mappings": b"\x81\xa1a\xdd" + (10_000_000).to_bytes(4, "big") + b"\x80" * 10_000_000,
+    "a list that says it is long": b"\x81\xa1a\xdd\xff\xff\xff\xff",
+    "a mapping that says it is long": b"\x81\xa1a\xdf\xff\xff\xff\xff",
+    "lists of lists": b"\x81\xa1a\xdc\x00\x40" + (b"\xdd" + (200_000).to_bytes(4, "big") + b"\x90" * 200_000) * 64,
+    "depth": b"\x81\xa1a" + b"\x91" * 100_000,
+    "an extension": b"\x81\xa1a\xc7\x05\x01hello",
+    "more than its bytes": b"\x81\xa1a\xc6\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_body_that_would_fill_the_memory_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="the body is not msgpack"):
+        unpack(BOMBS[name])
+
+
+def test_a_body_of_many_items_is_taken() -> None:
+    body = msgpack.packb({"groups": [{"completions": [{"spans": [[0, 0, 5]]}] * 64}] * 300})
+    assert len(unpack(body)["groups"]) == 300
+
+
+async def test_a_compressed_answer_is_refused_before_it_is_unpacked() -> None:
+    app = create_app("thing")
+
+    @app.get("/bomb")
+    async def bomb() -> Response:
+        return Response(b"no gzip at all, and nobody looks", headers={"content-encoding": "gzip"})
+
+    async with Client("thing", "http://x", transport=httpx.ASGITransport(app)) as client:
+        assert client.http.headers["accept-encoding"] == "identity"
+        with pytest.raises(ServiceError, match="the answer is compressed"):
+            await client.request("GET", "/bomb")
+
+
+async def test_a_compressed_request_is_not_unpacked() -> None:
+    app: FastAPI = create_app("thing")
+
+    @app.post("/work")
+    async def work(body: dict[str, int]) -> dict[str, int]:
+        return body
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        answer = await http.post("/work", content=gzip.compress(b'{"a": 1}'), headers=headers)
+    assert answer.status_code == 422
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').system('touch MARK')",
+        "$__import__('os').system('touch MARK')$",
+        r"\operatorname{__import__}(\text{os})",
+        "(1).__class__.__base__.__subclasses__()",
+        "eval(open('MARK','w'))",
+        "\\boxed{exec(\"open('MARK', 'w')\")}",
+        "2*(lambda: open('MARK','w'))()",
+        "1 if open('MARK','w') else 2",
+    ],
+)
+def test_an_answer_of_a_model_is_never_run(answer: str, tmp_path: Path) -> None:
+    """math-verify gives sympy, and so Python's parser, only what consists of digits and operators."""
+    mark = tmp_path / "mark"
+    equivalent("42", answer.replace("MARK", str(mark)))
+    assert not mark.exists()
+
+
+def test_weights_in_a_pickle_are_not_loaded(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", seed=0)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="the model does not load"):
+        Model(path, 64)
+
+
+def test_an_index_of_weights_names_files_of_its_own_directory(tmp_path: Path) -> None:
+    outside, inside = write_model(tmp_path / "outside", seed=0), tmp_path / "inside"
+    inside.mkdir()
+    index = {"weight_map": {"a": "../outside/model.safetensors"}}
+    (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (outside / "model.safetensors").is_file()
+    with pytest.raises(FileNotFoundError):
+        SafetensorsReader(inside)
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/v1", "http://token@host"])
+def test_settings_have_no_credentials(url: str) -> None:
+    with pytest.raises(ValueError, match="JUDGE_API_KEY") as caught:
+        RewardSection(functions=["judge"], judge_url=url, judge_model="m")
+    assert "judge_url has credentials" in str(caught.value)
+    words = ["--reward.functions", "judge", "--reward.judge_url", url, "--reward.judge_model", "m"]
+    with pytest.raises(ConfigError, match="JUDGE_API_KEY") as told:
+        load(words, {})
+    assert url not in str(told.value)
+    for word in (["--api-key", "x"], ["--api-key=x"], ["--admin-api-key=x"]):
+        with pytest.raises(ValueError, match="API_TOKEN"):
+            RolloutSection(engine_args=word)
+    assert "token" not in {
+        field for section in Config().model_dump().values() if isinstance(section, dict) for field in section
+    }
+
+
+def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, other_certificates: Certificates) -> None:
+    env = certificates.env()
+    assert tls({}).scheme == "http"
+    assert tls(env).scheme == "https"
+    assert tls({"TLS_CA": env["TLS_CA"]}).scheme == "http"
+    with pytest.raises(ConfigError, match="field: TLS_KEY"):
+        tls({"TLS_CERT": env["TLS_CERT"]})
+    with pytest.raises(ConfigError, match="field: TLS_CA"):
+        tls(env | {"TLS_CA": "/absent.pem"})
+    with pytest.raises(ConfigError, match="TLS_CERT, TLS_KEY"):
+        check_certificate(tls(env | {"TLS_KEY": str(other_certificates.key)}))
+
+
+def test_urls_follow_the_certificates(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Topology(group="g", local_hosts={})
+    assert place.url("reward-server", 8002) == "http://reward-server-0.g:8002"
+    for name, value in certificates.env().items():
+        monkeypatch.setenv(name, value)
+    assert place.url("reward-server", 8002) == "https://reward-server-0.g:8002"
+
+
+@contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Rank 0's end of the watch over the ranks, in a thread of this process."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(Ranks, "broadcast", lambda _self, body: body)
+    watch = Liveness(Ranks(world_size=2, device_kind="cpu"), Topology(), 600.0)
+    with watch:
+        yield watch
+
+
+def test_strangers_do_not_get_into_the_watch_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(monkeypatch) as watch:
+        assert watch._server is not None
+        host, port = watch._server.getsockname()[:2]
+        assert host == "127.0.0.1", "where all ranks are on this machine nobody else can connect"
+        liar = socket.create_connection((host, port))
+        liar.sendall(b"hello wrong-token 1\ngone 1 failed nothing\n")
+        talker = socket.create_connection((host, port))
+        talker.sendall(b"x" * 100_000)
+        silent = [socket.create_connection((host, port)) for _ in range(3 * _STRANGERS)]
+        for sock in (liar, talker):
+            sock.settimeout(60)
+            assert ended(sock)
+        limit = time.monotonic() + 60
+        while len(watch._lines) > _STRANGERS and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert len(watch._lines) <= _STRANGERS
+        assert watch._gone == {}
+        known = socket.create_connection((host, port))
+        known.sendall(f"hello {watch._token} 1\n".encode())
+        while not any(line.rank == 1 for line in set(watch._lines)) and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert any(line.rank == 1 for line in set(watch._lines)), "whoever has the token is let in"
+        known.sendall(b"gone 1 done \n")
+        for sock in (liar, talker, known, *silent):
+            sock.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "liveness"]
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other end has hung up."""
+    try:
+        return sock.recv(1) == b""
+    except OSError:
+        return True
