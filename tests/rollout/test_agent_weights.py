@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from common.clients import Unreachable
 from common.observe import Metrics
 from common.schemas import WeightFile, WeightManifest
+from common.storing import StorageFailed
 from services.rollout.weights import BadWeights, TrainerClient, WeightId, WeightsGone, WeightStore
 from trainer.publish import WeightBoard
 from trainer.server import create_trainer_app
@@ -169,6 +170,6 @@ async def test_name_given_twice_never_writes_into_an_older_version(
     first = await store.fetch(publish(board, 1, {"w": b"one"}), client)
     manifest = publish(board, 2, {"w": b"two"})
     one = WeightFile(name="w", size=3, sha256=hashlib.sha256(b"one").hexdigest())
-    with pytest.raises(OSError, match="exists"):
+    with pytest.raises(StorageFailed, match="exists"):
         await store.fetch(manifest.model_copy(update={"files": [one, *manifest.files]}), client)
     assert (first / "w").read_bytes() == b"one"
