@@ -315,6 +315,8 @@ class RolloutSection(Section):
     """How the router picks an engine for a request: in turn, by chance, or by what each was asked before (docs/sglang.md)."""
     startup_timeout_s: float = Field(1800.0, gt=0)
     """Seconds an engine may take until it answers (loading a large model takes minutes)."""
+    hang_timeout_s: float = Field(30.0, gt=0)
+    """Seconds after which an engine or the router, healthy before, that does not answer is killed and started again."""
 
     @model_validator(mode="after")
     def _no_secrets(self) -> "RolloutSection":

@@ -5,8 +5,8 @@
 At most (max_staleness + 1) × (fresh groups per step) groups are in flight or waiting to be trained on. A slot is taken before a
 prompt is drawn and given back by `release` when the engines serve what its group trained: with staleness 0 nothing is
 generated while the weights change; else a group begins at most max_staleness versions before the one that is updated on
-it, and `take` evicts what other groups have overtaken for longer. A group that fails is dropped and counted, its slot draws
-another prompt; too many in a row stop the run with the reason.
+it, and `take` evicts what other groups have overtaken for longer. A group that fails or is evicted is dropped and counted, and
+its prompt is tried again in its slot, then another one; too many failures in a row stop the run with the reason.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,8 @@ _MAX_DRAW = 256
 """Prompts of one call to the data-server."""
 _MAX_STORE = 32
 """Groups of one call to the replay-buffer."""
+_TRIES = 3
+"""Groups of one prompt that may fail or come too late until it is left out of the epoch."""
 
 
 class CollectFailed(ServiceError):
@@ -109,6 +111,14 @@ class Prompter:
         return prompt.prompt
 
 
+class Drawn(NamedTuple):
+    """A prompt at its place in the stream."""
+
+    position: int
+    prompt: Prompt
+    epoch: int
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where a run is in the prompt stream: what it has trained on or dropped, and never draws again."""
@@ -161,7 +171,9 @@ class Collector:
         self._takes = self._asked = 0
         self._held: set[str] = set()  # groups that were taken and are not acknowledged
         self._position, self._finished = progress.position, set(progress.finished)
-        self._waiting: dict[int, int] = {}  # weight versions of the groups that wait to be trained on, by position
+        self._waiting: dict[int, tuple[int, Drawn]] = {}  # (weight version, prompt) of groups to be trained on, by position
+        self._again: list[Drawn] = []  # their groups were dropped: they come before other prompts
+        self._tries: Counter[int] = Counter()  # groups that were dropped, by position
         self._failure: BaseException | None = None
         self._grade_all = Together(services.reward.grade_all, config.reward.max_batch_items, len)
         self._store_all = Together(self._add, _MAX_STORE)
@@ -269,7 +281,7 @@ class Collector:
         self.counts.dropped["equal_rewards"] += len(groups)
         self._loop.call(self._acknowledge(groups))
         self._loop.call(self._finish([group.position for group in groups]))
-        self._loop.call(self._again(len(groups)))
+        self._loop.call(self._more(len(groups)))
 
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups, after the weights that they trained were published."""
@@ -289,13 +301,16 @@ class Collector:
             self._waiting.pop(group.position, None)
         if taken.evicted:
             self.counts.dropped["stale"] += taken.evicted
-            await self._finish([position for position, version in self._waiting.items() if version < request.min_version])
-            await self._again(taken.evicted)
+            late = [drawn for version, drawn in self._waiting.values() if version < request.min_version]
+            log.warning("the groups at %s of the prompt stream came too late", [drawn.position for drawn in late])
+            await self._try_again(late)
+            await self._more(taken.evicted)
         return taken.groups
 
     async def _finish(self, positions: list[int]) -> None:
         for position in positions:
             self._waiting.pop(position, None)
+            self._tries.pop(position, None)
             self._finished.add(position)
         while self._position in self._finished:
             self._finished.remove(self._position)
@@ -305,9 +320,20 @@ class Collector:
         for _ in range(count):
             self._slots.release()
 
-    async def _again(self, count: int) -> None:
+    async def _more(self, count: int) -> None:
         self._wanted += count
         await self._free(count)
+
+    async def _try_again(self, dropped: Sequence[Drawn]) -> None:
+        """Their groups were dropped: the prompts are the next that are drawn, if they were not tried too often."""
+        for drawn in dropped:
+            self._waiting.pop(drawn.position, None)
+            self._tries[drawn.position] += 1
+            if self._tries[drawn.position] < _TRIES:
+                self._again.append(drawn)
+            else:
+                log.warning("prompt %s at %d is left out after %d tries", drawn.prompt.id, drawn.position, _TRIES)
+                await self._finish([drawn.position])
 
     async def _run(self, slots: int) -> None:
         """Draws prompts as slots become free; every group is a task of its own."""
@@ -324,15 +350,15 @@ class Collector:
                         continue
                     self._drawn += count
                     drawn = await self._draw(count)
-                    ids = self._prompter.all_token_ids([prompt for _, prompt, _ in drawn])
-                    for (position, prompt, epoch), prompt_ids in zip(drawn, ids, strict=True):
-                        tasks.create_task(self._collect(prompt, prompt_ids, position, epoch))
+                    ids = self._prompter.all_token_ids([each.prompt for each in drawn])
+                    for each, prompt_ids in zip(drawn, ids, strict=True):
+                        tasks.create_task(self._collect(each, prompt_ids))
         except BaseExceptionGroup as group:
             self._failure = group.exceptions[0]
 
-    async def _draw(self, count: int) -> list[tuple[int, Prompt, int]]:
-        """(position, prompt, epoch) of the next `count` prompts that are not done yet."""
-        drawn: list[tuple[int, Prompt, int]] = []
+    async def _draw(self, count: int) -> list[Drawn]:
+        """`count` prompts: those to be tried again, and the next that are not done yet."""
+        drawn, self._again = self._again[:count], self._again[count:]
         while (left := count - len(drawn)) > 0:
             request_id = f"{self._run_id}-{self._next}-{left}"
             batch = await self.services.data.prompts(left, request_id)
@@ -342,12 +368,13 @@ class Collector:
                 batch = await self.services.data.prompts(left, f"{request_id}-again")
             for position, prompt in enumerate(batch.prompts, self._next):
                 if position >= self._position and position not in self._finished:
-                    drawn.append((position, prompt, position // batch.total_available))
+                    drawn.append(Drawn(position, prompt, position // batch.total_available))
             self._next += left
         return drawn
 
-    async def _collect(self, prompt: Prompt, prompt_ids: list[int], position: int, epoch: int) -> None:
-        """One group, from prompt to the replay buffer; on failure its slot draws another prompt."""
+    async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
+        """One group, from prompt to the replay buffer; on failure its slot tries again, then draws another prompt."""
+        position, prompt, epoch = drawn
         try:
             completions = await self._generate(prompt_ids, position)
             await self._grade(prompt, completions)
@@ -362,14 +389,14 @@ class Collector:
                 position=position,
                 created_at=time.time(),
             )
-            self._waiting[position] = group.weight_version
+            self._waiting[position] = group.weight_version, drawn
             with self._clock.stage("replay"):
                 await self._store_all(group)
             self.counts.in_a_row = 0
         except Dropped as error:
             self._drop(error, prompt)
-            await self._finish([position])
-            await self._again(1)
+            await self._try_again([drawn])
+            await self._more(1)
 
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self.config.sampling

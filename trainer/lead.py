@@ -221,7 +221,7 @@ class Lead:
         if not settings.max_staleness:
             self._collector.release(len(fresh))
         record = self._record(experience, update, critic)
-        self.recorder.step(record, experience.groups[0])
+        self.recorder.step(record, experience.groups, experience.fresh)
         self._metrics.record(record)
 
     def conclude(self, save: Callable[[], Path]) -> Path:

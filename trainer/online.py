@@ -34,6 +34,7 @@ _RUN = (
     "state",
     "config.json",
     "metrics.jsonl",
+    "groups.jsonl",
     "evaluations.jsonl",
     "samples.jsonl",
 )

@@ -240,12 +240,22 @@ class WeightBoard:
         with self._lock:
             return [report for report, at in self._workers.values() if now - at < _SILENT_S]
 
+    def _silent(self) -> list[WorkerReport]:
+        """The last reports of the workers that were alive and are not, and were not returned yet."""
+        alive = {worker.name for worker in self.workers()} | self._left_behind
+        with self._lock:
+            return [report for name, (report, _) in self._workers.items() if name not in alive]
+
+    def _leave_behind(self, workers: list[WorkerReport]) -> list[WorkerReport]:
+        self._left_behind.update(worker.name for worker in workers)
+        return workers
+
     def wait_confirmed(self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]) -> list[WorkerReport]:
         """Waits until the rollout nodes serve `manifest`; returns the ones that do not after `timeout_s` seconds.
 
-        The first time it waits for as many nodes as the agents say there are. After that a node that has fallen silent,
-        or was returned before, is not waited for until it has caught up by itself. Raises PublishFailed when nobody
-        serves the manifest.
+        The first time it waits for as many nodes as the agents say there are. After that a node that was returned before is
+        not waited for until it has caught up by itself. One that has fallen silent is returned at once: its engine may live on,
+        on old weights. Raises PublishFailed when nobody serves the manifest.
         """
         start = said = time.monotonic()
         while True:
@@ -258,7 +268,7 @@ class WeightBoard:
             expected = max((w.num_nodes for w in workers), default=1)
             if current and not awaited and (self._met or len(workers) >= expected):
                 self._met = True
-                return []
+                return self._leave_behind(self._silent())
             now = time.monotonic()
             text = ", ".join(f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in awaited)
             served = f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}"
@@ -269,8 +279,7 @@ class WeightBoard:
                     raise PublishFailed(f"after {timeout_s:.0f} s {waited}", remedy="look at the log of rollout-server")
                 log.error("after %.0f s %s; training goes on without them until they catch up", timeout_s, waited)
                 self._met = True
-                self._left_behind.update(w.name for w in awaited)
-                return awaited
+                return self._leave_behind([*awaited, *self._silent()])
             if now - said > 10:
                 say(f"waiting since {now - start:.0f} s: {waited}")
                 said = now

@@ -1,13 +1,13 @@
 """The run directory, and what a person sees while the run goes on.
 
-`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `evaluations.jsonl`, `samples.jsonl` (one
-graded group per step), `curves.png`, `checkpoints/`, `weights/`.
+`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` (which groups each step trained on),
+`evaluations.jsonl`, `samples.jsonl` (one graded group per step), `curves.png`, `checkpoints/`, `weights/`.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +78,9 @@ class Recorder:
         with _storing(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        for name, first_lost in (("metrics", step + 1), ("samples", step + 1), ("evaluations", step + 1 if step else 0)):
-            _keep_before(directory / f"{name}.jsonl", first_lost)
+        for name in ("metrics", "groups", "samples"):
+            _keep_before(directory / f"{name}.jsonl", step + 1)
+        _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         self._progress: Progress | None = None
         self._total = 0
         self._alarmed: dict[str, int] = {}
@@ -98,10 +99,12 @@ class Recorder:
             yield
         self._progress = None
 
-    def step(self, record: StepRecord, sample: Group) -> None:
-        """A step was done."""
+    def step(self, record: StepRecord, groups: Sequence[Group], fresh: int) -> None:
+        """A step was done on these groups; those after the first `fresh` were reused."""
+        trained = [_trained(group, reused=i >= fresh) for i, group in enumerate(groups)]
+        self._append("groups", {"step": record.step, "groups": trained})
+        self._append("samples", {"step": record.step, **group_json(groups[0])})
         self._append("metrics", {"time": time.time(), **record.__dict__})
-        self._append("samples", {"step": record.step, **group_json(sample)})
         training = record.seconds["update"] + record.seconds["publish"]
         self.say(
             f"step {record.step:>4}/{self._total}  reward {record.reward:.3f}  accuracy {record.accuracy:.3f}  "
@@ -190,6 +193,20 @@ def _keep_before(path: Path, step: int) -> None:
 def _storing(path: Path) -> AbstractContextManager[None]:
     remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
     return storing(path.name, path, "trainer.run_dir", remedy)
+
+
+def _trained(group: Group, reused: bool) -> dict[str, Any]:
+    """What `groups.jsonl` says of a group; the replay-buffer has the rest of it (`GET /groups/{id}`)."""
+    versions = [version for completion in group.completions for version, _, _ in completion.weight_versions]
+    return {
+        "id": group.id,
+        "prompt_id": group.prompt_id,
+        "position": group.position,
+        "versions": [min(versions), max(versions)],
+        "reward": round(float(group.rewards.mean()), 4),
+        "correct": sum(completion.correct for completion in group.completions),
+        "reused": reused,
+    }
 
 
 def _seconds_table(metrics: list[dict[str, Any]]) -> Table:

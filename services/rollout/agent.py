@@ -85,7 +85,7 @@ class Agent:
             self._engine_api.unhealthy_reason,
             env=engine_env(config) | topology.loopback_env(),
             log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
-            timing=Timing(startup_s=rollout.startup_timeout_s),
+            timing=Timing(startup_s=rollout.startup_timeout_s, hang_s=rollout.hang_timeout_s),
             on_up=self._engine_up,
             on_down=self._engine_down,
         )
@@ -121,7 +121,7 @@ class Agent:
             self._router_api.unhealthy_reason,
             env=router_env(),
             log_file=self._config.state_dir / "logs" / f"{self.name}.router.log",
-            timing=Timing(max_backoff_s=5),
+            timing=Timing(max_backoff_s=5, hang_s=self._config.rollout.hang_timeout_s),
             on_up=up,
             on_down=lambda _: self._wake_router.set(),
         )

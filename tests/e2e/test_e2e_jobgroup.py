@@ -86,6 +86,9 @@ def test_every_step_is_on_policy_and_every_prompt_is_trained_on_once(run: Run) -
     db.close()
     assert sum(states.values()) == 32 * STEPS
     assert len(states) == 1, "every group was acknowledged"
+    trained = [group for line in run.lines("groups") for group in line["groups"]]
+    assert sorted(group["position"] for group in trained) == list(range(32 * STEPS))
+    assert all(group["versions"] == [line["step"] - 1] * 2 for line in run.lines("groups") for group in line["groups"])
 
 
 def test_both_engines_and_both_trainer_ranks_worked(run: Run) -> None:

@@ -197,9 +197,13 @@ def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Con
     assert fenced == ["http://node1:30001"] * 2
 
 
-def test_a_silent_worker_is_not_waited_for(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent may be stopped or cut off while its engine answers on, with old weights."""
     monkeypatch.setattr("trainer.publish._SILENT_S", 0.3)
-    publish, board, learner = publisher(config, tmp_path, 60, [])
+    fenced: list[str] = []
+    publish, board, learner = publisher(config, tmp_path, 60, fenced)
     board.report(report(1, node=0))
     board.report(report(1, node=1))
     publish.publish(learner.weights(), 1)
@@ -211,6 +215,14 @@ def test_a_silent_worker_is_not_waited_for(config: Config, tmp_path: Path, monke
         time.sleep(0.05)
     assert not thread.is_alive()
     assert [worker.name for worker in board.workers()] == ["rollout-server-0"]
+    assert fenced == ["http://node1:30001"]
+    board.report(report(3, node=0))
+    publish.publish(learner.weights(), 3)
+    assert len(fenced) == 1, "once is enough"
+    board.report(report(4, node=0))
+    board.report(report(4, node=1))  # it was stopped and goes on
+    publish.publish(learner.weights(), 4)
+    assert len(board.workers()) == 2
 
 
 def test_nobody_confirms(config: Config, tmp_path: Path) -> None:

@@ -270,14 +270,39 @@ def test_ppo_learns_a_critic_and_resumes_with_it(settings: Callable[..., Config]
 def test_trap_a_failed_generation_is_dropped_never_trained_on(
     settings: Callable[..., Config], response: Callable[[], httpx.Response]
 ) -> None:
-    """Trap: a failed generation trained on as "". Here its group is dropped, counted and replaced."""
+    """Trap: a failed generation trained on as "". Here its group is dropped and counted, and its prompt tried again."""
     config = settings()
     train_in_process(config, quiet(), lambda app: Faulty(app, {2, 6, 7}, response))
     assert metrics(config)[-1]["dropped"] == {"generation": 3}
     groups = stored(config)
     assert len(groups) == 12
     assert all(len(completion.token_ids) > 0 for group in groups for completion in group.completions)
-    assert [group.position for group in groups] == [i for i in range(15) if i in {g.position for g in groups}]
+    assert [group.position for group in groups] == list(range(12))
+
+
+def test_a_prompt_that_always_fails_is_left_out_and_its_place_taken_by_another(
+    settings: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Faulty):
+        """Refuses the first prompt that it is asked for, whenever it is asked for it."""
+
+        refused: list[int] | None = None
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/generate":
+                prompt = json.loads(await request.aread())["input_ids"]
+                self.refused = self.refused or prompt
+                if prompt == self.refused:
+                    return httpx.Response(400, json={"error": {"message": "refused"}})
+            return await super().handle_async_request(request)
+
+    config = settings()
+    train_in_process(config, quiet(), lambda app: Refusing(app, set(), lambda: httpx.Response(500)))
+    assert metrics(config)[-1]["dropped"] == {"generation": 3}
+    positions = [group.position for group in stored(config)]
+    [left_out] = set(range(13)) - set(positions)
+    assert len(set(positions)) == len(positions) == 12
+    assert f"at {left_out} is left out after 3 tries" in caplog.text
 
 
 @pytest.mark.parametrize("off", [0.0, 0.1])
