@@ -1,0 +1,223 @@
+"""Does anything grow? The local job group on the built-in task for a long time, and every process and file looked at.
+
+`python -m benchmarks.soak [--minutes 30]`. Memory, open files and threads of every process and the size of every store are
+read every ten seconds; after a warm-up of a quarter of the time lines are fitted. Exit status 1 when something grows beyond
+its bound. What a run writes by design (a line per step, checkpoints, logs) is shown with its rate.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.group import ROOT, Group
+from tests.chaos.targets import Process
+
+EVERY_S = 10.0
+WARM_UP = 0.25
+RSS_BOUND_MB_PER_HOUR, RSS_NOISE_MB = 40.0, 8.0
+"""A process may grow by this much an hour, and by the noise in any case: allocators settle late in a short run."""
+FILES_BOUND, THREADS_BOUND = 3.0, 2.0
+"""Over the whole time."""
+STORE_BOUND_MB, STORE_SHARE = 4.0, 0.1
+"""A store of bounded size may grow by this much and by this share of itself: it is written in pieces."""
+SETTINGS = {
+    "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
+    "NUM_EPOCHS": "100000",
+    "MAX_STEPS": "1000000",
+    "BATCH_SIZE": "4",
+    "RLHF_SAMPLING__GROUP_SIZE": "4",
+    "RLHF_REPLAY__CAPACITY": "1600",  # full after a hundred steps, so that its groups leave
+    "RLHF_TRAINER__LEARNING_RATE": "1e-6",  # the model stays as it is: a step takes as long at the end as at the beginning
+    "RLHF_TRAINER__EVAL_EVERY": "100",
+    "RLHF_TRAINER__EVAL_SAMPLES": "16",
+    "RLHF_TRAINER__EVAL_PASS_SAMPLES": "0",
+    "RLHF_TRAINER__CHECKPOINT_EVERY": "50",
+    "RLHF_TRAINER__KEEP_CHECKPOINTS": "2",
+}
+STORES = {
+    "data-server's cursor": "state/data",
+    "replay-buffer's groups": "state/replay",
+    "weights of the engines": "state/rollout",
+    "weights of the trainer": "run/weights",
+    "checkpoints": "run/checkpoints",
+}
+BY_DESIGN = {
+    "metrics.jsonl": "run/metrics.jsonl",
+    "groups.jsonl": "run/groups.jsonl",
+    "samples.jsonl": "run/samples.jsonl",
+    "logs of the services": "state/logs",
+    "logs of the local runner": "logs",
+}
+Series = list[tuple[float, float]]
+"""(seconds since the start, value)."""
+
+
+@dataclass
+class Samples:
+    """What was read, by name."""
+
+    rss_mb: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
+    files: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
+    threads: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
+    stores: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
+    steps: Series = field(default_factory=list)
+
+
+def role(process: Process) -> str:
+    """`ppo-trainer-0 trainer`: the node, and what the process is in it."""
+    words = process.argv
+    if not process.node:
+        return "jobgroup.local"
+    if process.is_launcher:
+        name = "launcher"
+    elif process.is_grader:
+        name = "graders"
+    elif "-m" in words[:4] and "-S" not in words:
+        name = words[words.index("-m") + 1].removeprefix("services.")
+    else:
+        name = "starter" if "-S" in words else "torchrun"
+    return f"{process.node} {name}"
+
+
+def sample(group: Group, at: float, samples: Samples) -> None:
+    """Reads everything once. Processes of one role in one node count together."""
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for process in group.processes():
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            files = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+        except OSError:  # it ended just now
+            continue
+        values = dict(line.split(":", 1) for line in status.splitlines())
+        if "VmRSS" in values:
+            row = totals[role(process)]
+            row[0] += int(values["VmRSS"].split()[0]) / 1024
+            row[1] += files
+            row[2] += int(values["Threads"])
+    for name, (rss, files_open, threads) in totals.items():
+        samples.rss_mb[name].append((at, rss))
+        samples.files[name].append((at, files_open))
+        samples.threads[name].append((at, threads))
+    for name, path in {**STORES, **BY_DESIGN}.items():
+        samples.stores[name].append((at, _bytes(group.folder / path)))
+    samples.steps.append((at, group.step()))
+
+
+def _bytes(path: Path) -> float:
+    """Of a file, or of all files below; a hard link counts once."""
+    sizes = {}
+    for file in [path, *path.rglob("*")]:
+        try:
+            stat = file.stat()
+        except OSError:  # removed just now
+            continue
+        if file.is_file():
+            sizes[stat.st_ino] = stat.st_size
+    return float(sum(sizes.values()))
+
+
+def growth(series: Series, since: float) -> float:
+    """What a line fitted to the values from `since` on rises over that time."""
+    points = np.array([point for point in series if point[0] >= since])
+    if len(points) < 3:
+        return 0.0
+    slope = float(np.polyfit(points[:, 0], points[:, 1], 1)[0])
+    return slope * float(points[-1, 0] - points[0, 0])
+
+
+def judge(samples: Samples, since: float, until: float) -> list[str]:
+    """What grew beyond its bound."""
+    rss_bound = RSS_NOISE_MB + RSS_BOUND_MB_PER_HOUR * (until - since) / 3600
+    bounds: list[tuple[str, Mapping[str, Series], float]] = [
+        ("MB of memory", samples.rss_mb, rss_bound),
+        ("open files", samples.files, FILES_BOUND),
+        ("threads", samples.threads, THREADS_BOUND),
+    ]
+    found = []
+    for what, table, bound in bounds:
+        for name, series in table.items():
+            if (more := growth(series, since)) > bound:
+                found.append(f"{name}: {more:+.1f} {what} in {until - since:.0f} s, more than {bound:.1f}")
+    for name in STORES:
+        series = samples.stores[name]
+        bound = STORE_BOUND_MB * 1e6 + STORE_SHARE * series[-1][1]
+        if (more := growth(series, since)) > bound:
+            found.append(f"{name}: {more / 1e6:+.1f} MB on disk in {until - since:.0f} s, more than {bound / 1e6:.1f}")
+    return found
+
+
+def report(samples: Samples, since: float, console: Console) -> None:
+    """Tables; what a line rises is over the time after the warm-up."""
+    table = Table(title=f"processes: at the end (risen since {since:.0f} s)")
+    for title in ("process", "memory MB", "open files", "threads"):
+        table.add_column(title, justify="left" if title == "process" else "right")
+    for name in sorted(samples.rss_mb):
+        cells = [
+            f"{series[name][-1][1]:.0f} ({growth(series[name], since):+.1f})"
+            for series in (samples.rss_mb, samples.files, samples.threads)
+        ]
+        table.add_row(name, *cells)
+    console.print(table)
+    steps = max(1.0, samples.steps[-1][1])
+    table = Table(title="files")
+    for title in ("what", "MB at the end", "MB risen", "bytes per step"):
+        table.add_column(title, justify="left" if title == "what" else "right")
+    for name, series in samples.stores.items():
+        rate = f"{series[-1][1] / steps:.0f}" if name in BY_DESIGN else "bounded"
+        table.add_row(name, f"{series[-1][1] / 1e6:.2f}", f"{growth(series, since) / 1e6:+.2f}", rate)
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
+    parser.add_argument("--minutes", type=float, default=30.0, help="from the first step on")
+    parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
+    parser.add_argument("--json", type=Path, help="gets every sample")
+    options = parser.parse_args(argv)
+    console, samples = Console(width=120, highlight=False), Samples()
+    seconds = options.minutes * 60
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        group = Group(Path(folder), SETTINGS | {"MODEL_NAME": str(options.base_model.resolve())})
+        with group.running():
+            assert group.process is not None
+            while not group.step():
+                if group.process.poll() is not None:
+                    console.print(group.output()[-4000:], markup=False)
+                    return 1
+                time.sleep(0.2)
+            start = time.monotonic()
+            while (at := time.monotonic() - start) < seconds and group.process.poll() is None:
+                sample(group, at, samples)
+                time.sleep(max(0.0, min(EVERY_S - (time.monotonic() - start - at), seconds - at)))
+            ended = group.process.poll()
+            if ended is None:
+                group.process.send_signal(signal.SIGTERM)
+        since, until = WARM_UP * samples.steps[-1][0], samples.steps[-1][0]
+        problems = judge(samples, since, until)
+        if ended is not None:
+            problems.append(f"the group ended by itself with status {ended}:\n{group.output()[-3000:]}")
+        if restarts := dict(group.restarts()):
+            problems.append(f"tasks were restarted: {restarts}")
+    report(samples, since, console)
+    console.print(f"{samples.steps[-1][1]:.0f} steps in {until:.0f} s, {len(samples.steps)} samples")
+    for problem in problems:
+        console.print(f"grows or fails: {problem}", style="red", markup=False)
+    if options.json:
+        options.json.write_text(json.dumps(samples.__dict__) + "\n")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

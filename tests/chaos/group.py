@@ -1,0 +1,122 @@
+"""The local job group as chaos runs start it: short limits, as many restarts as it takes, all of it in one folder."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from tests.chaos.targets import Process, processes
+from trainer.record import read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
+_RESTART = re.compile(r"restart \d+ of (\S+) \(at most")
+_FOLLOW_S = 0.05
+
+
+@dataclass
+class Group:
+    """A running job group, or one that has ended.
+
+    Args:
+        folder: empty; gets `run`, `state`, `logs`, `output.txt` and the YAML.
+        settings: environment of every task.
+    """
+
+    folder: Path
+    settings: Mapping[str, str]
+    mark: str = field(default_factory=lambda: f"chaos-{uuid.uuid4()}")
+    seen: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The groups of every step that was recorded, as `groups.jsonl` has them."""
+    step_times: list[tuple[float, int]] = field(default_factory=list)
+    """(when, step) of every step that was recorded, seconds since 1970."""
+    process: subprocess.Popen[bytes] | None = None
+    _known: set[tuple[int, str]] = field(default_factory=set)
+    _timed: set[float] = field(default_factory=set)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def state_dir(self) -> Path:
+        return self.folder / "state"
+
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text(errors="replace")
+
+    def restarts(self) -> Counter[str]:
+        """Of every task, by the local runner."""
+        return Counter(_RESTART.findall(self.output()))
+
+    def processes(self) -> list[Process]:
+        """All that are alive, the runner included."""
+        return processes(self.mark)
+
+    def step(self) -> int:
+        """Where the run is."""
+        return self.step_times[-1][1] if self.step_times else 0
+
+    def config(self) -> Config:
+        """Settings of the run, once it has begun."""
+        return Config.model_validate_json((self.run_dir / "config.json").read_text())
+
+    @contextmanager
+    def running(self) -> Iterator["Group"]:
+        """The group is alive inside; on leaving, it is ended if it has not ended."""
+        environment = {**os.environ, "CHAOS_MARK": self.mark, "PYTHONPATH": str(ROOT)}
+        done = threading.Event()
+        follower = threading.Thread(target=self._follow, args=(done,), daemon=True)
+        with (self.folder / "output.txt").open("wb") as log:
+            self.process = subprocess.Popen(self._command(), cwd=ROOT, env=environment, stdout=log, stderr=log)
+        follower.start()
+        try:
+            yield self
+        finally:
+            if self.process.poll() is None:
+                self.process.terminate()
+            self.process.wait()
+            done.set()
+            follower.join()
+
+    def _command(self) -> list[str]:
+        yaml = self.folder / "jobgroup.yaml"
+        # Chaos kills more often than a person would let it: the number of restarts is not what is looked at.
+        yaml.write_text(YAML.read_text().replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000"))
+        command = [sys.executable, "-m", "jobgroup.local", str(yaml), "--log-dir", str(self.folder / "logs")]
+        settings = {"RUN_DIR": str(self.run_dir), "STATE_DIR": str(self.state_dir), "OMP_NUM_THREADS": "1", **self.settings}
+        for name, value in settings.items():
+            command += ["--env", f"{name}={value}"]
+        return command
+
+    def _follow(self, done: threading.Event) -> None:
+        last = False
+        while not last:
+            last = done.wait(_FOLLOW_S)
+            for line in read_lines(self.run_dir / "groups.jsonl"):
+                key = (line["step"], line["groups"][0]["id"])
+                if key not in self._known:
+                    self._known.add(key)
+                    self.seen.append(line["groups"])
+            for line in read_lines(self.run_dir / "metrics.jsonl"):
+                if line["time"] not in self._timed:
+                    self._timed.add(line["time"])
+                    self.step_times.append((line["time"], line["step"]))
+
+
+def wait_gone(group: Group, limit_s: float = 10.0) -> list[str]:
+    """The processes of a group that has ended which are still there after a while, as text."""
+    limit = time.monotonic() + limit_s
+    while (left := group.processes()) and time.monotonic() < limit:
+        time.sleep(0.1)
+    return [f"{process.pid} {' '.join(process.argv)}" for process in left]

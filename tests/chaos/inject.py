@@ -1,0 +1,105 @@
+"""Does to a running job group what a schedule says, and measures how long it takes to be well again."""
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.chaos.faults import Fault
+from tests.chaos.group import Group
+from tests.chaos.targets import Process, cut_connections, find, health_url, healthy, send
+
+_LOOK_S = 0.05
+_HEALTH_S = 0.2
+
+
+@dataclass
+class Injected:
+    """One fault that was done."""
+
+    fault: Fault
+    at: float
+    """Seconds since 1970."""
+    at_step: int
+    cut: int = 0
+    """Connections."""
+    healthy_s: float | None = None
+    """From the fault until its target was there (another process if it was killed), running, and healthy. None: not before the
+    run ended."""
+
+    def next_step_s(self, group: Group) -> float | None:
+        """From the fault to the end of the next training step; None when there was none."""
+        return min((when - self.at for when, _ in group.step_times if when > self.at), default=None)
+
+    def as_json(self, group: Group) -> dict[str, Any]:
+        measured = {"at_step": self.at_step, "cut": self.cut, "healthy_s": self.healthy_s}
+        return {**asdict(self.fault), **measured, "next_step_s": self.next_step_s(group)}
+
+
+def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Injected]:
+    """Does every fault when its moment has come; returns when the group has ended. Faults that are left then were not done.
+
+    Raises TimeoutError when the group has not ended after `limit_s` seconds.
+    """
+    assert group.process is not None
+    done: list[Injected] = []
+    stops: list[threading.Timer] = []
+    watchers: list[threading.Thread] = []
+    waiting = list(faults)
+    due: float | None = None
+    start = time.monotonic()
+    try:
+        while group.process.poll() is None:
+            if time.monotonic() - start > limit_s:
+                raise TimeoutError(
+                    f"the group has not ended after {limit_s:.0f} s at step {group.step()}, faults left: {waiting}"
+                )
+            if waiting and due is None and group.step() >= waiting[0].step:
+                due = time.monotonic() + waiting[0].after_s
+            if due is not None and time.monotonic() >= due:
+                target = find(waiting[0].target, group.processes())
+                if target is not None:
+                    fault, due = waiting.pop(0), None
+                    done.append(_strike(group, fault, target, stops))
+                    watchers.append(threading.Thread(target=_watch, args=(group, done[-1], target), daemon=True))
+                    watchers[-1].start()
+            time.sleep(_LOOK_S)
+    finally:
+        for timer in stops:  # what is stopped must go on, to be ended
+            timer.cancel()
+            timer.function(*timer.args)
+    for watcher in watchers:
+        watcher.join()
+    return done
+
+
+def _strike(group: Group, fault: Fault, target: Process, stops: list[threading.Timer]) -> Injected:
+    injected = Injected(fault, time.time(), group.step())
+    if fault.kind == "stop":
+        if send(target.pid, signal.SIGSTOP):
+            stops.append(threading.Timer(fault.hold_s, send, (target.pid, signal.SIGCONT)))
+            stops[-1].daemon = True
+            stops[-1].start()
+    elif fault.kind == "cut":
+        injected.cut = cut_connections(target.pid)
+    else:
+        send(target.pid, signal.SIGKILL)
+    return injected
+
+
+def _watch(group: Group, injected: Injected, hit: Process) -> None:
+    """Fills in `healthy_s`."""
+    assert group.process is not None
+    killed = injected.fault.kind in ("kill", "preempt")
+    config = group.config()
+    while group.process.poll() is None:
+        running = group.processes()
+        now = find(injected.fault.target, running)
+        if now is not None and now.state != "T" and not (killed and now.pid == hit.pid):
+            url = health_url(injected.fault.target, config, running)
+            if url is None or healthy(url):
+                injected.healthy_s = time.time() - injected.at
+                return
+        time.sleep(_HEALTH_S)

@@ -1,0 +1,182 @@
+"""What must hold of a run whatever was done to it, read from its stores and logs afterwards.
+
+The *lineage* of a run are the steps that made its final weights: those in the run directory at the end. A trainer that was
+killed goes on after its newest checkpoint, so the steps after that were undone; their lines are removed when it starts again
+and their prompts belong to other steps then. "Exactly once" is a property of the lineage; that no group is handed out twice is
+one of everything that ever happened (`seen`).
+"""
+
+import contextlib
+import json
+import re
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.record import read_lines
+
+_LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is left out after")
+_SAME_POLICY = 1e-3
+"""|Δ logprob| of trainer and engine with the same weights (docs/tiny-task.md)."""
+
+
+@dataclass
+class Evidence:
+    """What a run left behind. Groups are as `groups.jsonl` has them."""
+
+    steps: int
+    """The run was to make."""
+    batch: int
+    """Groups of a step."""
+    max_staleness: int
+    prompts: int
+    """In an epoch."""
+    target_accuracy: float
+    metrics: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    """Of the lineage, a line per step."""
+    seen: list[list[dict[str, Any]]]
+    """The groups of every step that was ever recorded, undone ones included, in the order they came."""
+    stored: dict[str, tuple[str, int, str]]
+    """(state, position, prompt id) of every group in the replay-buffer, by its id."""
+    counters: dict[str, int]
+    """Of the replay-buffer."""
+    cursor: int
+    """Of the data-server."""
+    evaluations: list[dict[str, Any]]
+    left_out: set[int] = field(default_factory=set)
+    """Positions that the log says were tried too often."""
+    status: int = 0
+    processes: list[str] = field(default_factory=list)
+    """That are still there."""
+
+    def trained(self) -> list[dict[str, Any]]:
+        """The fresh groups of the lineage."""
+        return [group for line in self.groups for group in line["groups"] if not group["reused"]]
+
+
+def violations(run: Evidence) -> list[str]:
+    """What does not hold, in words; empty when all is well."""
+    checks = (_ended, _steps, _exactly_once, _acknowledged, _handed_out_once, _weight_versions, _accuracy)
+    return [f"{check.__name__[1:]}: {problem}" for check in checks for problem in check(run)]
+
+
+def _ended(run: Evidence) -> list[str]:
+    """The run ends well, and nothing of it is left."""
+    found = [f"exit status {run.status}"] if run.status else []
+    return found + [f"still there: {text}" for text in run.processes]
+
+
+def _steps(run: Evidence) -> list[str]:
+    """Every step has one line in both files, in order."""
+    expected = list(range(1, run.steps + 1))
+    found = []
+    for name, lines in (("metrics.jsonl", run.metrics), ("groups.jsonl", run.groups)):
+        if (steps := [line["step"] for line in lines]) != expected:
+            found.append(f"{name} has the steps {steps} instead of 1 to {run.steps}")
+    found += [
+        f"step {line['step']} has {len(line['groups'])} groups" for line in run.groups if len(line["groups"]) != run.batch
+    ]
+    return found
+
+
+def _exactly_once(run: Evidence) -> list[str]:
+    """Every position of the prompt stream was trained on once, or is named in the log as left out; so is every prompt."""
+    positions = Counter(group["position"] for group in run.trained())
+    found = [f"position {position} was trained on {times} times" for position, times in positions.items() if times > 1]
+    done = set(positions) | run.left_out
+    end = max(positions, default=-1) + 1
+    if missing := sorted(set(range(end)) - done):
+        found.append(f"never trained on, and nobody says why: positions {missing}")
+    if end > run.cursor:
+        found.append(f"the data-server handed out {run.cursor} prompts, position {end - 1} was trained on")
+    by_epoch = Counter((group["position"] // run.prompts, group["prompt_id"]) for group in run.trained())
+    found += [f"prompt {prompt} {times} times in epoch {epoch}" for (epoch, prompt), times in by_epoch.items() if times > 1]
+    names: dict[int, set[str]] = {}
+    for _, position, prompt in run.stored.values():
+        names.setdefault(position, set()).add(prompt)
+    return found + [f"position {at} was that of {sorted(several)}" for at, several in names.items() if len(several) > 1]
+
+
+def _acknowledged(run: Evidence) -> list[str]:
+    """Nothing that was stored is lost: what was trained on is there and consumed, nothing waits, the counters add up."""
+    found = []
+    for group in run.trained():
+        state = run.stored[group["id"]][0] if group["id"] in run.stored else "lost"
+        if state != "consumed":
+            found.append(f"group {group['id']} (position {group['position']}) was trained on and is {state}")
+    if waiting := [name for name, (state, _, _) in run.stored.items() if state != "consumed"]:
+        found.append(f"{len(waiting)} groups were never handed out or never acknowledged: {waiting[:3]}")
+    left = run.counters["added"] - sum(run.counters[name] for name in ("evicted", "removed", "dropped"))
+    if left != len(run.stored):
+        found.append(f"{left} groups should be stored by {run.counters}, there are {len(run.stored)}")
+    return found
+
+
+def _handed_out_once(run: Evidence) -> list[str]:
+    """No group was handed out for two steps as fresh, steps that were undone included."""
+    times = Counter(group["id"] for groups in run.seen for group in groups if not group["reused"])
+    return [f"group {name} was handed out {count} times" for name, count in times.items() if count > 1]
+
+
+def _weight_versions(run: Evidence) -> list[str]:
+    """What was trained on is of the policy that was updated, or at most `max_staleness` versions older; the weights too."""
+    found = []
+    for line in run.groups:
+        newest, oldest = line["step"] - 1, line["step"] - 1 - run.max_staleness
+        for group in line["groups"]:
+            first, last = group["versions"]
+            if not group["reused"] and not oldest <= first <= last <= newest:
+                found.append(f"step {line['step']} trained on weights {first} to {last}: {group['id']}")
+    # What an engine says is one thing; the trainer's own log-probabilities tell whether it was true.
+    for line in run.metrics:
+        if (delta := line["update"]["delta_logprob_current"]) > _SAME_POLICY:
+            found.append(f"step {line['step']}: |Δ logprob| is {delta:.2g} where engine and trainer have the same version")
+    return found
+
+
+def _accuracy(run: Evidence) -> list[str]:
+    """The run learned what it learns undisturbed."""
+    if not run.evaluations or run.evaluations[-1]["step"] != run.steps:
+        return ["there is no evaluation at the end"]
+    reached = run.evaluations[-1]["accuracy"]
+    return [f"{reached:.3f}, below {run.target_accuracy}"] if reached < run.target_accuracy else []
+
+
+def read_replay(path: Path) -> tuple[dict[str, tuple[str, int, str]], dict[str, int]]:
+    """(stored, counters) of `Evidence`, from the file of a replay-buffer that has ended."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        rows = db.execute("SELECT id, state, position, prompt_id FROM groups").fetchall()
+        counters = {name: int(value) for name, value in db.execute("SELECT name, value FROM counters")}
+    return {name: (state, position, prompt) for name, state, position, prompt in rows}, counters
+
+
+def read_cursor(path: Path) -> int:
+    """The position of the data-server's shuffled stream."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        return int(db.execute("SELECT position FROM cursors WHERE stream = 'shuffled'").fetchone()[0])
+
+
+def read_evidence(run_dir: Path, state_dir: Path, seen: list[list[dict[str, Any]]], target_accuracy: float) -> Evidence:
+    """Everything but `status` and `processes`."""
+    config = json.loads((run_dir / "config.json").read_text())
+    batch, prompts = config["trainer"]["batch_size"], config["data"]["num_samples"]
+    stored, counters = read_replay(state_dir / "replay" / "replay.db")
+    logs = "".join(path.read_text(errors="replace") for path in sorted((state_dir / "logs").glob("ppo-trainer-rank*.log")))
+    return Evidence(
+        steps=min(prompts * config["trainer"]["num_epochs"] // batch, config["trainer"]["max_steps"] or prompts),
+        batch=batch,
+        max_staleness=config["trainer"]["max_staleness"],
+        prompts=prompts,
+        target_accuracy=target_accuracy,
+        metrics=read_lines(run_dir / "metrics.jsonl"),
+        groups=read_lines(run_dir / "groups.jsonl"),
+        seen=seen,
+        stored=stored,
+        counters=counters,
+        cursor=read_cursor(state_dir / "data" / "stream.db"),
+        evaluations=read_lines(run_dir / "evaluations.jsonl"),
+        left_out={int(position) for _, position in _LEFT_OUT.findall(logs)},
+    )

@@ -1,0 +1,168 @@
+"""The processes of a run and what can be done to them from outside. Linux."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import Config
+from common.topology import parse_hosts
+
+_PIDFD_GETFD = 438  # the same on every architecture
+_ESTABLISHED = "01"
+_PROBE_S = 2.0
+_MODULES = {
+    "data-server": ("-m", "services.data"),
+    "reward-server": ("-m", "services.reward"),
+    "replay-buffer": ("-m", "services.replay"),
+    "router": ("-m", "sglang_router.launch_router"),
+    "engine": ("-m", "services.rollout.embedded"),
+    "agent": ("-m", "services.rollout"),
+    "trainer": ("-u", "-m", "trainer"),
+}
+"""What follows the interpreter in the command line."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process of the run."""
+
+    pid: int
+    parent: int
+    state: str
+    """As in `ps`: T is stopped."""
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+    @property
+    def node(self) -> str:
+        """`rollout-server-1`; empty for the runner itself."""
+        task = self.env.get("SKYPILOT_TASK_ID", "").rpartition("_")[2]
+        return f"{task}-{self.env['SKYPILOT_NODE_RANK']}" if task else ""
+
+    @property
+    def is_launcher(self) -> bool:
+        """What runs a node as init runs a pod: with it goes everything of the node."""
+        return len(self.argv) > 3 and self.argv[3].endswith("jobgroup/launcher.py")
+
+    @property
+    def is_grader(self) -> bool:
+        return any(word.endswith("services/reward/worker.py") for word in self.argv)
+
+
+def processes(mark: str) -> list[Process]:
+    """The living processes that inherited CHAOS_MARK=`mark`."""
+    found, wanted = [], f"CHAOS_MARK={mark}".encode()
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            environ = (directory / "environ").read_bytes().split(b"\0")
+            if wanted not in environ:
+                continue
+            state, parent, *_ = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            argv = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            if argv and state != "Z":
+                pairs = (item.decode(errors="replace").partition("=") for item in environ)
+                env = {name: value for name, _, value in pairs}
+                found.append(Process(int(directory.name), int(parent), state, tuple(argv), env))
+    return found
+
+
+def find(target: str, running: list[Process]) -> Process | None:
+    """The process that a name of `faults.PROCESSES` means, or the launcher of a node of `faults.NODES`."""
+    if target == "grader":
+        servers = {process.pid for process in running if process.is_grader}
+        return next((process for process in running if process.is_grader and process.parent in servers), None)
+    name, _, rank = target.rpartition("-")
+    if (words := _MODULES.get(target) or _MODULES.get(name)) is None:
+        return next((process for process in running if process.is_launcher and process.node == target), None)
+    fitting = [process for process in running if process.argv[1 : 1 + len(words)] == words]
+    if target not in _MODULES:  # one of several: trainer ranks are numbered as the nodes, with one process a node
+        fitting = [process for process in fitting if process.node.endswith(f"-{rank}")]
+    return next(iter(fitting), None)
+
+
+def health_url(target: str, config: Config, running: list[Process]) -> str | None:
+    """Where to ask whether the target is well; None for a grader and for a trainer rank that serves nothing."""
+    rollout = config.rollout
+    places = {
+        "data-server": ("data-server", config.data.port),
+        "reward-server": ("reward-server", config.reward.port),
+        "replay-buffer": ("replay-buffer", config.replay.port),
+        "engine": ("rollout-server", rollout.engine_port),
+        "agent": ("rollout-server", rollout.agent_port),
+        "rollout-server": ("rollout-server", rollout.agent_port),
+    }
+    if target == "router":
+        node, port = "rollout-server-0", rollout.router_port
+    elif target in ("trainer-0", "ppo-trainer-0"):
+        node, port = "ppo-trainer-0", config.trainer.port
+    else:
+        name, _, rank = (target if target[-1].isdigit() else f"{target}-0").rpartition("-")
+        if name not in places:
+            return None
+        node, port = f"{places[name][0]}-{rank}", places[name][1]
+    text = next((process.env["JOBGROUP_HOSTS"] for process in running if process.node), None)
+    if text is None:
+        return None
+    [address] = [host for name, host in parse_hosts(text).items() if name.startswith(f"{node}.")]
+    return f"http://{address.address}:{port + address.port_shift}/health"
+
+
+def healthy(url: str) -> bool:
+    """Whether it answers 200 within two seconds."""
+    try:
+        with urllib.request.urlopen(url, timeout=_PROBE_S) as answer:  # noqa: S310 - http of this run
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+def cut_connections(pid: int) -> int:
+    """Shuts down every TCP connection of a process, without its help; how many. Raises OSError where the kernel forbids it.
+
+    Both ends see it: the process that its peer has gone, the peer that the process has.
+    """
+    established = _established()
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    handle, number = os.pidfd_open(pid), 0
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if link.readlink().name not in established:
+                    continue
+                copy = call(_PIDFD_GETFD, handle, int(link.name), 0)
+                if copy < 0:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "pidfd_getfd")
+                with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):  # it may have ended just now
+                    connection.shutdown(socket.SHUT_RDWR)
+                    number += 1
+    finally:
+        os.close(handle)
+    return number
+
+
+def _established() -> set[str]:
+    """`socket:[INODE]` of every established TCP connection of this network namespace."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _ESTABLISHED:
+                    found.add(f"socket:[{columns[9]}]")
+    return found
+
+
+def send(pid: int, number: signal.Signals) -> bool:
+    """False when the process has gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""The schedule of faults, and what is done to processes, each by itself."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections import Counter
+
+import pytest
+
+from tests.chaos.faults import EVERYTHING, NODES, PROCESSES, schedule
+from tests.chaos.targets import Process, cut_connections, find, processes
+
+HOLD_S = (3.0, 5.0)
+
+
+def test_a_schedule_is_a_pure_function_of_its_seed() -> None:
+    assert schedule(7, 60, 30, HOLD_S) == schedule(7, 60, 30, HOLD_S)
+    assert schedule(7, 60, 30, HOLD_S) != schedule(8, 60, 30, HOLD_S)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_come_in_order_within_the_run_and_only_stops_last(seed: int) -> None:
+    faults = schedule(seed, 40, 12, HOLD_S)
+    assert [fault.step for fault in faults] == sorted(fault.step for fault in faults)
+    assert all(1 <= fault.step < 40 for fault in faults)
+    assert all(HOLD_S[0] <= fault.hold_s <= HOLD_S[1] if fault.kind == "stop" else fault.hold_s == 0 for fault in faults)
+    assert {fault.kind for fault in faults} == {"kill", "stop", "cut", "preempt"}
+
+
+def test_everything_is_done_once_before_anything_is_done_twice() -> None:
+    faults = schedule(3, 400, len(EVERYTHING), HOLD_S)
+    assert Counter((fault.kind, fault.target) for fault in faults) == dict.fromkeys(EVERYTHING, 1)
+    assert {fault.target for fault in faults} == {*PROCESSES, *NODES}
+    assert len({fault.target for fault in faults[:11]}) >= 10, "one target is not hit again and again at first"
+
+
+def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0) -> Process:
+    env = {"SKYPILOT_TASK_ID": f"local-1_rlhf-math_{task}", "SKYPILOT_NODE_RANK": str(rank)} if task else {}
+    return Process(pid, parent, "S", argv, env)
+
+
+def test_names_mean_the_processes_that_do_the_work() -> None:
+    launched = ("python", "-I", "-S", "/x/jobgroup/launcher.py", "10.0", "exec .venv/bin/python -m services.rollout")
+    running = [
+        process(1, "python", "-m", "jobgroup.local"),
+        process(2, *launched, task="rollout-server", rank=1),
+        process(3, "python", "-m", "services.rollout", task="rollout-server", rank=0),
+        process(4, "python", "-m", "services.rollout", task="rollout-server", rank=1),
+        process(
+            5, "python", "-I", "-S", "child.py", "python", "-m", "services.rollout.embedded", task="rollout-server", rank=1
+        ),
+        process(6, "python", "-m", "services.rollout.embedded", "--port", "1", task="rollout-server", rank=1),
+        process(7, "python", "-P", "/x/services/reward/worker.py", "serve", task="reward-server"),
+        process(8, "python", "-P", "/x/services/reward/worker.py", "serve", parent=7, task="reward-server"),
+        process(9, "python", "-u", "-m", "trainer", task="ppo-trainer", rank=1),
+    ]
+    found = {target: find(target, running) for target in (*PROCESSES, *NODES)}
+    assert {target: each.pid for target, each in found.items() if each} == {
+        "agent-0": 3,
+        "agent-1": 4,
+        "engine-1": 6,
+        "grader": 8,
+        "trainer-1": 9,
+        "rollout-server-1": 2,
+    }
+
+
+def test_processes_are_found_by_their_mark_and_only_those() -> None:
+    mark = str(uuid.uuid4())
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    environment = {**os.environ, "CHAOS_MARK": mark, "SKYPILOT_TASK_ID": "run_group_reward-server", "SKYPILOT_NODE_RANK": "2"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as child:
+        [found] = processes(mark)
+        assert (found.pid, found.parent, found.node) == (child.pid, os.getpid(), "reward-server-2")
+        assert found.argv == tuple(command)
+        child.send_signal(signal.SIGSTOP)
+        while processes(mark)[0].state != "T":
+            pass
+        child.kill()
+    assert processes(mark) == []
+
+
+def test_cutting_ends_the_connections_of_a_process_and_nothing_else() -> None:
+    program = (
+        "import socket, sys; c = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); "
+        "print('connected', flush=True); print(c.recv(1), flush=True); sys.stdin.read()"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with (
+            socket.create_connection(("127.0.0.1", port)) as other,
+            server.accept()[0] as accepted,
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ) as child,
+            server.accept()[0] as connection,
+        ):
+            assert child.stdout is not None
+            assert child.stdout.readline() == "connected\n"
+            try:
+                assert cut_connections(child.pid) == 1
+            except PermissionError:
+                child.kill()
+                pytest.skip("this machine does not let a process take a copy of another one's sockets (pidfd_getfd)")
+            assert child.stdout.readline() == "b''\n", "the process sees that its peer has gone"
+            assert connection.recv(1) == b"", "and the peer that the process has"
+            assert child.poll() is None
+            other.sendall(b"x")
+            assert accepted.recv(1) == b"x"
+            child.kill()
