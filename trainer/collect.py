@@ -172,7 +172,7 @@ class Collector:
         self._held: set[str] = set()  # groups that were taken and are not acknowledged
         self._position, self._finished = progress.position, set(progress.finished)
         self._waiting: dict[int, tuple[int, Drawn]] = {}  # (weight version, prompt) of groups to be trained on, by position
-        self._again: list[Drawn] = []  # their groups were dropped: they come before other prompts
+        self._dropped: list[Drawn] = []  # their groups were dropped: they come before other prompts
         self._tries: Counter[int] = Counter()  # groups that were dropped, by position
         self._failure: BaseException | None = None
         self._grade_all = Together(services.reward.grade_all, config.reward.max_batch_items, len)
@@ -281,7 +281,7 @@ class Collector:
         self.counts.dropped["equal_rewards"] += len(groups)
         self._loop.call(self._acknowledge(groups))
         self._loop.call(self._finish([group.position for group in groups]))
-        self._loop.call(self._more(len(groups)))
+        self._loop.call(self._again(len(groups)))
 
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups, after the weights that they trained were published."""
@@ -304,7 +304,7 @@ class Collector:
             late = [drawn for version, drawn in self._waiting.values() if version < request.min_version]
             log.warning("the groups at %s of the prompt stream came too late", [drawn.position for drawn in late])
             await self._try_again(late)
-            await self._more(taken.evicted)
+            await self._again(taken.evicted)
         return taken.groups
 
     async def _finish(self, positions: list[int]) -> None:
@@ -320,7 +320,7 @@ class Collector:
         for _ in range(count):
             self._slots.release()
 
-    async def _more(self, count: int) -> None:
+    async def _again(self, count: int) -> None:
         self._wanted += count
         await self._free(count)
 
@@ -330,7 +330,7 @@ class Collector:
             self._waiting.pop(drawn.position, None)
             self._tries[drawn.position] += 1
             if self._tries[drawn.position] < _TRIES:
-                self._again.append(drawn)
+                self._dropped.append(drawn)
             else:
                 log.warning("prompt %s at %d is left out after %d tries", drawn.prompt.id, drawn.position, _TRIES)
                 await self._finish([drawn.position])
@@ -358,7 +358,7 @@ class Collector:
 
     async def _draw(self, count: int) -> list[Drawn]:
         """`count` prompts: those to be tried again, and the next that are not done yet."""
-        drawn, self._again = self._again[:count], self._again[count:]
+        drawn, self._dropped = self._dropped[:count], self._dropped[count:]
         while (left := count - len(drawn)) > 0:
             request_id = f"{self._run_id}-{self._next}-{left}"
             batch = await self.services.data.prompts(left, request_id)
@@ -396,7 +396,7 @@ class Collector:
         except Dropped as error:
             self._drop(error, prompt)
             await self._try_again([drawn])
-            await self._more(1)
+            await self._again(1)
 
     async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
         sampling = self.config.sampling

@@ -18,6 +18,8 @@ from common.security import Hider
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
 _STOP_S = 10.0
+_PROBE_S = 5.0
+"""Seconds a probe may take (`Client.unhealthy_reason`)."""
 
 
 class ChildFailed(ServiceError):
@@ -211,7 +213,8 @@ class Supervised:
     async def _watch(self, child: Child) -> str:
         """Returns why the child has to be replaced."""
         ended = asyncio.create_task(child.wait())
-        started = healthy_at = time.monotonic()
+        started = before = time.monotonic()
+        silent_s = 0.0
         try:
             while True:
                 await asyncio.wait({ended}, timeout=self._timing.probe_s if self.up else min(0.1, self._timing.probe_s))
@@ -220,13 +223,16 @@ class Supervised:
                 if self._restart_reason is not None:
                     return self._restart_reason
                 problem, now = await self._probe(), time.monotonic()
+                # A longer round means that this process was stopped or starved: the rest of that time proves nothing.
+                silent_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
+                before = now
                 if problem is None:
-                    healthy_at = now
+                    silent_s = 0.0
                     if not self.up and not ended.done():
                         await self._on_up()
                         self.up, self._failed_starts = True, 0
-                elif self.up and now - healthy_at > self._timing.hang_s:
-                    return f"not healthy for {now - healthy_at:.0f} s, killed: {problem}"
+                elif self.up and silent_s > self._timing.hang_s:
+                    return f"not healthy for {silent_s:.0f} s, killed: {problem}"
                 elif not self.up and now - started > self._timing.startup_s:
                     return f"not healthy {now - started:.0f} s after its start, killed: {problem}"
         finally:

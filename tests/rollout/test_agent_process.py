@@ -35,6 +35,26 @@ async def main():
 asyncio.run(main())
 """
 
+SUPERVISOR = """
+import asyncio, pathlib, sys, time
+from services.rollout.process import Supervised, Timing
+folder = pathlib.Path(sys.argv[1])
+async def probe():
+    began = time.monotonic()
+    (folder / "asking").touch()
+    await asyncio.sleep(0.3)
+    (folder / "asking").unlink()
+    (folder / "answers").open("a").write(".")
+    return None if time.monotonic() - began < 3 else "timeout"
+async def main():
+    async def up(): pass
+    timing = Timing(probe_s=0.05, hang_s=5.2)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    await Supervised("child", lambda: command, probe, env={}, log_file=folder / "log", timing=timing, on_up=up,
+                     on_down=lambda reason: (folder / "down").write_text(reason)).run()
+asyncio.run(main())
+"""
+
 
 async def until(condition: Callable[[], bool], what: str) -> None:
     limit = time.monotonic() + 60
@@ -114,6 +134,22 @@ async def test_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> N
         rig.flag.unlink()
         await until(lambda: rig.ups == 2, "up again")
         assert "killed: no flag" in rig.downs[0]
+
+
+async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(tmp_path: Path) -> None:
+    answers = tmp_path / "answers"
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)]) as supervisor:  # noqa: ASYNC220 - returns at once
+        try:
+            await until(lambda: answers.exists() and len(answers.read_text()) > 2, "healthy")
+            await until((tmp_path / "asking").exists, "in the middle of a probe")
+            supervisor.send_signal(signal.SIGSTOP)
+            seen = len(answers.read_text())
+            await asyncio.sleep(6)
+            supervisor.send_signal(signal.SIGCONT)
+            await until(lambda: len(answers.read_text()) > seen + 3 or (tmp_path / "down").exists(), "goes on")
+            assert not (tmp_path / "down").exists()
+        finally:
+            supervisor.kill()
 
 
 async def test_end_of_the_command_is_noticed_while_its_children_live_on(tmp_path: Path) -> None:

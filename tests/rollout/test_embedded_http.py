@@ -47,8 +47,12 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("engine")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def url(directory: Path) -> Iterator[str]:
     model = write_model(directory / "model", seed=0)
     with engine_process(model, directory / "log", "--max-context-tokens", "256", "--weight-version", "3") as (address, _):
         yield address
@@ -125,7 +129,7 @@ async def test_embedded_three_hundred_requests_at_once(url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, stream: bool) -> None:
+async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, stream: bool, directory: Path) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as watcher:
 
         async def sequences(count: int) -> None:
@@ -143,6 +147,7 @@ async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, stream:
                 await request
         await sequences(0)
         await watcher.post("/continue_generation", json={})
+    assert "never retrieved" not in (directory / "log").read_text(), "that is no error of the engine"
 
 
 def test_embedded_metrics_count_tokens(client: httpx.Client) -> None:

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from common.errors import ServiceError
-from services.rollout.embedded.bodies import abort_unfinished, finish, read_body, reply
+from services.rollout.embedded.bodies import abort_unfinished, all_done, finish, read_body, reply
 from services.rollout.embedded.control import add_control, add_info
 from services.rollout.embedded.distributed import add_distributed
 from services.rollout.embedded.engine import Engine
@@ -93,7 +93,7 @@ def _stream(engine: Engine, jobs: list[Job]) -> StreamingResponse:
     for job in jobs:
         job.on_token = on_token
     engine.submit(jobs)
-    done = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
+    done = all_done(jobs)
     done.add_done_callback(lambda _: events.put_nowait(None))
 
     async def body() -> AsyncIterator[bytes]:

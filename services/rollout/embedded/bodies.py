@@ -45,7 +45,7 @@ async def finish(request: Request, engine: Engine, jobs: list[Job]) -> None:
     Raises what a job failed with, Overloaded when the queue is full, ClientGone.
     """
     engine.submit(jobs)
-    done: asyncio.Future[list[list[Sequence]]] = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
+    done = all_done(jobs)
     gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
     try:
         either: set[asyncio.Future[Any]] = {done, gone}
@@ -57,6 +57,14 @@ async def finish(request: Request, engine: Engine, jobs: list[Job]) -> None:
         gone.cancel()
         done.cancel()
         abort_unfinished(engine, jobs)
+
+
+def all_done(jobs: list[Job]) -> "asyncio.Future[list[list[Sequence]]]":
+    """Done when all jobs are, with what they made."""
+    done = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
+    # Looked at, also when nobody waits for it any more: asyncio would log every client that went away as an error.
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return done
 
 
 def abort_unfinished(engine: Engine, jobs: list[Job]) -> None:
