@@ -4,6 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED ?= 0
 ENGINE ?= embedded
+CHAOS_SEEDS ?= 0,1,2
+SOAK_MINUTES ?= 30
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
@@ -17,7 +19,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu test lint check-jobgroup bench bench-trl audit clean
+.PHONY: help demo doctor sglang-cpu test lint check-jobgroup bench bench-trl chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -30,6 +32,8 @@ help:
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
+	@echo 'make chaos           the job group while processes are killed, stopped and cut off [CHAOS_SEEDS=0,1,2]; half an hour'
+	@echo 'make soak            the job group for a long time: does anything grow? [SOAK_MINUTES=30]'
 	@echo 'make clean           remove environments, caches and runs'
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
@@ -99,6 +103,14 @@ $(AUDIT)/.made:
 
 audit: $(AUDIT)/.made
 	$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
+
+chaos: $(VENV)/.made $(BASE)/config.json
+	@mkdir -p runs
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos.run --seeds $(CHAOS_SEEDS) --json runs/chaos.json
+
+soak: $(VENV)/.made $(BASE)/config.json
+	@mkdir -p runs
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
 	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -83,6 +83,8 @@ def role(process: Process) -> str:
         name = "launcher"
     elif process.is_grader:
         name = "graders"
+    elif len(words) == 1:
+        name = words[0]
     elif "-m" in words[:4] and "-S" not in words:
         name = words[words.index("-m") + 1].removeprefix("services.")
     else:

@@ -56,7 +56,7 @@ def schedule(
     for i, (kind, target) in enumerate(done):
         first, last = 1 + i * (steps - 2) / count, 1 + (i + 1) * (steps - 2) / count
         held = round(rng.uniform(*hold_s), 2) if kind == "stop" else 0.0
-        faults.append(Fault(int(rng.uniform(first, last)), round(rng.uniform(0, 1.5), 2), kind, target, held))
+        faults.append(Fault(int(rng.uniform(first, last)), round(rng.uniform(0, 0.6), 2), kind, target, held))
     return faults
 
 

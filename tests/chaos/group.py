@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Config
-from tests.chaos.targets import Process, processes
+from tests.chaos.targets import Process, processes, start_of
 from trainer.record import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +43,7 @@ class Group:
     process: subprocess.Popen[bytes] | None = None
     _known: set[tuple[int, str]] = field(default_factory=set)
     _timed: set[float] = field(default_factory=set)
+    _met: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def run_dir(self) -> Path:
@@ -61,7 +62,17 @@ class Group:
 
     def processes(self) -> list[Process]:
         """All that are alive, the runner included."""
-        return processes(self.mark)
+        found = processes(self.mark)
+        self._met.update((process.pid, process.started) for process in found)
+        return found
+
+    def left(self) -> list[str]:
+        """What is alive of the processes of this run, those included that were seen before and show no mark any more."""
+        found = {(process.pid, process.started): " ".join(process.argv) for process in self.processes()}
+        for pid, started in self._met - set(found):
+            if start_of(pid) == started:
+                found[pid, started] = "seen before"
+        return [f"{pid} {text}" for (pid, _), text in found.items()]
 
     def step(self) -> int:
         """Where the run is."""
@@ -117,6 +128,6 @@ class Group:
 def wait_gone(group: Group, limit_s: float = 10.0) -> list[str]:
     """The processes of a group that has ended which are still there after a while, as text."""
     limit = time.monotonic() + limit_s
-    while (left := group.processes()) and time.monotonic() < limit:
+    while (left := group.left()) and time.monotonic() < limit:
         time.sleep(0.1)
-    return [f"{process.pid} {' '.join(process.argv)}" for process in left]
+    return left

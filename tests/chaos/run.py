@@ -75,18 +75,15 @@ def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0
 def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: int, limit_s: float) -> Outcome:
     """Runs the group in `folder` under these faults, and judges it."""
     group, began = Group(folder, values), time.monotonic()
-    problems: list[str] = []
-    done = []
-    try:
-        with group.running():
-            done = inject(group, faults, limit_s)
-    except TimeoutError as error:
-        problems.append(str(error))
+    with group.running():
+        done = inject(group, faults, limit_s)
     assert group.process is not None
     status, left = group.process.returncode, wait_gone(group)
     evidence = read_evidence(group.run_dir, group.state_dir, group.seen, TARGET_ACCURACY)
     evidence.status, evidence.processes = status, left
-    problems += violations(evidence)
+    if not evidence.metrics:
+        raise RuntimeError(f"the run did not begin:\n{group.output()[-4000:]}")
+    problems = violations(evidence)
     return Outcome(
         seed=seed,
         planned=len(faults),
@@ -96,7 +93,7 @@ def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: i
         faults=[injected.as_json(group) for injected in done],
         restarts=dict(group.restarts()),
         violations=problems,
-        dropped=evidence.metrics[-1]["dropped"] if evidence.metrics else {},
+        dropped=evidence.metrics[-1]["dropped"],
     )
 
 

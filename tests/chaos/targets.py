@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.config import Config
@@ -15,11 +15,14 @@ from common.topology import parse_hosts
 _PIDFD_GETFD = 438  # the same on every architecture
 _ESTABLISHED = "01"
 _PROBE_S = 2.0
+_START = 17
+"""Place of `starttime` in /proc/PID/stat after state and parent."""
+_ROUTER = "sglang::router"
+"""The title that the router gives itself."""
 _MODULES = {
     "data-server": ("-m", "services.data"),
     "reward-server": ("-m", "services.reward"),
     "replay-buffer": ("-m", "services.replay"),
-    "router": ("-m", "sglang_router.launch_router"),
     "engine": ("-m", "services.rollout.embedded"),
     "agent": ("-m", "services.rollout"),
     "trainer": ("-u", "-m", "trainer"),
@@ -32,6 +35,8 @@ class Process:
     """A living process of the run."""
 
     pid: int
+    started: int
+    """Ticks since the machine started: with the id it names a process for ever."""
     parent: int
     state: str
     """As in `ps`: T is stopped."""
@@ -55,22 +60,41 @@ class Process:
 
 
 def processes(mark: str) -> list[Process]:
-    """The living processes that inherited CHAOS_MARK=`mark`."""
-    found, wanted = [], f"CHAOS_MARK={mark}".encode()
+    """The living processes that inherited CHAOS_MARK=`mark`, and all below them.
+
+    A process that gives itself another title (the router) writes it over its environment: it counts by its parent, and what it
+    inherited is taken from there.
+    """
+    found: list[Process] = []
+    others: list[Process] = []
+    wanted = f"CHAOS_MARK={mark}".encode()
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit():
             continue
         with contextlib.suppress(OSError):  # it ended meanwhile
+            state, parent, *more = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
             environ = (directory / "environ").read_bytes().split(b"\0")
-            if wanted not in environ:
+            argv = (directory / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+            if state == "Z" or not argv[0]:
                 continue
-            state, parent, *_ = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            argv = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-            if argv and state != "Z":
-                pairs = (item.decode(errors="replace").partition("=") for item in environ)
-                env = {name: value for name, _, value in pairs}
-                found.append(Process(int(directory.name), int(parent), state, tuple(argv), env))
-    return found
+            pairs = (item.decode(errors="replace").partition("=") for item in environ)
+            env = {name: value for name, _, value in pairs} if wanted in environ else {}
+            process = Process(int(directory.name), int(more[_START]), int(parent), state, tuple(argv), env)
+            (found if env else others).append(process)
+    by_pid = {process.pid: process for process in found}
+    for process in sorted(others, key=lambda process: process.started):  # parents before children
+        if process.parent in by_pid:
+            by_pid[process.pid] = replace(process, env=by_pid[process.parent].env)
+    return list(by_pid.values())
+
+
+def start_of(pid: int) -> int | None:
+    """When this process started, as `Process.started`; None when it has ended."""
+    try:
+        state, _, *more = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(more[_START])
 
 
 def find(target: str, running: list[Process]) -> Process | None:
@@ -78,6 +102,8 @@ def find(target: str, running: list[Process]) -> Process | None:
     if target == "grader":
         servers = {process.pid for process in running if process.is_grader}
         return next((process for process in running if process.is_grader and process.parent in servers), None)
+    if target == "router":
+        return next((process for process in running if process.argv[0] == _ROUTER), None)
     name, _, rank = target.rpartition("-")
     if (words := _MODULES.get(target) or _MODULES.get(name)) is None:
         return next((process for process in running if process.is_launcher and process.node == target), None)

@@ -39,7 +39,7 @@ def test_everything_is_done_once_before_anything_is_done_twice() -> None:
 
 def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0) -> Process:
     env = {"SKYPILOT_TASK_ID": f"local-1_rlhf-math_{task}", "SKYPILOT_NODE_RANK": str(rank)} if task else {}
-    return Process(pid, parent, "S", argv, env)
+    return Process(pid, pid, parent, "S", argv, env)
 
 
 def test_names_mean_the_processes_that_do_the_work() -> None:
@@ -55,6 +55,7 @@ def test_names_mean_the_processes_that_do_the_work() -> None:
         process(6, "python", "-m", "services.rollout.embedded", "--port", "1", task="rollout-server", rank=1),
         process(7, "python", "-P", "/x/services/reward/worker.py", "serve", task="reward-server"),
         process(8, "python", "-P", "/x/services/reward/worker.py", "serve", parent=7, task="reward-server"),
+        process(10, "sglang::router", task="rollout-server"),
         process(9, "python", "-u", "-m", "trainer", task="ppo-trainer", rank=1),
     ]
     found = {target: find(target, running) for target in (*PROCESSES, *NODES)}
@@ -64,6 +65,7 @@ def test_names_mean_the_processes_that_do_the_work() -> None:
         "engine-1": 6,
         "grader": 8,
         "trainer-1": 9,
+        "router": 10,
         "rollout-server-1": 2,
     }
 
