@@ -73,6 +73,23 @@ def worker_url(request: pytest.FixtureRequest) -> str:
     return _url(request)
 
 
+REACHED = {"engine": ("engine", "engine"), "router": ("engine", "router"), "sglang": ("sglang", "sglang")}
+REACHED |= {"sglang_router": ("sglang", "sglang_router")}
+
+
+@pytest.fixture(params=REACHED)
+def reached(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The URL of an engine, for control calls, and the one by which it is asked: its own or the router's."""
+    worker, asked = (str(request.getfixturevalue(f"{name}_url")) for name in REACHED[request.param])
+    return worker, asked
+
+
+@pytest.fixture(params=ROUTERS)
+def router(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=_url(request), timeout=120, trust_env=False) as client:
+        yield client
+
+
 @pytest.fixture
 def target(target_url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=target_url, timeout=120, trust_env=False) as client:

@@ -27,11 +27,11 @@ def _continued(worker: httpx.Client) -> Iterator[None]:
     worker.post("/continue_generation", json={})
 
 
-def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str) -> "Future[Any]":
-    """A request of 240 tokens that has begun."""
+def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None) -> "Future[Any]":
+    """A request of 240 tokens that has begun on `worker`; `asked`: another way to it."""
     body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
     body["sampling_params"] = {"max_new_tokens": 240, "ignore_eos": True}
-    future = pool.submit(lambda: worker.post("/generate", json=body).json())
+    future = pool.submit(lambda: (asked or worker).post("/generate", json=body).json())
     limit = time.monotonic() + 60
     while worker.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
         assert time.monotonic() < limit, "the request does not start"
@@ -87,6 +87,28 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 240
     assert meta["num_retractions"] == (1 if mode == "retract" else 0)
     assert meta["weight_version"] == after == version(worker)
+
+
+@pytest.mark.parametrize("ending", ["pause", "abort_all"])
+def test_contract_an_abort_is_answered_through_the_router_too(
+    reached: tuple[str, str], pool: ThreadPoolExecutor, ending: str
+) -> None:
+    """The router neither hides the partial output nor asks for it again."""
+    worker_url, url = reached
+    with (
+        httpx.Client(base_url=worker_url, timeout=120, trust_env=False) as worker,
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as asked,
+    ):
+        running = long_request(worker, pool, f"through-{ending}", asked)
+        if ending == "pause":
+            worker.post("/pause_generation", json={"mode": "abort"})
+        else:
+            worker.post("/abort_request", json={"abort_all": True})
+        answer = running.result(60)
+        worker.post("/continue_generation", json={})
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) < 240
+    assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
 
 
 def test_contract_abort_by_rid(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:

@@ -123,6 +123,12 @@ def test_contract_an_unknown_sampling_parameter_is_refused(worker: httpx.Client)
     assert response.status_code in (400, 500)  # SGLang 0.5.21 says no more than 500; later ones say 400 and the name
 
 
+def test_contract_the_router_drops_an_unknown_sampling_parameter(router: httpx.Client) -> None:
+    """What an engine refuses never arrives there: the settings of a run have to catch a typing error."""
+    answer = generate(router, input_ids=PROMPT, sampling_params={"max_new_tokens": 1, "temprature": 1})
+    assert answer["meta_info"]["completion_tokens"] == 1
+
+
 def test_contract_unknown_top_level_keys_are_ignored(worker: httpx.Client) -> None:
     answer = generate(worker, input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, model=None, some_new_flag=3)
     assert answer["meta_info"]["completion_tokens"] == 1
@@ -144,9 +150,23 @@ def test_contract_openai_calls(target: httpx.Client, path: str) -> None:
     assert isinstance(answer["metadata"]["weight_version"], str)
 
 
+def test_contract_stop_strings_are_not_in_the_text(target: httpx.Client) -> None:
+    greedy = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    free = generate(target, input_ids=PROMPT, sampling_params=greedy)["text"]
+    stop = next(letter for letter in free[2:] if letter.isascii() and letter.isalnum())
+    stopped = generate(target, input_ids=PROMPT, sampling_params=greedy | {"stop": [stop]})
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert stopped["text"] == free[: free.index(stop)]
+
+
 def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
-    body = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
-    outputs = [
-        httpx.post(f"{url}/generate", json=body, trust_env=False).json()["output_ids"] for url in (engine_url, router_url)
-    ]
-    assert outputs[0] == outputs[1]
+    """Of both calls; SGLang does not obey it on a CPU."""
+    native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
+    chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 11}
+    for path, body in (("/generate", native), ("/v1/chat/completions", chat)):
+        first, second = (httpx.post(url + path, json=body, trust_env=False).json() for url in (engine_url, router_url))
+        assert text_of(first) == text_of(second) != ""
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"])

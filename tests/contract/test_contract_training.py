@@ -1,5 +1,7 @@
 """What the system itself does with an engine, done by its own clients: groups to train on, and new weights from an agent."""
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -7,9 +9,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.clients import RolloutClient, completion_from_answer
+from common.clients import Client, RolloutClient, completion_from_answer
 from common.errors import ServiceError
 from common.schemas import Completion, Float32
 from services.rollout.engine import EngineClient, LoadFailed
@@ -79,6 +82,37 @@ def test_contract_logprobs_are_those_before_top_p(target: httpx.Client, model_di
     np.testing.assert_allclose(completion.logprobs, expected_logprobs(model_dir, completion, 1.3), rtol=0, atol=TOLERANCE)
 
 
+async def test_contract_a_refused_request_is_an_error_with_the_reason(target_url: str) -> None:
+    async with RolloutClient("rollout", target_url) as client:
+        with pytest.raises(ServiceError, match="100000") as refused:
+            await client.generate([5] * 100_000, n=4, max_new_tokens=8, temperature=1, stop_token_ids=[2])
+    assert refused.value.status == 400
+
+
+async def test_contract_each_span_has_the_logprobs_of_its_weights(
+    reached: tuple[str, str], model_dir: Path, other_model_dir: Path
+) -> None:
+    """New weights under a running request, as an agent loads them: nothing of the old ones is left in its cache."""
+    worker_url, url = reached
+    sampling = {"max_new_tokens": 240, "temperature": 0.8, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    async with EngineClient("engine", worker_url) as engine, Client("rollout", url) as client:
+        await engine.load(model_dir, "201", 60)
+        running = asyncio.create_task(client.request("POST", "/generate", json=body))
+        while (await engine.request("GET", "/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+        await engine.load(other_model_dir, "202", 60)
+        completion = completion_from_answer((await running).json())
+        await engine.load(model_dir, "7", 60)
+    (old, start, middle), (new, again, end) = completion.weight_versions
+    assert (old, start, new, again, end) == (201, 0, 202, middle, len(completion.token_ids))
+    assert 0 < middle < end
+    before, after = (expected_logprobs(path, completion, 0.8) for path in (model_dir, other_model_dir))
+    right = np.concatenate([before[:middle], after[middle:]])
+    np.testing.assert_allclose(completion.logprobs, right, rtol=0, atol=TOLERANCE)
+    assert np.median(np.abs(before - after)) > TOLERANCE
+
+
 async def test_contract_weights_are_loaded_as_the_agent_does_it(
     engine: EngineClient, worker_url: str, other_model_dir: Path
 ) -> None:
@@ -103,6 +137,23 @@ async def test_contract_a_failed_load_leaves_the_engine_generating_with_what_it_
     async with RolloutClient("rollout", worker_url) as client:
         [completion] = await client.generate(PROMPT, n=1, max_new_tokens=4, temperature=1, stop_token_ids=[])
     assert [version for version, _, _ in completion.weight_versions] == [int(before)]
+
+
+async def test_contract_weights_of_another_shape_are_refused_and_change_nothing(
+    engine: EngineClient, worker_url: str, model_dir: Path, other_model_dir: Path, tmp_path: Path
+) -> None:
+    await engine.load(model_dir, "104", 60)
+    wrong = Path(shutil.copytree(other_model_dir, tmp_path / "wrong"))
+    tensors = load_file(wrong / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].contiguous()
+    save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ServiceError):
+        await engine.load(wrong, "105", 60)
+    assert await engine.weight_version() == "104"
+    async with RolloutClient("rollout", worker_url) as client:
+        [completion] = await client.generate(PROMPT, n=1, max_new_tokens=16, temperature=1, stop_token_ids=[])
+    assert [version for version, _, _ in completion.weight_versions] == [104]
+    np.testing.assert_allclose(completion.logprobs, expected_logprobs(model_dir, completion, 1), rtol=0, atol=TOLERANCE)
 
 
 async def test_contract_a_paused_engine_is_healthy(engine: EngineClient) -> None:

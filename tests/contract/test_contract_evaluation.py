@@ -1,0 +1,21 @@
+"""`ModelEvaluator` on a served model: the same answers by OpenAI's call, by SGLang's own, and by the local model."""
+
+from pathlib import Path
+
+from services.reward.functions import MathRewardFunction
+from trainer.evaluator import ModelEvaluator
+
+# No digit after a space: there SGLang splits the text of a chat by tokenizer.json, transformers by the class of the model.
+ROWS = [{"prompt": prompt, "answer": "7"} for prompt in ("How many apples?", "Tom has apples", "Tom buys more apples")]
+
+
+def test_contract_an_evaluation_of_a_served_model_is_that_of_the_local_one(target_url: str, model_dir: Path) -> None:
+    reward = MathRewardFunction()
+    local = ModelEvaluator(model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward)
+    chat = ModelEvaluator(target_url, max_new_tokens=24, progress=False).evaluate(ROWS, reward, k=2)
+    native = ModelEvaluator(target_url, tokenizer=model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward, k=2)
+    assert all(local["responses"])
+    for served in (chat, native):
+        assert served["responses"] == local["responses"]
+        assert served["lengths"] == local["lengths"]
+        assert len({sample["response"] for row in served["samples"] for sample in row}) > len(ROWS)
