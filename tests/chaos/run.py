@@ -45,7 +45,9 @@ class Outcome:
     restarts: dict[str, int]
     violations: list[str]
     dropped: dict[str, int] = field(default_factory=dict)
-    """Groups, since the last start of the trainer."""
+    """Groups, since the last start of the trainer; their prompts were tried again."""
+    left_out: int = 0
+    """Prompts that were tried too often."""
 
 
 def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0) -> dict[str, str]:
@@ -94,6 +96,7 @@ def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: i
         restarts=dict(group.restarts()),
         violations=problems,
         dropped=evidence.metrics[-1]["dropped"],
+        left_out=len(evidence.left_out),
     )
 
 
@@ -118,6 +121,7 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
         console.print(
             f"seed {outcome.seed}: {len(outcome.faults)} of {outcome.planned} faults in {outcome.seconds:.0f} s, "
             f"{outcome.steps} steps with those done again, accuracy {accuracy}, dropped {outcome.dropped}, "
+            f"prompts left out {outcome.left_out}, "
             f"{len(outcome.violations)} invariants violated"
         )
         for problem in outcome.violations:
