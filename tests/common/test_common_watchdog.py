@@ -81,6 +81,7 @@ def test_sigusr1_shows_what_is_awaited_and_every_stack(hanging: Hanging) -> None
     for _ in range(2):
         hanging.process.send_signal(signal.SIGUSR1)
         text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS)
+        time.sleep(1)  # faulthandler writes one report at a time and drops a signal that comes meanwhile
     assert "nothing has happened" not in text
     assert "aiohttp" in text  # down to what the innermost coroutine awaits
     hanging.process.send_signal(signal.SIGQUIT)

@@ -1,6 +1,7 @@
 """However a run ends, no process of it is left."""
 
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
@@ -16,7 +17,10 @@ TREE = f"{HEADER}---\nname: main\nnum_nodes: 2\nrun: |\n  {DEEP}\n"
 
 
 def _up(local: "LocalRun") -> bool:
-    sleeping = {word for process in local.marked() for word in process.cmdline() if word.startswith("60")}
+    sleeping = set()
+    for process in local.marked():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            sleeping |= {word for word in process.cmdline() if word.startswith("60")}
     return (local.folder / "up-0").exists() and (local.folder / "up-1").exists() and len(sleeping) == 4
 
 

@@ -184,7 +184,8 @@ async def test_metadata_must_be_showable(client: ReplayClient, make_group: MakeG
     group.metadata = metadata
     response = await client.http.post("/groups", content=wire.encode_groups([group]), headers=MSGPACK)
     assert response.status_code == 422
-    assert response.json()["error"]["field"] == "groups[0].metadata"
+    extension = any(isinstance(value, msgpack.Timestamp) for value in metadata.values())  # refused before it is unpacked
+    assert response.json()["error"]["field"] == ("body" if extension else "groups[0].metadata")
 
 
 async def test_a_version_over_64_bits_is_refused(client: ReplayClient, make_group: MakeGroup) -> None:

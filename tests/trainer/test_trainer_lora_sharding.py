@@ -102,11 +102,11 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
     assert learned(learner, 1)[0] == pytest.approx(one.metrics[-1], abs=1e-5)
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign"])
-def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
+    """Of the size that it had: another size does not count as complete (`test_trainer_files.py`)."""
     config = load(words(policy_dir), {})
     path = save(Learner(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100] if damage == "cut" else (policy_dir / "model.safetensors").read_bytes())
+    file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(ConfigError, match=r"adapter cannot be loaded.*adapter_model\.safetensors.*remove that checkpoint"):
         resumed_learner(config, Ranks(), tmp_path)
