@@ -100,6 +100,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
+        self._said = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
         hooks = {"response": [_not_compressed]}
         self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network(), headers=sent, event_hooks=hooks)
@@ -122,7 +123,7 @@ class Client:
             return await self._repeat(method, path, self.deadline_s if deadline_s is None else deadline_s, arguments)
 
     async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
-        start = said = time.monotonic()
+        start = time.monotonic()
         limit = start + patience_s
         delay, reason = 0.05, "no attempt"
         while (left := limit - time.monotonic()) > 0:
@@ -140,9 +141,10 @@ class Client:
                     raise self._error(response)
                 reason = f"HTTP {response.status_code}: {_said(response)}"
                 asked_s = _retry_after_s(response)
-            if (now := time.monotonic()) - said > _SAY_EVERY_S:
+            now = time.monotonic()
+            if now - max(start, self._said) > _SAY_EVERY_S:  # one line, however many calls wait
                 log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
-                said = now
+                self._said = now
             pause = max(delay * random.uniform(0.5, 1.5), asked_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)

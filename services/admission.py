@@ -6,16 +6,15 @@ A request is refused by its head alone: nothing of its body is read, so refusing
 import asyncio
 from dataclasses import asdict, dataclass, field
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Overloaded, ServiceError, TooLarge
 from common.observe import Metrics
+from services.answers import error_response
 
 BODIES_AT_ONCE = 4
 """So many of the largest bodies may be in work at once."""
 _NEVER_REFUSED = frozenset(("/health", "/metrics"))
-_RETRY_AFTER_S = 1
 _STALLED_S = 60.0
 
 
@@ -68,7 +67,7 @@ class Admission:
         try:
             body.admit()
         except ServiceError as error:
-            await _answer(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         started = False
 
@@ -86,7 +85,7 @@ class Admission:
         finally:
             body.leave()
         if body.error is not None and not started:
-            await _answer(body.error)(scope, receive, send)
+            await error_response(body.error)(scope, receive, send)
 
     def too_large(self, size: int) -> TooLarge:
         return TooLarge(
@@ -169,8 +168,3 @@ class _Body:
     def _bytes_overloaded(self) -> Overloaded:
         load = self._admission.load
         return self._admission.overloaded("body_bytes", load.body_bytes, load.body_bytes_limit, "max_body_mb")
-
-
-def _answer(error: ServiceError) -> JSONResponse:
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else None
-    return JSONResponse(error.body(), error.status, headers)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.security import Hider
 from common.topology import DATA
 from jobgroup.doctor import cluster, disk, fits, gpu, hub, machine, ports, tokens, versions
 from jobgroup.doctor.plan import Assumed, Plan, Usage, make
-from jobgroup.doctor.result import Check, Hider, Result, perform
+from jobgroup.doctor.result import Check, Result, hidden, perform
 from jobgroup.spec import variable
 
 _HUB_S = 12.0
@@ -39,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make(options.yaml, overrides, env, options.task, assumed)
     except (Usage, ConfigError) as error:
         parser.error(str(error))
-    hide = Hider(env, overrides, *(job.env for job in plan.jobs))
+    hiders = [Hider(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
     if not options.json:
         print(_title(plan) + "\n")
     results = []
-    for result in map(hide, _results(plan, env)):
+    for result in (hidden(each, hiders) for each in _results(plan, env)):
         results.append(result)
         if not options.json:
             print(result.text(), flush=True)

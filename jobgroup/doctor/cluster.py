@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from common.security import authorization, trusted
 from common.topology import ROLLOUT, Topology
 from jobgroup.doctor import clock
 from jobgroup.doctor.plan import Job, Plan
@@ -45,10 +46,8 @@ def _endpoints(job: Job, node: int) -> list[tuple[str, int]]:
 
 
 def _client(env: Mapping[str, str], url: str) -> httpx.Client:
-    """As the project's own clients: no proxy, and the token of the run."""
-    token = env.get("API_TOKEN")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+    """As the project's own clients: no proxy, the token of the run, and its authority."""
+    return httpx.Client(base_url=url, headers=authorization(env), verify=trusted(env), timeout=_TIMEOUT_S, trust_env=False)
 
 
 def _service(title: str, topology: Topology, job: Job, node: int, port: int) -> Iterable[Result]:

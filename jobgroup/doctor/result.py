@@ -3,14 +3,13 @@
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.errors import ServiceError
+from common.security import Hider
 
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "ACCESS_KEY")
-_SHORTEST_SECRET = 6
 _SLOW = "what it asks hangs, or this machine is overloaded"
 
 
@@ -88,20 +87,12 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
             yield Result(check.name, check.late, f"not done after {check.limit_s:.0f} s", _SLOW)
 
 
-class Hider:
-    """Takes the values of secret variables out of what is shown."""
-
-    def __init__(self, *envs: Mapping[str, str]) -> None:
-        values = {value for env in envs for name, value in env.items() if name.upper().endswith(_SECRET)}
-        self._values = sorted((value for value in values if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
-
-    def __call__(self, result: Result) -> Result:
-        return Result(result.name, result.state, self._text(result.found), self._text(result.mend))
-
-    def _text(self, text: str) -> str:
-        for value in self._values:
-            text = text.replace(value, "[secret]")
-        return text
+def hidden(result: Result, hiders: Iterable[Hider]) -> Result:
+    """The result without the values of secrets, whatever brought them into it."""
+    found, mend = result.found, result.mend
+    for hider in hiders:
+        found, mend = hider.text(found), hider.text(mend)
+    return replace(result, found=found, mend=mend)
 
 
 def gb(size: float) -> str:

@@ -42,6 +42,8 @@ def test_preempted_nodes_come_back_where_the_run_is(base_model: Path, tmp_path: 
     assert f"going on after step {FAULTS[1].step // 5 * 5}" in group.output()
     evidence = read_evidence(group.run_dir, group.state_dir, group.seen, target_accuracy=0.0)
     assert [each for each in violations(evidence) if not each.startswith("accuracy: ")] == []
+    assert evidence.metrics[-1]["dropped"] == {}
+    assert {position for _, position, _ in evidence.stored.values()} == set(range(evidence.prompts))
 
 
 def _ask_agents(group: Group, served: dict[str, dict[str, Any]]) -> None:

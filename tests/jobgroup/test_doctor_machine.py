@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from common.errors import ConfigError
+from common.security import Hider
 from jobgroup.doctor import disk, gpu, machine, ports
 from jobgroup.doctor.disk import Folder
-from jobgroup.doctor.result import Check, Hider, Result, fail, ok, perform
+from jobgroup.doctor.result import Check, Result, fail, hidden, ok, perform
 from tests.jobgroup.doctoring import free_port, plan_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own")
@@ -51,8 +52,9 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
 
 
 def test_values_of_secret_variables_are_hidden() -> None:
-    hide = Hider({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "EMPTY_TOKEN": ""})
-    assert hide(fail("x", "hf_abcdefg of model", "not hf_abcdefg")) == fail("x", "[secret] of model", "not [secret]")
+    hiders = [Hider({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}), Hider({"API_TOKEN": "0123456789"})]
+    told = hidden(fail("x", "hf_abcdefg of model", "not hf_abcdefg, 0123456789"), hiders)
+    assert told == fail("x", "[secret] of model", "not [secret], [secret]")
 
 
 @linux
