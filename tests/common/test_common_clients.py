@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Response
 
+from common import clients
 from common.clients import (
     Client,
     DataClient,
@@ -22,6 +23,7 @@ from common.clients import (
 from common.errors import InvalidInput, ServiceError
 from common.schemas import RewardItem
 from services.server import create_app, listen
+from tests.rollout_engines import free_port
 
 
 def closed_port() -> int:
@@ -229,3 +231,15 @@ def test_a_completion_keeps_what_training_needs() -> None:
 def test_an_answer_that_cannot_be_trained_on_is_never_an_empty_one(changes: dict[str, Any]) -> None:
     with pytest.raises(GenerationFailed):
         completion_from_answer(answer(**changes))
+
+
+async def test_many_calls_that_wait_for_one_service_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(clients, "_SAY_EVERY_S", 0.3)
+    async with Client("reward-server", f"http://127.0.0.1:{free_port()}", deadline_s=0.55) as client:
+        waits = [client.request("GET", "/stats") for _ in range(20)]
+        assert all(isinstance(each, clients.Unreachable) for each in await asyncio.gather(*waits, return_exceptions=True))
+    said = [record.getMessage() for record in caplog.records if "waiting since" in record.getMessage()]
+    assert len(said) == 1
+    assert "for reward-server to answer GET /stats" in said[0]
