@@ -23,13 +23,15 @@ import orjson
 from aiohttp import web
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient, completion_from_answer
+from common.clients import DataClient, ReplayClient, RewardClient
 from common.config import Config, load
+from common.rollout_client import RolloutClient, completion_from_answer
 from common.wire import decode_groups
 from trainer.background import LoopThread
 from trainer.clock import StageClock
-from trainer.collect import Collector, Progress, Prompter, Services
+from trainer.collect import Collector, Progress, Services
 from trainer.model import load_tokenizer
+from trainer.prompts import Prompter
 
 IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
 

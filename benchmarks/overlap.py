@@ -29,19 +29,21 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients import DataClient, ReplayClient, RewardClient, RolloutClient
+from common.clients import DataClient, ReplayClient, RewardClient
 from common.config import Config, load
 from common.observe import Metrics
+from common.rollout_client import RolloutClient
 from services.learning.ranks import Ranks
 from services.rollout.engine import EngineClient
 from trainer.background import LoopThread
 from trainer.batch import Batch
-from trainer.collect import Progress, Prompter, Services
+from trainer.collect import Progress, Services
 from trainer.lead import Lead
 from trainer.learner import Learner
 from trainer.loop import train
 from trainer.metrics import Sums, UpdateMetrics
 from trainer.model import load_tokenizer
+from trainer.prompts import Prompter
 from trainer.publish import Weights, write_version
 from trainer.record import Recorder, read_lines
 from trainer.server import TrainerMetrics

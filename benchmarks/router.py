@@ -32,9 +32,9 @@ from aiohttp import web
 
 from benchmarks.engine import build
 from benchmarks.processes import ROOT, free_port
-from common.clients import RolloutClient
 from common.config import Config
 from common.errors import ServiceError
+from common.rollout_client import RolloutClient
 from common.sections import RolloutSection
 from common.topology import Topology
 from services.rollout.router import router_command

@@ -35,9 +35,9 @@ from services.data.stream import PromptStream
 from services.replay.buffer import unpack_groups
 from services.replay.store import Store
 from trainer import train_in_process
-from trainer.collect import Prompter
 from trainer.learner import learning_rate
 from trainer.model import load_tokenizer, quiet, stop_token_ids
+from trainer.prompts import Prompter
 from trainer.record import read_lines
 
 TRL_PYTHON = Path(".venv-trl/bin/python")

@@ -10,11 +10,12 @@ import torch
 
 from common import topology as names
 from common import watchdog
-from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
+from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config, fail, load
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
 from common.observe import Metrics, setup_logging
+from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport
 from common.topology import Topology
 from services.learning.liveness import Liveness
@@ -22,13 +23,14 @@ from services.learning.ranks import Ranks, end
 from trainer.adapters import AdapterPublisher, static_files
 from trainer.background import LoopThread
 from trainer.broadcast import Broadcaster
-from trainer.collect import Progress, Prompter, Services
+from trainer.collect import Progress, Services
 from trainer.critic import ValueFunction, value_function
 from trainer.deliver import Publishes
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.learner import Learner
 from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
+from trainer.prompts import Prompter
 from trainer.publish import Publisher, WeightBoard
 from trainer.record import Recorder, console
 from trainer.server import BackgroundServer, TrainerMetrics, create_trainer_app

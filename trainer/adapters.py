@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.clients import RolloutClient
 from common.config import Config
+from common.rollout_client import RolloutClient
 from common.schemas import adapter_name
 from trainer.deliver import Publishes
 from trainer.lora import adapter_config

@@ -17,19 +17,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from common import watchdog
-from common.clients import Client, DataClient, ReplayClient, RewardClient, RolloutClient
+from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
-from common.errors import ConfigError, ServiceError
-from common.schemas import Completion, FinishReason, Group, Prompt, RewardItem, SampledGroups, SampleRequest, TakeRequest
+from common.errors import ServiceError
+from common.rollout_client import RolloutClient
+from common.schemas import Completion, Group, Prompt, SampledGroups, SampleRequest, TakeRequest
 from trainer.background import LoopThread
 from trainer.clock import StageClock
 from trainer.mixing import mixed_in
+from trainer.prompts import Prompter, reward_items
 from trainer.together import Together
 
 log = logging.getLogger(__name__)
@@ -74,41 +76,6 @@ class Services:
 
     def all(self) -> list[Client]:
         return [*self.stateful(), self.rollout]
-
-
-@dataclass
-class Prompter:
-    """Turns a problem into token ids: the only place where prompts are tokenised."""
-
-    tokenizer: Any
-    system_prompt: str
-    stop_token_ids: list[int]
-
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """With the model's chat template, or as it is for a model without one.
-
-        Raises ConfigError for a conversation when the model has no chat template.
-        """
-        return self.all_token_ids([prompt])[0]
-
-    def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The same of several: one call of the tokenizer costs as much as that of one."""
-        texts = [self._text(prompt) for prompt in prompts]
-        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template).input_ids
-        return ids
-
-    def _text(self, prompt: Prompt) -> str:
-        if self.tokenizer.chat_template:
-            chat = conversation(prompt, self.system_prompt)
-            return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        if prompt.chat:
-            raise ConfigError(
-                "a problem is a chat, but the model has no chat template",
-                field="model.name",
-                value=self.tokenizer.name_or_path,
-                remedy="take an instruct model, or give problems as text",
-            )
-        return prompt.prompt
 
 
 class Drawn(NamedTuple):
@@ -440,39 +407,6 @@ class Collector:
                 field="trainer.max_failed_groups",
                 remedy="look at the log of the service that is named",
             )
-
-
-def conversation(prompt: Prompt, system_prompt: str) -> list[dict[str, str]]:
-    """The messages that the model is asked to go on with."""
-    chat = prompt.chat or [{"role": "user", "content": prompt.prompt}]
-    if not system_prompt or chat[0]["role"] == "system":
-        return chat
-    return [{"role": "system", "content": system_prompt}, *chat]
-
-
-class Answered(Protocol):
-    """What is graded of a completion."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def finish_reason(self) -> FinishReason: ...
-
-
-def reward_items(prompt: Prompt, completions: Sequence[Answered]) -> list[RewardItem]:
-    """What the reward-server is asked about completions of one prompt."""
-    return [
-        RewardItem(
-            prompt=prompt.prompt,
-            response=completion.text,
-            ground_truth=prompt.ground_truth,
-            finish_reason=completion.finish_reason,
-            task=prompt.task,
-            columns=prompt.columns,
-        )
-        for completion in completions
-    ]
 
 
 def pass_rate(group: Group) -> float:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.clients import GenerationFailed
 from common.config import Config
 from common.errors import InvalidInput
+from common.rollout_client import GenerationFailed
 from common.schemas import Completion, Prompt, RewardResult
-from trainer.collect import Prompter, Services, reward_items, sampling_seed
+from trainer.collect import Services, sampling_seed
+from trainer.prompts import Prompter, reward_items
 
 SEED_OFFSET = 1 << 20
 """Keeps the seeds of evaluation apart from those of training."""

@@ -13,17 +13,18 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common.clients import GenerationFailed, RewardClient
+from common.clients import RewardClient
 from common.errors import ConfigError
+from common.rollout_client import GenerationFailed
 from common.schemas import Prompt, RewardResult
 from common.sections import RewardSection
 from services.reward.app import create_reward_app
 from services.reward.extract import extract_answer
 from services.reward.functions import RewardFunction
-from trainer.collect import reward_items
 from trainer.datasets import as_prompts, as_rewards
 from trainer.evaluate import pass_at_k
 from trainer.generators import Generator, Sampling, Written, local_generator, openai_generator, sglang_generator, together
+from trainer.prompts import reward_items
 from trainer.uncertainty import (
     Lengths,
     PairedDifference,

@@ -10,16 +10,18 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
-from common.clients import Client, GenerationFailed, RolloutClient, Unreachable
+from common.clients import Client, Unreachable
 from common.errors import ConfigError, ServiceError
+from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import FinishReason, Prompt
 from common.sections import ModelSection
 from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
-from trainer.collect import Prompter, conversation, sampling_seed
+from trainer.collect import sampling_seed
 from trainer.evaluate import SEED_OFFSET
 from trainer.model import load_model, load_tokenizer, quiet
+from trainer.prompts import Prompter, conversation
 
 _T = TypeVar("_T")
 _FIRST_ANSWER_S = 15.0

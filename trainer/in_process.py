@@ -12,10 +12,11 @@ import torch
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.clients import BASE_VERSION, DataClient, ReplayClient, RewardClient, RolloutClient
+from common.clients import DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
 from common.observe import Metrics
+from common.rollout_client import BASE_VERSION, RolloutClient
 from common.schemas import Prompt, WeightManifest
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
@@ -31,11 +32,12 @@ from services.rollout.embedded.model import Model
 from services.rollout.engine import EngineClient, adapters_kept
 from trainer.adapters import AdapterPublisher, base_directory, static_files
 from trainer.background import LoopThread
-from trainer.collect import Prompter, Services
+from trainer.collect import Services
 from trainer.critic import value_function
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
+from trainer.prompts import Prompter
 from trainer.publish import Weights, version_name, write_version
 from trainer.record import Recorder
 from trainer.record import console as standard_console

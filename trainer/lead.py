@@ -23,7 +23,7 @@ from trainer.alarms import alarms
 from trainer.background import LoopThread
 from trainer.batch import Batch
 from trainer.clock import CpuClock, StageClock
-from trainer.collect import CollectFailed, Collector, Progress, Prompter, Services, fresh_groups
+from trainer.collect import CollectFailed, Collector, Progress, Services, fresh_groups
 from trainer.critic import ValueFunction
 from trainer.deliver import Delivery, Publishes
 from trainer.evaluate import Evaluation, evaluate
@@ -33,6 +33,7 @@ from trainer.metrics import UpdateMetrics
 from trainer.mixing import failed_prompts, mix_successes, mixed_in
 from trainer.plots import plot_curves
 from trainer.priorities import MIN_PRIORITY, load_priority
+from trainer.prompts import Prompter
 from trainer.record import Recorder, StepRecord
 from trainer.server import TrainerMetrics
 

@@ -17,12 +17,12 @@ from common.errors import ConfigError
 from common.schemas import Prompt
 from services.reward.functions import RewardFunction
 from trainer import checkpoint
-from trainer.collect import Prompter
 from trainer.datasets import as_prompts, as_rewards
 from trainer.evaluator import EvaluationResults, ModelEvaluator
 from trainer.export import export
 from trainer.in_process import Problems, train_in_process
 from trainer.model import context_length, is_adapter, load_tokenizer
+from trainer.prompts import Prompter
 from trainer.record import console, read_lines
 from trainer.settings import TrainerConfig
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.clients import BASE_VERSION
 from common.config import Config
 from common.errors import ServiceError
 from common.observe import Metrics
+from common.rollout_client import BASE_VERSION
 from common.schemas import WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
 from services.rollout.engine import EngineClient, adapters_kept, engine_command, engine_env

@@ -11,16 +11,9 @@ import uvicorn
 from fastapi import FastAPI, Response
 
 from common import clients
-from common.clients import (
-    Client,
-    DataClient,
-    GenerationFailed,
-    RewardClient,
-    Unreachable,
-    completion_from_answer,
-    wait_healthy,
-)
+from common.clients import Client, DataClient, RewardClient, Unreachable, wait_healthy
 from common.errors import InvalidInput, ServiceError
+from common.rollout_client import GenerationFailed, completion_from_answer
 from common.schemas import RewardItem
 from services.server import create_app, listen
 from tests.rollout_engines import free_port

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.clients import GenerationFailed, completion_from_answer
+from common.rollout_client import GenerationFailed, completion_from_answer
 
 PROMPT = [20, 21, 22, 23]
 

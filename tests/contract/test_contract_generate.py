@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.clients import completion_from_answer
+from common.rollout_client import completion_from_answer
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 LONG = {"max_new_tokens": 12, "ignore_eos": True}

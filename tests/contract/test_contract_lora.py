@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from common.clients import GenerationFailed, RolloutClient
 from common.errors import ServiceError
+from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import WeightFile, WeightManifest, adapter_name
 from common.sections import LoraSection
 from services.rollout.adapters import load_adapter, loaded_adapters

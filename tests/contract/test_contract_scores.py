@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from common.algorithm import AlgorithmSection
-from common.clients import RolloutClient
 from common.config import Config
+from common.rollout_client import RolloutClient
 from common.schemas import Group
 from services.learning.layout import Packed, Packing, Padded
 from services.learning.ranks import Ranks

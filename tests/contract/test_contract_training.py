@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.clients import Client, RolloutClient, completion_from_answer
+from common.clients import Client
 from common.errors import ServiceError
+from common.rollout_client import RolloutClient, completion_from_answer
 from common.schemas import Completion, Float32
 from services.rollout.engine import EngineClient, LoadFailed
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from common.clients import RolloutClient
 from common.errors import ServiceError
 from common.observe import Metrics
+from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport, adapter_name
 from common.topology import TRAINER
 from services.rollout.adapters import loaded_adapters

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.clients import RolloutClient
 from common.observe import Metrics
+from common.rollout_client import RolloutClient
 from common.schemas import WeightFile, WeightManifest, WorkerReport
 from common.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
 from trainer.publish import WeightBoard

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from common.clients import RolloutClient
 from common.observe import Metrics
+from common.rollout_client import RolloutClient
 from common.schemas import Completion
 from common.topology import TRAINER, Topology
 from tests.rollout.test_agent_node import GROUP, TRAINER_PORT, Node, names

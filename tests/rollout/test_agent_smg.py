@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from common.clients import RolloutClient
 from common.observe import Metrics
+from common.rollout_client import RolloutClient
 from common.topology import TRAINER
 from tests.rollout.test_agent_node import GROUP, TRAINER_PORT, Cluster, generate, names, requests_served, until
 from tests.rollout_engines import needs_smg

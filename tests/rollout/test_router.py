@@ -16,7 +16,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from common.clients import Client, RolloutClient
+from common.clients import Client
+from common.rollout_client import RolloutClient
 from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
 from tests.rollout_engines import ROUTERS, engine_process, routed, router_process, write_model

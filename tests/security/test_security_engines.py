@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.clients import Client, RolloutClient
+from common.clients import Client
 from common.config import Config
+from common.rollout_client import RolloutClient
 from common.sections import ModelSection, RolloutSection, SamplingSection
 from common.security import trusted
 from common.topology import ROLLOUT, Topology

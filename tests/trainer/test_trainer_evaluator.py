@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from common.clients import GenerationFailed, Unreachable
+from common.clients import Unreachable
 from common.errors import ConfigError
+from common.rollout_client import GenerationFailed
 from common.schemas import Prompt
 from services.data.tiny import problems
 from tests.rollout_engines import engine_process, free_port

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.clients import RolloutClient
 from common.config import Config, load
 from common.errors import ConfigError
+from common.rollout_client import RolloutClient
 from services.data.tiny import problems
 from services.learning.ranks import Ranks
 from tests.conftest import ROOT

@@ -1,0 +1,76 @@
+"""A problem as the model and the graders get it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import ConfigError
+from common.schemas import FinishReason, Prompt, RewardItem
+
+
+@dataclass
+class Prompter:
+    """Turns a problem into token ids: the only place where prompts are tokenised."""
+
+    tokenizer: Any
+    system_prompt: str
+    stop_token_ids: list[int]
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """With the model's chat template, or as it is for a model without one.
+
+        Raises ConfigError for a conversation when the model has no chat template.
+        """
+        return self.all_token_ids([prompt])[0]
+
+    def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The same of several: one call of the tokenizer costs as much as that of one."""
+        texts = [self._text(prompt) for prompt in prompts]
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template).input_ids
+        return ids
+
+    def _text(self, prompt: Prompt) -> str:
+        if self.tokenizer.chat_template:
+            chat = conversation(prompt, self.system_prompt)
+            return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        if prompt.chat:
+            raise ConfigError(
+                "a problem is a chat, but the model has no chat template",
+                field="model.name",
+                value=self.tokenizer.name_or_path,
+                remedy="take an instruct model, or give problems as text",
+            )
+        return prompt.prompt
+
+
+def conversation(prompt: Prompt, system_prompt: str) -> list[dict[str, str]]:
+    """The messages that the model is asked to go on with."""
+    chat = prompt.chat or [{"role": "user", "content": prompt.prompt}]
+    if not system_prompt or chat[0]["role"] == "system":
+        return chat
+    return [{"role": "system", "content": system_prompt}, *chat]
+
+
+class Answered(Protocol):
+    """What is graded of a completion."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+
+
+def reward_items(prompt: Prompt, completions: Sequence[Answered]) -> list[RewardItem]:
+    """What the reward-server is asked about completions of one prompt."""
+    return [
+        RewardItem(
+            prompt=prompt.prompt,
+            response=completion.text,
+            ground_truth=prompt.ground_truth,
+            finish_reason=completion.finish_reason,
+            task=prompt.task,
+            columns=prompt.columns,
+        )
+        for completion in completions
+    ]
