@@ -1,5 +1,6 @@
 """`ModelEvaluator` on a served model: the same answers by OpenAI's call, by SGLang's own, and by the local model."""
 
+from contextlib import closing
 from pathlib import Path
 
 from services.reward.functions import MathRewardFunction
@@ -10,10 +11,10 @@ ROWS = [{"prompt": prompt, "answer": "7"} for prompt in ("How many apples?", "To
 
 
 def test_contract_an_evaluation_of_a_served_model_is_that_of_the_local_one(target_url: str, model_dir: Path) -> None:
-    reward = MathRewardFunction()
-    local = ModelEvaluator(model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward)
-    chat = ModelEvaluator(target_url, max_new_tokens=24, progress=False).evaluate(ROWS, reward, k=2)
-    native = ModelEvaluator(target_url, tokenizer=model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward, k=2)
+    with closing(MathRewardFunction()) as reward:
+        local = ModelEvaluator(model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward)
+        chat = ModelEvaluator(target_url, max_new_tokens=24, progress=False).evaluate(ROWS, reward, k=2)
+        native = ModelEvaluator(target_url, tokenizer=model_dir, max_new_tokens=24, progress=False).evaluate(ROWS, reward, k=2)
     assert all(local["responses"])
     for served in (chat, native):
         assert served["responses"] == local["responses"]

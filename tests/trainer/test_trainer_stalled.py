@@ -1,7 +1,6 @@
 """Two real ranks of which one never comes to a collective: each says where it is, the one in the collective too."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,11 +20,11 @@ def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
         limit = time.monotonic() + 150
         for rank, place in wanted.items():
             log = tmp_path / f"rank{rank}.log"
-            stalled = "nothing has happened for 2 s; this process is at: the update of step 3"
-            while not (log.exists() and all(text in log.read_text() for text in (stalled, place, "stalled_worker.py"))):
+            said = ("nothing has happened for ", "; this process is at: the update of step 3", place, "stalled_worker.py")
+            while not (log.exists() and all(text in log.read_text() for text in said)):
                 assert time.monotonic() < limit, (tmp_path / "output.txt").read_text()
                 assert process.poll() is None, (tmp_path / "output.txt").read_text()
                 time.sleep(0.1)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.wait(60)
