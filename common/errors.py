@@ -3,6 +3,7 @@
 from typing import Any
 
 _MAX_VALUE_CHARS = 200
+_MAX_TEXT_CHARS = 10_000
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
@@ -32,10 +33,10 @@ class ServiceError(Exception):
         code: str | None = None,
         status: int | None = None,
     ) -> None:
-        self.message = message
-        self.field = field
+        self.message = shorten(message, _MAX_TEXT_CHARS)
+        self.field = None if field is None else shorten(field)
         self.value = None if value is None else shorten(value)
-        self.remedy = remedy
+        self.remedy = None if remedy is None else shorten(remedy, _MAX_TEXT_CHARS)
         self.code = code or type(self).code
         self.status = status or type(self).status
         super().__init__(self._text())

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 import logging
 import signal
 import socket
@@ -11,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -24,9 +24,17 @@ from common.security import check_certificate, is_loopback, tls, token
 from services.access import Guarded
 from services.admission import BODIES_AT_ONCE, Admission, Load
 from services.answers import add_error_handlers, not_json
+from services.bodies import TextRoute
+from services.connections import BoundedConnection
+from services.openapi import EVERYWHERE, described, errors
 
 log = logging.getLogger(__name__)
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
+_HEALTH = {
+    "type": "object",
+    "properties": {"status": {"enum": ["healthy", "unhealthy"]}, "service": {"type": "string"}, "reason": {"type": "string"}},
+    "required": ["status"],
+}
 
 
 def create_app(
@@ -38,6 +46,7 @@ def create_app(
     metrics: Metrics | None = None,
     max_body_bytes: int = 256 << 20,
     max_requests: int = 256,
+    fails: tuple[int, ...] = (),
 ) -> FastAPI:
     """A FastAPI app with what every service has.
 
@@ -50,6 +59,7 @@ def create_app(
         max_body_bytes: larger request bodies get 413 before they are read whole.
         max_requests: in work at once; more get 503 before their bodies are read, as do bodies of more than
             `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
+        fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
     """
     metrics = metrics or Metrics(name.replace("-", "_"))
 
@@ -63,7 +73,8 @@ def create_app(
             async with lifespan():
                 yield
 
-    app = FastAPI(title=name, version="0.1.0", lifespan=run)
+    app = FastAPI(title=name, version="0.1.0", lifespan=run, responses=EVERYWHERE | errors(*fails))
+    app.router.route_class = TextRoute
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
@@ -72,7 +83,7 @@ def create_app(
     app.add_middleware(_Measured, metrics=metrics)
     add_error_handlers(app)
 
-    @app.get("/health")
+    @app.get("/health", **described(answer=_HEALTH, statuses=(200, 503)))
     async def health(request: Request) -> Response:
         """200 with `"status": "healthy"` when the service can serve, else 503; the reason is told to who has the token."""
         reason = "draining: the process is ending" if app.state.draining else not_ready()
@@ -82,7 +93,7 @@ def create_app(
             return JSONResponse({"status": "healthy", "service": name})
         return JSONResponse({"status": "unhealthy", "service": name, "reason": reason}, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))
     async def metrics_page() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -127,13 +138,9 @@ class _Measured:
 async def read_json(request: Request) -> Any:
     """The JSON body of a request that is parsed by hand. Raises InvalidInput when it is not JSON in UTF-8."""
     try:
-        return json.loads(await request.body(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
         raise not_json(str(error)) from None
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 class Server(uvicorn.Server):
@@ -151,6 +158,8 @@ class Server(uvicorn.Server):
             app,
             host,
             port,
+            http=BoundedConnection,
+            ws="none",
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=30,

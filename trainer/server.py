@@ -10,16 +10,19 @@ from fastapi.responses import FileResponse
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
+from services.openapi import described, errors
 from services.server import Server, create_app, listen
 from trainer.publish import WeightBoard
 from trainer.record import StepRecord
+
+_FILE = {"type": "string", "format": "binary"}
 
 
 def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024) -> FastAPI:
     """The app of rank 0."""
     app = create_app("ppo-trainer", metrics=metrics, max_body_bytes=1 << 20, max_requests=max_requests)
 
-    @app.get("/weights/latest")
+    @app.get("/weights/latest", responses=errors(404))
     async def latest(
         after_run: str = "",
         after_version: int = -1,
@@ -30,12 +33,12 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
         latest = await board.latest_after(after_run, after_version, wait_s)
         return await board.with_files(latest) if files else latest
 
-    @app.post("/weights/{version}/verify")
+    @app.post("/weights/{version}/verify", responses=errors(404, 409))
     async def verify(version: Annotated[int, Path(ge=0)], body: WeightChecksums) -> WeightVerdict:
         """Whether an engine has received a broadcast version as it was sent; 409 when it has not."""
         return await board.verify(version, body)
 
-    @app.get("/weights/{version}/files/{name}", response_class=FileResponse)
+    @app.get("/weights/{version}/files/{name}", **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)))
     async def weight_file(version: Annotated[int, Path(ge=0)], name: str) -> FileResponse:
         """One file of a weight version."""
         return FileResponse(board.file(version, name), media_type="application/octet-stream")

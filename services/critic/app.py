@@ -14,10 +14,13 @@ from common.fields import MSGPACK
 from common.observe import Metrics
 from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest
 from services.critic.keeper import CriticKeeper
+from services.critic.shapes import UPDATE_REQUEST, VALUE_REQUEST, VALUES
+from services.openapi import described, errors
 from services.server import create_app
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_KINDS = (MSGPACK,)
 
 
 def create_critic_app(config: Config) -> FastAPI:
@@ -51,13 +54,13 @@ def create_critic_app(config: Config) -> FastAPI:
     )
     tell = _gauges(metrics, keeper)
 
-    @app.post("/values")
+    @app.post("/values", **described(VALUE_REQUEST, VALUES, reads=_KINDS, writes=_KINDS, fails=(409,)))
     async def values(request: Request) -> Response:
         """Values of the states before the completion tokens of a batch of token sequences; msgpack in and out."""
         wanted = await asyncio.to_thread(decode_value_request, await request.body())
         return Response(encode_values(await call(keeper.values, wanted)), media_type=MSGPACK)
 
-    @app.post("/update")
+    @app.post("/update", **described(UPDATE_REQUEST, reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
         """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes nothing."""
         wanted = await asyncio.to_thread(decode_update_request, await request.body())
@@ -65,12 +68,12 @@ def create_critic_app(config: Config) -> FastAPI:
         tell(result)
         return result
 
-    @app.post("/restore")
+    @app.post("/restore", responses=errors(404, 409))
     async def restore(body: RestoreRequest) -> CriticStatus:
         """The run goes on with the critic that was saved at `step`; step 0 is a new one."""
         return await call(keeper.restore, body)
 
-    @app.post("/save")
+    @app.post("/save", responses=errors(409))
     async def save(body: SaveRequest) -> CriticStatus:
         """Writes a checkpoint of the critic, which has to be at `step` of `run_id`."""
         return await call(keeper.save, body)

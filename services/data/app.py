@@ -14,6 +14,7 @@ from common.errors import ConfigError, NotFound
 from common.schemas import PassRateReport, Prompt, PromptBatch, Wire
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream
+from services.openapi import errors
 from services.server import create_app
 
 MAX_POSITION = 2**53
@@ -114,7 +115,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         answered.labels(str(shuffle).lower()).inc(batch_size)
         return PromptBatch(prompts=taken.prompts, total_available=len(train), epoch=taken.epoch, position=taken.position)
 
-    @app.get("/prompt/{prompt_id:path}")
+    @app.get("/prompt/{prompt_id:path}", responses=errors(404))
     def prompt(prompt_id: str) -> Prompt:
         """One problem of either split."""
         if prompt_id not in by_id:

@@ -17,7 +17,9 @@ from common.errors import InvalidInput, NotReady, ServiceError
 from common.observe import Metrics
 from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, SuccessRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
+from services.openapi import described, errors
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
+from services.replay.shapes import EXPERIENCES, FOUND, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
 from services.server import create_app
 
@@ -86,19 +88,19 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
 def _queue_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
-    @app.post("/groups")
+    @app.post("/groups", **described(GROUPS, reads=KINDS, fails=(415,)))
     async def add(request: Request) -> dict[str, int]:
         """Stores groups (msgpack, or JSON with arrays as lists); durable when this answers, idempotent by id."""
         added = await worker.add(await _read_groups(request))
         return {"added": added.added, "duplicates": added.duplicates}
 
-    @app.post("/groups/take")
+    @app.post("/groups/take", **described(answer=TAKEN, writes=KINDS))
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
         taken = await _while_wanted(worker.take(body), request)
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
-    @app.post("/groups/ack")
+    @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
         """These groups were trained on. Repeating it changes nothing; an unknown id is a 404 and nothing is changed."""
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
@@ -112,13 +114,13 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 def _reuse_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
-    @app.post("/groups/sample")
+    @app.post("/groups/sample", **described(answer=SAMPLED, writes=KINDS))
     async def sample(body: SampleRequest, request: Request) -> Response:
         """Acknowledged groups by priority, with importance weights."""
         sampled = await worker.call(buffer.sample, body)
         return await _answer(request, sampled.blobs, weights=sampled.weights)
 
-    @app.post("/groups/successes")
+    @app.post("/groups/successes", **described(answer=FOUND, writes=KINDS))
     async def successes(body: SuccessRequest, request: Request) -> Response:
         """Right completions of prompts, newest first, each in the acknowledged group it was sampled in. Changes nothing."""
         return await _answer(request, await worker.call(buffer.successes, body))
@@ -139,7 +141,7 @@ def _people_routes(app: FastAPI, worker: Worker) -> None:
         """What is stored, without contents."""
         return {"groups": await worker.call(buffer.listing, limit, offset)}
 
-    @app.get("/groups/{group_id:path}")
+    @app.get("/groups/{group_id:path}", **described(answer=GROUP, fails=(404,)))
     async def group(group_id: str) -> Response:
         """One group, arrays as lists."""
         found = await worker.call(buffer.group, group_id)
@@ -167,7 +169,7 @@ def _lone_routes(app: FastAPI, worker: Worker) -> None:
         size = await worker.call(buffer.add_experiences, items)
         return {"added": len(items), "buffer_size": size}
 
-    @app.post("/sample")
+    @app.post("/sample", **described(answer=EXPERIENCES))
     async def sample_experiences(body: SampleExperiences) -> Response:
         """Up to `batch_size` different answers, those of groups included; `prioritized` prefers higher rewards."""
         found = await worker.call(buffer.sample_experiences, body.batch_size, body.prioritized, body.seed)

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from common.errors import ServiceError
+from services.openapi import JSON, OBJECT, described
 from services.rollout.embedded.bodies import abort_unfinished, all_done, finish, read_body, reply
 from services.rollout.embedded.control import add_control, add_info
 from services.rollout.embedded.distributed import add_distributed
@@ -43,13 +44,18 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         lifespan=lifespan,
         metrics=engine.metrics,
         max_requests=engine.max_waiting + 1024,  # the queue bounds what generates; agents have to get through beside it
+        fails=(400,),
     )
     add_control(app, engine)
     add_distributed(app, engine)
     add_lora(app, engine)
     add_info(app, engine, arguments or {})
 
-    @app.api_route("/generate", methods=["POST", "PUT"])
+    generated = {"anyOf": [OBJECT, {"type": "array", "items": OBJECT}]}
+    described_generate = described(GenerateBody, generated, writes=(JSON, "text/event-stream"))
+
+    @app.post("/generate", **described_generate)
+    @app.put("/generate", **described_generate)
     async def generate(request: Request) -> Response:
         """SGLang's native call: tokens in, tokens out. One prompt with n = 1 gives an object, anything else a list."""
         body = await read_body(request, GenerateBody)
@@ -60,14 +66,14 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         found = [item for job in jobs for item in answers(job, engine.model)]
         return reply(found if body.is_batch or len(found) > 1 else found[0])
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **described(CompletionBody, OBJECT))
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
         jobs = (await read_body(request, CompletionBody)).jobs(engine.model)
         await finish(request, engine, jobs)
         return reply(completion_answer(jobs, engine.model))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **described(ChatBody, OBJECT))
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions, through the tokenizer's chat template."""
         jobs = (await read_body(request, ChatBody)).jobs(engine.model)

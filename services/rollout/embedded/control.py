@@ -10,6 +10,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict
 
 from common.errors import NotReady, ServiceError
+from services.openapi import OBJECT, described
 from services.rollout.embedded.bodies import finish, read_body, reply
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.jobs import Job, Sampling
@@ -54,7 +55,7 @@ class VersionBody(_Body):
 def add_control(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that change the state of the engine."""
 
-    @app.post("/abort_request")
+    @app.post("/abort_request", **described(AbortBody, {}, writes=()))
     async def abort_request(request: Request) -> Response:
         """Ends a request by its rid, or all; they are answered with what they have. An unknown rid changes nothing."""
         body = await read_body(request, AbortBody)
@@ -63,21 +64,24 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         await asyncio.wrap_future(engine.abort(None if body.abort_all else body.rid))
         return Response()
 
-    @app.post("/pause_generation")
+    @app.post("/pause_generation", **described(PauseBody, OBJECT))
     async def pause_generation(request: Request) -> Response:
         """Stops generating: abort answers what runs, retract sends it back to the queue, in_place freezes it."""
         body = await read_body(request, PauseBody)
         await asyncio.wrap_future(engine.pause(body.mode))
         return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
 
-    @app.post("/continue_generation")
+    @app.post("/continue_generation", **described(_Body, OBJECT))
     async def continue_generation(request: Request) -> Response:
         """Generates again."""
         await read_body(request, _Body)
         await asyncio.wrap_future(engine.resume())
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    flushed = described(answer={"type": "string"}, writes=("text/plain",), statuses=(200, 400))
+
+    @app.get("/flush_cache", **flushed)
+    @app.post("/flush_cache", **flushed)
     async def flush_cache() -> Response:
         """Empties the KV cache; 400 while requests run or are queued."""
         try:
@@ -86,7 +90,7 @@ def add_control(app: FastAPI, engine: Engine) -> None:
             return PlainTextResponse(f"{error}\n", error.status)
         return PlainTextResponse("Cache flushed.\n")
 
-    @app.post("/update_weights_from_disk")
+    @app.post("/update_weights_from_disk", **described(UpdateBody, OBJECT, statuses=(200, 400)))
     async def update_weights_from_disk(request: Request) -> Response:
         """Loads safetensors of the same architecture; 400 and the old weights stay when they do not fit."""
         body = await read_body(request, UpdateBody)
@@ -99,7 +103,7 @@ def add_control(app: FastAPI, engine: Engine) -> None:
             return _failed(str(error), error.status)
         return reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused})
 
-    @app.post("/update_weight_version")
+    @app.post("/update_weight_version", **described(VersionBody, OBJECT))
     async def update_weight_version(request: Request) -> Response:
         """Renames the weights; aborts every request first unless told not to."""
         body = await read_body(request, VersionBody)

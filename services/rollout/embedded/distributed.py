@@ -20,6 +20,7 @@ from torch import Tensor
 from common.errors import ServiceError
 from common.schemas import Bucket
 from services.learning.weight_group import digest_all, join, leave, size_of, views
+from services.openapi import OBJECT, described
 from services.rollout.embedded.bodies import read_body, reply
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.scheduler import Refused
@@ -192,38 +193,41 @@ async def _unless(left: asyncio.Event, work: Callable[[], _T]) -> _T:
 def add_distributed(app: FastAPI, engine: Engine) -> None:
     """Adds SGLang's calls for weights that come by broadcast, and those that look at weights."""
     updates = Updates(engine)
+    checked = described(CheckBody, OBJECT, statuses=(200, 400))
+    rows = described(NameBody, {"anyOf": [OBJECT, {"type": "array"}]}, statuses=(200, 400))
 
-    @app.post("/init_weights_update_group")
+    @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
     async def init_weights_update_group(request: Request) -> Response:
         """Joins a torch.distributed group; answers when every rank has joined."""
         body = await read_body(request, InitBody)
         return await _answer(updates.init(body))
 
-    @app.post("/destroy_weights_update_group")
+    @app.post("/destroy_weights_update_group", **described(GroupBody, OBJECT, statuses=(200, 400)))
     async def destroy_weights_update_group(request: Request) -> Response:
         """Leaves a group; a rendezvous or a broadcast that waits there fails."""
         body = await read_body(request, GroupBody)
         return await _answer(_call(lambda: updates.destroy(body.group_name)))
 
-    @app.post("/begin_weight_update")
+    @app.post("/begin_weight_update", **described(_Body, OBJECT, statuses=(200, 400)))
     async def begin_weight_update(request: Request) -> Response:
         """Opens a session of updates; 400 while one is open."""
         await read_body(request, _Body)
         return await _answer(_call(updates.begin))
 
-    @app.post("/update_weights_from_distributed")
+    @app.post("/update_weights_from_distributed", **described(DistributedBody, OBJECT, statuses=(200, 400)))
     async def update_weights_from_distributed(request: Request) -> Response:
         """Receives tensors from rank 0 of a group."""
         body = await read_body(request, DistributedBody)
         return await _answer(updates.receive(body))
 
-    @app.post("/end_weight_update")
+    @app.post("/end_weight_update", **described(_Body, OBJECT, statuses=(200, 400)))
     async def end_weight_update(request: Request) -> Response:
         """Closes the session: all that it received is served from now on."""
         await read_body(request, _Body)
         return await _answer(updates.end())
 
-    @app.api_route("/weights_checker", methods=["GET", "POST"])
+    @app.get("/weights_checker", **checked)
+    @app.post("/weights_checker", **checked)
     async def weights_checker(request: Request) -> Response:
         """Checksums of the weights, by their Hugging Face names."""
         body = await read_body(request, CheckBody)
@@ -236,12 +240,13 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
         return reply({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total})
 
-    @app.api_route("/get_weights_by_name", methods=["GET", "POST"])
+    @app.get("/get_weights_by_name", **rows)
+    @app.post("/get_weights_by_name", **rows)
     async def get_weights_by_name(request: Request) -> Response:
         """The first `truncate_size` rows of a tensor; 400 for a name that is not of the model."""
         body = await read_body(request, NameBody)
-        rows = await asyncio.wrap_future(engine.weights_by_name(body.name, body.truncate_size))
-        return reply({"error": {"message": "Get parameter by name failed"}}, 400) if rows is None else reply(rows)
+        found = await asyncio.wrap_future(engine.weights_by_name(body.name, body.truncate_size))
+        return reply({"error": {"message": "Get parameter by name failed"}}, 400) if found is None else reply(found)
 
 
 async def _call(function: Callable[[], str]) -> str:

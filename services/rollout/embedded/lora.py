@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from common.errors import ServiceError
+from services.openapi import OBJECT, described
 from services.rollout.embedded.bodies import read_body, reply
 from services.rollout.embedded.engine import Engine
 
@@ -33,7 +34,7 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
         body = {"success": error is None, "error_message": message, "loaded_adapters": engine.adapters}
         return reply(body, 200 if error is None else error.status)
 
-    @app.post("/load_lora_adapter")
+    @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
     async def load_lora_adapter(request: Request) -> Response:
         """Makes an adapter known by a name; 400 for a name that is there and for files that do not fit."""
         body = await read_body(request, LoadBody)
@@ -43,7 +44,7 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
             return answer(error)
         return answer()
 
-    @app.post("/unload_lora_adapter")
+    @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
     async def unload_lora_adapter(request: Request) -> Response:
         """Refuses new requests with this adapter, and forgets it when the last one is answered."""
         body = await read_body(request, UnloadBody)

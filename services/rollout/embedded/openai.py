@@ -71,6 +71,8 @@ class _Body(BaseModel):
 class CompletionBody(_Body):
     """`/v1/completions`."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "2 + 3 =", "max_tokens": 4}]})
+
     prompt: str | list[Any]
     logprobs: int | None = Field(None, ge=0, le=1)
 
@@ -85,6 +87,10 @@ class CompletionBody(_Body):
 
 class ChatBody(_Body):
     """`/v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}]}
+    )
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -136,7 +136,13 @@ def parse_sampling(raw: Any) -> SamplingParams:
 class GenerateBody(BaseModel):
     """`/generate`; keys it does not know are ignored, as SGLang does."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        json_schema_extra={
+            "examples": [{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "n": 2}, "return_logprob": True}]
+        },
+    )
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
@@ -217,8 +223,8 @@ def check_prompt(prompt: Any, model: Model) -> list[int]:
             value=len(prompt),
             remedy="send a shorter prompt or start the engine with a larger --max-context-tokens",
         )
-    wrong = next((t for t in prompt if type(t) is not int), None)
-    if wrong is None:
+    wrong = next((t for t in prompt if type(t) is not int), 0)
+    if type(wrong) is int:
         ids = np.array(prompt, dtype=object) if any(abs(t) >= 2**62 for t in prompt) else np.array(prompt)
         outside = (ids < 0) | (ids >= model.vocab_size)
         if not outside.any():

@@ -1,0 +1,129 @@
+"""What one connection may cost, before there is a request that an app could judge: time, headers, and how many there are.
+
+uvicorn bounds none of these with httptools: a client that never finishes its head, sends headers without end or never reads
+its answer would hold a connection, and what is buffered for it, for ever.
+"""
+
+import asyncio
+import logging
+import resource
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from common.errors import NotReady, ServiceError
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 30.0
+"""For the head of a request."""
+READER_PATIENCE_S = 120.0
+"""For a client that does not read its answer."""
+MIN_BYTES_PER_S = 1000
+"""Of a body, over `PATIENCE_S`."""
+MAX_HEAD_BYTES = 128 << 10
+"""Of request line and headers, or of whatever else is sent between two parts of a body. Checked as data arrives."""
+MAX_CONNECTIONS = 8192
+"""At once, or as many as there are file descriptors for."""
+_OWN_FILES = 256
+
+
+def max_connections() -> int:
+    """As many as the process may hold and still open its own files."""
+    return max(64, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES))
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection, closed when the client is too slow or sends too much beside bodies."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._late: asyncio.TimerHandle | None = None
+        self._stuck: asyncio.TimerHandle | None = None
+        self._received = 0
+        """Bytes since `_late` was set."""
+        self._bare = 0
+        """Bytes since the last part of a body."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            log.warning("a connection is refused: there are %d", len(self.connections) - 1)
+            self._refuse(NotReady("too many connections", remedy="try again later, over fewer connections", code="overloaded"))
+        else:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._late, self._stuck):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._received += len(data)
+        self._bare += len(data)
+        super().data_received(data)
+        if self._bare > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(ServiceError("the headers are too large", code="headers_too_large", status=431, remedy="send fewer"))
+        self._watch()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._bare = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._bare = 0
+
+    def _watch(self) -> None:
+        """Sets the clock while it is the client's turn to send."""
+        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+        elif self._late is None:
+            self._received = 0
+            self._late = self.loop.call_later(PATIENCE_S, self._on_late)
+
+    def _on_late(self) -> None:
+        self._late = None
+        has_head = self.cycle is not None and self.cycle.more_body
+        if has_head and (self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S):
+            self._watch()
+        elif not self.transport.is_closing():
+            log.info("a connection is closed: no whole request came within %.0f s", PATIENCE_S)
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def _check_reader(self, before: int | None = None) -> None:
+        """Ends the connection when nothing of the answer has gone out since there were `before` bytes left."""
+        left = self.transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            log.info("a connection is closed: nothing was read of its answer for %.0f s", READER_PATIENCE_S)
+            self.transport.abort()
+        else:
+            self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ServiceError("this is not HTTP/1.1", code="bad_request", status=400, remedy="see the log of the client"))
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Answers with the one error shape, unless another answer is on its way, and closes."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            content = orjson.dumps(error.body())
+            retry = "retry-after: 1\r\n" if error.status == 503 else ""
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n{retry}"
+            self.transport.write(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)
+        self.transport.close()

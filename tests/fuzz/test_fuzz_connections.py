@@ -1,0 +1,339 @@
+"""What no schema says: bytes that are no HTTP, bodies that lie about themselves, clients that are slow, many or never stop."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import msgpack
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+
+SERVICE = """
+import sys
+from fastapi import Request
+from services import connections
+from services.server import create_app, read_json, serve
+from common.schemas import GroupIds
+from common.wire import decode_groups
+connections.PATIENCE_S, connections.READER_PATIENCE_S = 2.0, 2.0
+connections.max_connections = lambda: 300
+app = create_app("small-server", max_body_bytes=1 << 20)
+
+@app.post("/typed")
+def typed(body: GroupIds) -> GroupIds:
+    return body
+
+@app.post("/raw")
+async def raw(request: Request) -> object:
+    return await read_json(request)
+
+@app.post("/packed")
+async def packed(request: Request) -> int:
+    return len(decode_groups(await request.body()))
+
+@app.get("/much")
+def much() -> str:
+    return "x" * 50_000_000
+
+serve(app, "127.0.0.1", int(sys.argv[1]))
+"""
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Small:
+    """A service with three ways to read a body, in a process of its own; its clients have two seconds of time."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        self.process = subprocess.Popen([sys.executable, "-c", SERVICE, str(self.port)], cwd=ROOT, stderr=subprocess.DEVNULL)
+        limit = time.monotonic() + 120
+        while not self.healthy():
+            assert self.process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def healthy(self) -> bool:
+        with suppress(OSError):
+            return self.exchange(HEALTH).startswith(b"HTTP/1.1 200")
+        return False
+
+    def exchange(self, *parts: bytes) -> bytes:
+        """What is answered until the connection ends, or the first answer is whole."""
+        with self.connect() as client:
+            for part in parts:
+                client.sendall(part)
+            return whole_answer(client)
+
+    def post(self, path: str, body: bytes, *headers: str, length: int | None = None) -> tuple[int, bytes]:
+        lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body) if length is None else length}", *headers]
+        answer = self.exchange("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        return int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2]
+
+    def memory_mb(self) -> float:
+        return float(psutil.Process(self.process.pid).memory_info().rss) / 1e6
+
+
+def whole_answer(client: socket.socket) -> bytes:
+    """An answer up to its end, or as much of it as comes."""
+    answer, length = bytearray(), None
+    with suppress(ConnectionError):
+        while length is None or len(answer) < length:
+            if not (data := client.recv(1 << 20)):
+                break
+            answer += data
+            if length is None and (head := bytes(answer).partition(b"\r\n\r\n"))[1]:
+                found = re.search(rb"content-length: (\d+)", head[0])
+                length = len(head[0]) + 4 + int(found[1]) if found else None
+    return bytes(answer)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Small]:
+    service = Small()
+    try:
+        yield service
+        assert service.healthy()
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def error_of(body: bytes) -> dict[str, str]:
+    error = json.loads(body)["error"]
+    assert {"code", "message"} <= error.keys()
+    assert isinstance(error, dict)
+    return error
+
+
+JSON = "Content-Type: application/json"
+BAD_JSON = [
+    b"",
+    b"{",
+    b'{"ids": ["a"]',
+    b"\x00",
+    b"\xef\xbb\xbf{}",
+    b'{"ids": ["\xff"]}',
+    b'{"ids": ["\\ud800"]}',
+    b'{"ids": ["a"], "\\udfff": 1}',
+    b'{"ids": ["a"], "n": NaN}',
+    b'{"ids": ["a"], "n": -Infinity}',
+    b'{"ids": ["a"], "n": 1e400}',
+    b'{"ids": ["a"], "n": ' + b"9" * 100_000 + b"}",
+    b'{"ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"ids":' * 50_000 + b"1" + b"}" * 50_000,
+    b"[" * 1_000_000,
+    '{"ids": ["a"]}'.encode("utf-16"),
+    b"\x1f\x8b\x08\x00" + b"\x00" * 1000,
+]
+
+
+@pytest.mark.parametrize("body", BAD_JSON, ids=lambda body: repr(body[:20]))
+def test_a_body_that_is_no_json_gets_422_that_names_it(small: Small, body: bytes) -> None:
+    for path in ("/typed", "/raw"):
+        status, answer = small.post(path, body, JSON)
+        if path == "/raw" and status == 200:
+            assert b"NaN" not in body
+            assert b"\\u" not in body
+            continue
+        assert status == 422, (path, answer[:300])
+        assert len(error_of(answer)["message"]) < 1000
+
+
+def test_text_that_python_can_read_and_not_write_is_refused_by_both_readers(small: Small) -> None:
+    assert small.post("/raw", b'{"a": "\\ud83d\\ude00"}', JSON) == (200, '{"a":"😀"}'.encode())
+    for body in (b'"\\ud800"', b'{"\\udc00": 1}', b'["\\ud83d", "\\ude00"]'):
+        for path in ("/typed", "/raw"):
+            assert small.post(path, body, JSON)[0] == 422
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/xml", "multipart/form-data; boundary=x", "application/json; charset=\xff", "/", ""]
+)
+def test_other_content_types_are_refused(small: Small, kind: str) -> None:
+    assert small.post("/typed", b"<a/>", f"Content-Type: {kind}")[0] == 422
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+def test_a_compressed_body_is_not_unpacked(small: Small, encoding: str) -> None:
+    import gzip
+
+    bomb = gzip.compress(b" " * 10_000_000)
+    assert small.post("/typed", bomb, JSON, f"Content-Encoding: {encoding}")[0] == 422
+
+
+BOMBS = [
+    b"\xdd\xff\xff\xff\xff",  # an array of 4 billion, and nothing of it
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xc9\xff\xff\xff\xff\x05",
+    b"\x81\xa6groups\xdd\x7f\xff\xff\xff",
+    b"\x91" * 500_000,
+    b"\x81\xa1a" * 100_000,
+    msgpack.packb({"groups": [msgpack.ExtType(5, b"x" * 100)]}),
+    msgpack.packb({"groups": [msgpack.Timestamp(0, 0)]}),
+    msgpack.packb({"groups": [{"id": 2**64 - 1}]}),
+    b"\x81\xa6groups\x91\x81\xa2id\xa2\xff\xfe",
+    b"\x82\xa6groups\x90\xa6groups\xc0",
+]
+
+
+@pytest.mark.parametrize("body", BOMBS, ids=lambda body: repr(body[:12]))
+def test_msgpack_that_promises_more_than_there_is_takes_no_memory(small: Small, body: bytes) -> None:
+    before = small.memory_mb()
+    status, answer = small.post("/packed", body)
+    assert status == 422
+    error_of(answer)
+    assert small.memory_mb() < before + 100
+
+
+NO_HTTP = [
+    b"\x00" * 100,
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET  HTTP/1.1\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 5\r\n\r\n{}",
+    b"POST /raw HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\x00c\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", NO_HTTP, ids=lambda sent: repr(sent[:40]))
+def test_what_is_no_http_gets_400_in_the_one_error_shape(small: Small, sent: bytes) -> None:
+    answer = small.exchange(sent)
+    assert answer.startswith(b"HTTP/1.1 4"), answer
+    error_of(answer.partition(b"\r\n\r\n")[2])
+
+
+def test_old_and_pipelined_requests_are_answered(small: Small) -> None:
+    assert small.exchange(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    with small.connect() as client:
+        client.sendall(HEALTH * 500 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while data := client.recv(1 << 16):
+            answer += data
+    assert answer.count(b"HTTP/1.1 200") == 501
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"GET /health HTTP/1.1\r\n" + b"A: " + b"x" * 5_000_000,
+        b"GET /health HTTP/1.1\r\n" + b"A: x\r\n" * 500_000,
+        b"GET /" + b"x" * 3_000_000,
+        b"POST /raw HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"A: x\r\n" * 500_000,
+    ],
+    ids=["one header", "many headers", "path", "trailers"],
+)
+def test_headers_without_end_are_cut_off(small: Small, flood: bytes) -> None:
+    before = small.memory_mb()
+    with small.connect() as client:
+        with suppress(ConnectionError):
+            client.sendall(flood)
+        answer = whole_answer(client)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 4")), answer[:100]
+    assert small.memory_mb() < before + 50
+
+
+def ends(client: socket.socket) -> bool:
+    """Whether the service ends the connection; the timeout of the socket says when it does not."""
+    with suppress(ConnectionError):
+        while client.recv(1 << 16):
+            pass
+    return True
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"\r\n",
+        b"GET /hea",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: ",
+        b"POST /raw HTTP/1.1\r\nContent-Length: 100\r\n\r\n{",
+        b"POST /raw HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{",
+    ],
+)
+def test_a_client_that_does_not_go_on_is_sent_away(small: Small, begun: bytes) -> None:
+    with small.connect() as client:
+        client.sendall(begun)
+        assert ends(client)
+
+
+def test_nor_does_one_that_stops_in_its_second_request(small: Small) -> None:
+    with small.connect() as client:
+        client.sendall(HEALTH)
+        assert whole_answer(client).startswith(b"HTTP/1.1 200")
+        client.sendall(b"GET /hea")
+        assert ends(client)
+
+
+@pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\nA: ", b"POST /raw HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"])
+def test_a_client_that_sends_a_byte_now_and_then_is_sent_away(small: Small, begun: bytes) -> None:
+    with small.connect() as client:
+        client.sendall(begun)
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 10_000:
+                client.sendall(b"x")
+                sent += 1
+                time.sleep(0.02)
+        assert sent < 10_000
+
+
+def test_a_steady_body_has_as_long_as_it_takes(small: Small) -> None:
+    with small.connect() as client:
+        client.sendall(b"POST /raw HTTP/1.1\r\nHost: x\r\nContent-Length: 40002\r\n\r\n[")
+        for _ in range(20):
+            client.sendall(b" " * 2000)
+            time.sleep(0.15)
+        client.sendall(b"]")
+        assert whole_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_who_does_not_read_its_answer_is_sent_away_and_who_does_gets_all(small: Small) -> None:
+    request = b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert len(small.exchange(request)) > 50_000_000
+    with small.connect() as client:
+        client.sendall(request)
+        until(lambda: open_connections(small) == 0)
+
+
+def open_connections(small: Small) -> int:
+    return sum(1 for each in psutil.Process(small.process.pid).net_connections("tcp") if each.status == "ESTABLISHED")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < limit, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_idle_connections_are_bounded_and_go_away(small: Small) -> None:
+    with ExitStack() as opened:
+        clients = [opened.enter_context(small.connect()) for _ in range(400)]
+        refused = whole_answer(clients[-1])
+        assert refused.startswith(b"HTTP/1.1 503") or refused == b"", refused[:100]
+        until(lambda: open_connections(small) == 0)
+    assert small.healthy()

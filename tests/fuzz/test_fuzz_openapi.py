@@ -1,0 +1,69 @@
+"""What every service says of itself at /openapi.json is whole: each call has a text, typed bodies and declared errors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from services.openapi import EVERYWHERE
+from tests.fuzz.served import SERVICES, make
+
+
+@pytest.fixture(scope="module", params=SERVICES)
+def description(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    app: FastAPI = make(request.param, tmp_path_factory.mktemp(request.param), base_model)
+    return app.openapi()
+
+
+WITHOUT_BODY = ("POST /flush", "POST /reset", "POST /clear", "POST /groups/reset_fresh", "POST /flush_cache")
+
+
+def operations(description: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{method.upper()} {path}", call)
+        for path, calls in description["paths"].items()
+        for method, call in calls.items()
+        if method in ("get", "post", "put", "delete", "patch")
+    ]
+
+
+def test_every_call_is_described(description: dict[str, Any]) -> None:
+    found = operations(description)
+    assert len(found) >= 4
+    untold = [name for name, call in found if not call.get("description")]
+    assert untold == []
+    assert len({call["operationId"] for _, call in found}) == len(found)
+
+
+def test_every_answer_has_a_type(description: dict[str, Any]) -> None:
+    for name, call in operations(description):
+        content = call["responses"]["200"].get("content", {})
+        assert content or name == "POST /abort_request", name  # the one call that answers nothing
+        assert all(item["schema"] for item in content.values()), name
+
+
+def test_every_body_has_a_type(description: dict[str, Any]) -> None:
+    for name, call in operations(description):
+        if name.startswith("GET"):
+            continue
+        content = call.get("requestBody", {}).get("content", {})
+        assert content or name in WITHOUT_BODY, name
+        assert all(item["schema"] for item in content.values()), name
+
+
+def test_every_call_declares_its_errors_in_the_one_shape(description: dict[str, Any]) -> None:
+    shape = {"$ref": "#/components/schemas/ErrorBody"}
+    for name, call in operations(description):
+        assert {str(status) for status in EVERYWHERE} <= call["responses"].keys(), name
+        for status, answer in call["responses"].items():
+            schemas = [item["schema"] for item in answer.get("content", {}).values()]
+            if status[0] in "45" and name not in ("GET /health",):
+                assert schemas == [shape] or status == "400", (name, status)  # 400: as SGLang answers
+
+
+def test_what_a_handler_reads_by_hand_is_described_too(description: dict[str, Any]) -> None:
+    by_hand = {"/groups": "application/msgpack", "/values": "application/msgpack", "/generate": "application/json"}
+    for path, kind in by_hand.items():
+        if path in description["paths"]:
+            assert description["paths"][path]["post"]["requestBody"]["content"][kind]["schema"]["properties"]
