@@ -195,29 +195,31 @@ class WeightVerdict(Wire):
     """With what: the trainer's own tensors, or the other engines."""
 
 
+MAX_DETAIL_CHARS = 4000
+_Name = Annotated[str, StringConstraints(max_length=500)]
 WorkerState = Literal["starting", "ready", "updating", "stale", "failed"]
 
 
 class WorkerReport(Wire):
     """What an agent tells the trainer about its engine (`POST /workers/{name}` of the trainer)."""
 
-    name: str
+    name: _Name
     """`rollout-server-1`"""
-    url: str
+    url: Annotated[str, StringConstraints(max_length=2000)]
     """Of the engine, as the router knows it."""
     num_nodes: int
     """Rollout nodes of the job group: how many agents the trainer waits for."""
     state: WorkerState
     version: int | None
     """Weight version the engine serves; None before the first."""
-    run_id: str | None = None
-    detail: str = ""
+    run_id: _Name | None = None
+    detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
     """Why, when the state is `stale` or `failed`."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs of the engine."""
-    epoch: str = ""
+    epoch: _Name = ""
     """Another one when the engine has to be in a new group: it was started again, or a broadcast to it failed."""
-    checksum: str = ""
+    checksum: _Name = ""
     """Of the engine's weights, when they came by broadcast and were verified."""
 
 
@@ -299,7 +301,7 @@ class TakeRequest(Wire):
     """Body of `POST /groups/take`: fresh groups, each handed out exactly once."""
 
     count: int = Field(gt=0, le=65536)
-    min_version: int = Field(0, ge=0)
+    min_version: int = Field(0, ge=0, lt=2**53)
     """Groups with an older weight version are evicted and counted."""
     wait_s: float = Field(0.0, ge=0, le=60)
     """How long to wait until `count` groups are there; fewer than `count` means none are handed out."""
@@ -311,7 +313,7 @@ class SampleRequest(Wire):
     """Body of `POST /groups/sample`."""
 
     count: int = Field(gt=0, le=65536)
-    min_version: int = Field(0, ge=0)
+    min_version: int = Field(0, ge=0, lt=2**53)
     priority_exponent: float = Field(0.6, ge=0)
     importance_exponent: float = Field(0.4, ge=0, le=1)
     max_times_sampled: int | None = Field(None, gt=0)
@@ -330,7 +332,7 @@ class SuccessRequest(Wire):
     """An id that is named twice counts once; one without a right answer is not in the answer."""
     count: int = Field(gt=0, le=1024)
     """Completions per prompt, at most."""
-    min_version: int = Field(0, ge=0, lt=2**63)
+    min_version: int = Field(0, ge=0, lt=2**53)
     """Groups with an older weight version are passed over."""
 
 

@@ -67,6 +67,9 @@ def group_from_dict(content: object, where: str = "group") -> Group:
     if not isinstance(content, dict):
         refuse(where, content, "a group is a mapping")
     only_known(content, set(Group.__dataclass_fields__), where)
+    prompt = array(content.get("prompt_token_ids"), np.int32, f"{where}.prompt_token_ids")
+    if (prompt < 0).any():
+        refuse(f"{where}.prompt_token_ids", int(prompt.min()), "token ids are not negative")
     items = content.get("completions")
     if not isinstance(items, list) or not 1 <= len(items) <= MAX_COMPLETIONS:
         refuse(f"{where}.completions", items, f"a group has 1 to {MAX_COMPLETIONS} completions")
@@ -75,7 +78,7 @@ def group_from_dict(content: object, where: str = "group") -> Group:
         prompt_id=text(content, "prompt_id", where, limit=512),
         prompt=text(content, "prompt", where),
         ground_truth=text(content, "ground_truth", where),
-        prompt_token_ids=array(content.get("prompt_token_ids"), np.int32, f"{where}.prompt_token_ids"),
+        prompt_token_ids=prompt,
         completions=[_completion(item, f"{where}.completions[{i}]") for i, item in enumerate(items)],
         epoch=integer(content.get("epoch", 0), f"{where}.epoch"),
         position=integer(content.get("position", 0), f"{where}.position"),
@@ -137,8 +140,9 @@ def _spans(value: object, length: int, where: str) -> list[tuple[int, int, int]]
         if not isinstance(item, list | tuple) or len(item) != 3 or not all(type(x) is int for x in item):
             refuse(where, item, "a span is [version, start, end]")
         version, start, end = item
-        if version < 0 or start != reached or end <= start:
+        if start != reached or end <= start:
             refuse(where, item, "spans follow each other from 0 and are not empty")
+        integer(version, where)
         spans.append((version, start, end))
         reached = end
     if reached != length:

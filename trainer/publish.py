@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common import watchdog
-from common.errors import NotFound, ServiceError
+from common.errors import NotFound, ServiceError, TooLarge
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
 from common.storing import storing
@@ -38,6 +38,8 @@ _KEEP = 3
 """Versions kept on disk: a slow node may still be downloading the one before the newest."""
 _SILENT_S = 30.0
 """A worker that did not report for this long is counted as gone."""
+_FORGOTTEN_S = 600.0
+_MAX_WORKERS = 1000
 
 
 class PublishFailed(ServiceError):
@@ -221,7 +223,11 @@ class WeightBoard:
     def file(self, version: int, name: str) -> Path:
         """Path of one file of a version. Raises NotFound when the version or the file is not there (any more)."""
         path = self.directory / version_name(version) / name
-        if "/" in name or name.startswith(".") or not path.is_file():
+        try:
+            found = "/" not in name and not name.startswith(".") and path.is_file()
+        except OSError:  # a name that is too long for the file system
+            found = False
+        if not found:
             raise NotFound("no such weight file", field="name", value=f"{version}/{name}", remedy="ask /weights/latest again")
         return path
 
@@ -229,7 +235,11 @@ class WeightBoard:
         """What an agent says of its engine."""
         with self._lock:
             previous = self._workers.get(report.name)
-            self._workers[report.name] = (report, time.monotonic())
+            now = time.monotonic()
+            alive = {name: entry for name, entry in self._workers.items() if now - entry[1] < _FORGOTTEN_S}
+            if len(alive) >= _MAX_WORKERS and report.name not in alive:
+                raise TooLarge("too many workers report", field="name", value=report.name, remedy=f"at most {_MAX_WORKERS}")
+            self._workers = alive | {report.name: (report, now)}
             self._lock.notify_all()
         if report.state in ("stale", "failed") and (previous is None or previous[0].state != report.state):
             log.warning("%s is %s (weights %s): %s", report.name, report.state, report.version, report.detail)

@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from common.config import Config
-from common.errors import ServiceError
+from common.errors import ServiceError, shorten
 from common.observe import Metrics
 from common.rollout_client import BASE_VERSION
-from common.schemas import WeightManifest, WorkerReport
+from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
 from services.rollout.engine import EngineClient, adapters_kept, engine_command, engine_env
 from services.rollout.follow import Quiet, WeightFollower, wait_event
@@ -146,7 +146,7 @@ class Agent:
             state=self.state.worker_state,
             version=None if serves is None else serves.version,
             run_id=None if serves is None else serves.run_id,
-            detail=self.state.detail,
+            detail=shorten(self.state.detail, MAX_DETAIL_CHARS),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
             epoch=f"{self._life}-{self.engine.starts}-{self._follower.broadcasts_failed}",
             checksum=received[1] if received and received[0] == serves else "",

@@ -105,7 +105,7 @@ class Adapters:
             config = json.loads((path / "adapter_config.json").read_text())
             tensors = {name: tensor.float() for name, tensor in load_file(path / "adapter_model.safetensors").items()}
             scale = config["lora_alpha"] / config["r"]
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
             raise BadAdapter(f"the adapter cannot be read: {error}", field="lora_path", value=str(path)) from None
         for name, values in _PLAIN.items():
             if name in config and config[name] not in values:
@@ -124,8 +124,9 @@ class Adapters:
                 continue
             weight, high = f"{module}.weight", tensors.get(f"{_PREFIX}{module}.lora_B.weight")
             base = self._weights.get(weight)
-            rank = tensor.shape[0]
-            if base is None or high is None or tensor.shape != (rank, base.shape[1]) or high.shape != (base.shape[0], rank):
+            shapes = tensor.shape, None if high is None else high.shape
+            rank = tensor.shape[0] if tensor.ndim else 0
+            if base is None or high is None or shapes != ((rank, base.shape[1]), (base.shape[0], rank)):
                 raise BadAdapter(f"{name} does not fit the model", field="lora_path", value=str(path))
             factors[weight] = tensor, high
         if not factors or len(tensors) != 2 * len(factors):

@@ -69,6 +69,6 @@ def _read(directory: Path) -> dict[str, Tensor]:
         for name in sorted(names):
             with safe_open(directory / Path(name).name, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadWeights(f"the weights cannot be read: {error}", field="model_path", value=directory) from None
     return tensors
