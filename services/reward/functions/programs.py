@@ -15,7 +15,8 @@ from services.reward.score import Score
 
 MAX_SOURCE_CHARS = 100_000
 """A longer program is none."""
-_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
+# Possessive: what follows the fence is read once, however long it is.
+_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py", "python2")
 
 
