@@ -104,7 +104,8 @@ class AlgorithmSection(Section):
     def _recipe(cls, data: Any, handler: Callable[[Any], "AlgorithmSection"]) -> "AlgorithmSection":
         if not isinstance(data, dict):
             return handler(data)
-        preset = RECIPES.get(data.get("name", "grpo"), {})
+        name = data.get("name", "grpo")
+        preset = RECIPES.get(name, {}) if isinstance(name, str) else {}
         section = handler({**preset, **data})
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
         for name, reason in section._unread().items():

@@ -281,11 +281,11 @@ def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
         raise ConfigError(f"the configuration file cannot be read: {error}", field="--config", value=str(path)) from None
     if content is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ConfigError("the configuration file is not a mapping of sections", field="--config", value=str(path))
     return content
 

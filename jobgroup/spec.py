@@ -110,7 +110,7 @@ def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nod
 
 def seconds(text: str | int, field: str) -> float:
     """`10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot counts them. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", str(text).lower())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([smhdw]?)", str(text).lower())
     if match is None:
         raise ConfigError("this is no duration", field=field, value=text, remedy="write 10s, 1m or 2h")
     return math.ceil(float(match[1]) * _SECONDS[match[2] or "s"])
@@ -132,7 +132,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+            if not isinstance(key, Hashable):
+                continue  # the method below refuses it
+            if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError("this key comes twice in one mapping", field=f"line {line}", value=key, remedy="keep one")
             seen.add(key)
@@ -142,7 +144,7 @@ class _Loader(yaml.SafeLoader):
 def _documents(path: Path) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
         raise ConfigError(f"the job group cannot be read: {error}", field="YAML", value=str(path)) from None
     documents = [document for document in documents if document is not None]
     for document in documents:
@@ -225,8 +227,12 @@ def _environment(task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[s
 
 
 def _workdir(task: _TaskDocument) -> Path:
-    workdir = Path(task.workdir or ".").expanduser().resolve()
-    if not workdir.is_dir():
+    try:
+        workdir = Path(task.workdir or ".").expanduser().resolve()
+        found = workdir.is_dir()
+    except (OSError, ValueError, RuntimeError):  # no path at all, or of a user that there is not
+        workdir, found = Path(task.workdir or "."), False
+    if not found:
         raise ConfigError(
             "this folder does not exist",
             field=f"{task.name}.workdir",
@@ -256,7 +262,7 @@ def _gpus(task: _TaskDocument) -> int:
         wanted = "{}:{}".format(*next(iter(wanted.items())))
     if not wanted:
         return 0
-    match = re.fullmatch(r"[^:]+(?::(\d+(?:\.\d+)?|None))?", str(wanted))
+    match = re.fullmatch(r"[^:]+(?::([0-9]{1,6}(?:\.[0-9]{1,6})?|None))?", str(wanted))
     if match is None:
         raise ConfigError("these accelerators cannot be read", field=f"{task.name}.accelerators", value=wanted, remedy="H100:1")
     return 1 if match[1] in (None, "None") else math.ceil(float(match[1]))
