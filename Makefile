@@ -19,7 +19,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu test lint check-jobgroup bench bench-trl chaos soak audit clean
+.PHONY: help demo doctor sglang-cpu test lint fuzz check-jobgroup bench bench-trl chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -28,6 +28,7 @@ help:
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
 	@echo 'make lint            ruff, mypy and the import rules alone'
+	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
@@ -68,6 +69,10 @@ lint: $(VENV)/.made
 
 test: lint $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+# The short form is part of `make test`.
+fuzz: $(VENV)/.made $(BASE)/config.json
+	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --timeout 3600
 
 # SkyPilot pins other versions of what the services use, so it has an environment of its own.
 $(SKY)/.made: jobgroup/skypilot-requirements.txt

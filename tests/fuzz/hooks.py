@@ -1,0 +1,69 @@
+"""What schemathesis has to know of these services (SCHEMATHESIS_HOOKS): msgpack, "not now", and waits that are wanted."""
+
+from typing import Any
+
+import msgpack
+import schemathesis
+from schemathesis import Case, CheckContext, DeserializationContext, HookContext, Response, SerializationContext
+
+_SMALLEST = {"wait_s": 0.05, "n": 2}
+"""Long waits and large batches are served as asked: they are no hangs, and would only take time here."""
+
+
+@schemathesis.serializer("application/msgpack")
+def as_msgpack(_: SerializationContext, value: Any) -> bytes:
+    try:
+        packed = msgpack.packb(value)
+    except (OverflowError, ValueError, TypeError):  # numbers and texts that only JSON can say
+        packed = msgpack.packb(repr(value))
+    assert isinstance(packed, bytes)
+    return packed
+
+
+@schemathesis.deserializer("application/msgpack")
+def from_msgpack(_: DeserializationContext, response: Response) -> Any:
+    return _with_lists(msgpack.unpackb(response.content))
+
+
+def _with_lists(value: Any) -> Any:
+    """Raw arrays as lists, as in JSON; what numbers they hold is checked elsewhere."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_lists(item) for item in value]
+    return [0] * (len(value) // 4) if isinstance(value, bytes) else value
+
+
+@schemathesis.hook
+def before_call(_: HookContext, case: "Case[Any]", kwargs: dict[str, Any]) -> None:
+    for part in (case.query, case.body):
+        _shorten(part)
+
+
+def _shorten(value: Any) -> None:
+    if isinstance(value, dict):
+        for name, most in _SMALLEST.items():
+            if type(value.get(name)) in (int, float) and value[name] > most:
+                value[name] = most
+        for item in value.values():
+            _shorten(item)
+    elif isinstance(value, list):
+        for item in value:
+            _shorten(item)
+
+
+@schemathesis.check
+def no_crash(_: CheckContext, response: Response, case: "Case[Any]") -> None:
+    """5xx is 503, with the word when to come back; `/health` says 503 for "not healthy"."""
+    if response.status_code >= 500 and case.path != "/health":
+        assert response.status_code == 503, response.text
+        assert response.headers["retry-after"] == ["1"]
+
+
+@schemathesis.check
+def one_error_shape(_: CheckContext, response: Response, case: "Case[Any]") -> None:
+    """Every error has a code and a message, and what a client sent comes back shortened."""
+    if response.status_code >= 400 and case.path != "/health" and response.status_code != 400:
+        error = response.json()["error"]
+        assert {"code", "message"} <= error.keys()
+        assert len(response.content) < 30_000

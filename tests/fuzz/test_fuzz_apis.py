@@ -1,0 +1,53 @@
+"""Generated requests, valid ones and broken ones, against every service as a real process: schemathesis over /openapi.json.
+
+No 5xx but 503 with Retry-After, no hang, answers as they are declared; the service is as healthy afterwards as before, and its
+memory does not grow. `make fuzz` goes on for longer.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.fuzz.processes import SECONDS, Service, served
+from tests.fuzz.served import SERVICES
+
+pytestmark = pytest.mark.timeout(600 + 2 * SECONDS)
+EXAMPLES = 12
+GROWTH_MB = 60
+NOT_CHECKED = (
+    "not_a_server_error",  # `no_crash` is stricter about 503 and looser nowhere
+    "positive_data_acceptance",  # a schema cannot say that two lists have the same length, or that a group is there
+    "negative_data_rejection",  # "1" is a number to pydantic, and unknown fields are ignored where SGLang ignores them
+    "allow_header_conformance",  # starlette's 405 names the methods of the first route of a path
+)
+WAITS = {"engine": ("/pause_generation", "/init_weights_update_group")}
+"""Calls after which others wait, as they should."""
+
+
+def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> None:
+    """One run of schemathesis; fails with its report."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--seed", str(seed), *limits]
+    command += ["--phases", phases, "--mode", "all", "--checks", "all"]
+    command += ["--exclude-checks", ",".join(NOT_CHECKED), "--request-timeout", "60", "--continue-on-failure"]
+    command += ["--generation-database", "none", "--no-color", "--warnings", "off", "--max-redirects", "0"]
+    for path in WAITS.get(name, ()):
+        command += ["--exclude-path", path]
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "tests.fuzz.hooks", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:] + service.log.read_text()[-4000:]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_generated_requests_harm_no_service(name: str, base_model: Path, tmp_path: Path) -> None:
+    with served(name, tmp_path, base_model) as service:
+        fuzz(service, name, 0, "examples,coverage,fuzzing", "--max-examples", str(EXAMPLES))
+        warm = service.memory_mb()
+        limits = ("--max-time", str(SECONDS), "--max-examples", "100000") if SECONDS else ("--max-examples", str(EXAMPLES))
+        fuzz(service, name, 1, "fuzzing", *limits)
+        assert service.ready()
+        assert service.memory_mb() < warm + GROWTH_MB
+        assert "Traceback" not in service.log.read_text()
