@@ -3,7 +3,6 @@
 A request is refused by its head alone: nothing of its body is read, so refusing costs next to nothing, however many come.
 """
 
-import asyncio
 from dataclasses import asdict, dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,14 +14,6 @@ from services.answers import error_response
 BODIES_AT_ONCE = 4
 """So many of the largest bodies may be in work at once."""
 _NEVER_REFUSED = frozenset(("/health", "/metrics"))
-_STALLED_S = 60.0
-
-
-class Stalled(ServiceError):
-    """The rest of a body did not come (408); its place is given to others."""
-
-    status = 408
-    code = "stalled"
 
 
 @dataclass
@@ -42,8 +33,7 @@ class Load:
 class Admission:
     """Refuses bodies over the limit with 413, and what is too much at a time with 503, `/health` and `/metrics` excepted.
 
-    A body counts by its Content-Length, or as it streams in, until its request is answered. One that stands still for a minute
-    is given up (408).
+    A body counts by its Content-Length, or as it streams in, until its request is answered.
 
     Args:
         load: gets the counts.
@@ -112,7 +102,7 @@ class _Body:
 
     def __init__(self, admission: Admission, receive: Receive, length: int) -> None:
         self._admission, self._receive, self._held = admission, receive, length
-        self._received, self._whole = 0, False
+        self._received = 0
         self.error: ServiceError | None = None
 
     def admit(self) -> None:
@@ -133,24 +123,14 @@ class _Body:
         self._admission.load.body_bytes -= self._held
 
     async def receive(self) -> Message:
-        """The next message. Raises TooLarge, Overloaded or Stalled."""
-        try:
-            async with asyncio.timeout(None if self._whole else _STALLED_S):
-                message = await self._receive()
-            if message["type"] == "http.request":
-                self._whole = not message.get("more_body", False)
+        """The next message. Raises TooLarge or Overloaded."""
+        message = await self._receive()
+        if message["type"] == "http.request":
+            try:
                 self._count(len(message.get("body", b"")))
-        except TimeoutError:
-            self.error = Stalled(
-                f"the rest of the body did not come within {_STALLED_S:.0f} s",
-                field="body",
-                value=self._received,
-                remedy="send it again",
-            )
-            raise self.error from None
-        except ServiceError as error:
-            self.error = error
-            raise
+            except ServiceError as error:
+                self.error = error
+                raise
         return message
 
     def _count(self, size: int) -> None:

@@ -95,6 +95,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._watch()
         elif not self.transport.is_closing():
             log.info("a connection is closed: no whole request came within %.0f s", PATIENCE_S)
+            if has_head:
+                reason = f"the rest of the body did not come within {PATIENCE_S:.0f} s"
+                self._refuse(ServiceError(reason, code="stalled", status=408, field="body", remedy="send it again"))
             self.transport.close()
 
     def pause_writing(self) -> None:

@@ -1,12 +1,17 @@
 """Fixtures shared by all tests."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
+# The same examples on every run; `make fuzz` looks for new ones.
+settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ class CurriculumStats(Wire):
 
     known: int
     """Problems with a pass rate."""
-    mean_pass_rate: float | None
+    mean_pass_rate: float | None = None
     """Of the known ones; absent when there is none."""
     drawn_freely: int
     drawn_by_difficulty: int
@@ -84,7 +84,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     Raises ConfigError when an id is in both splits, or the cursor in `config.state_dir` cannot be used.
     """
     by_id = {prompt.id: prompt for prompt in train}
-    if both := next((prompt.id for prompt in evaluation if prompt.id in by_id), None):
+    if (both := next((prompt.id for prompt in evaluation if prompt.id in by_id), None)) is not None:
         raise ConfigError(
             f"the id {both!r} is in the training and in the evaluation split",
             field="data.source",

@@ -70,7 +70,7 @@ def appeal(rates: Float64, target: float) -> Float64:
 def chances(weights: Float64, free_share: float) -> Float64:
     """[N] the chance of each prompt to be drawn by its weight: 1 − free_share in all, or 0 when no weight is above 0."""
     total = weights.sum()
-    return weights * ((1 - free_share) / total) if total > 0 else np.zeros_like(weights)
+    return weights / total * (1 - free_share) if total > 0 else np.zeros_like(weights)
 
 
 def pick(chance: Float64, number: float) -> int | None:

@@ -130,7 +130,8 @@ class PromptStream:
             raise InvalidInput(
                 "pass rates are not used", field="data.curriculum", value="none", remedy="set data.curriculum difficulty"
             )
-        if unknown := next((name for name, _ in pass_rates if name not in self._places), None):
+        unknown = next((name for name, _ in pass_rates if name not in self._places), None)
+        if unknown is not None:
             raise InvalidInput(
                 "there is no such prompt in the training split",
                 field="prompt_ids",

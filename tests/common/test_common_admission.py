@@ -11,7 +11,6 @@ import pytest
 from fastapi import FastAPI, Request
 
 from common.clients import Client
-from services import admission
 from services.server import create_app
 from tests.conftest import ROOT
 
@@ -150,21 +149,3 @@ async def test_bytes_of_bodies_are_bounded_by_length_and_as_they_stream_in(app: 
         "body_bytes": 0,
         "refused": 2,
     }
-
-
-async def test_a_body_that_stands_still_loses_its_place(
-    app: FastAPI, gate: asyncio.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "_STALLED_S", 0.2)
-    gate.set()
-
-    async def stalled() -> AsyncIterator[bytes]:
-        yield b"half"
-        await asyncio.sleep(60)
-        yield b"the rest"
-
-    async with in_process(app) as http:
-        answer = await http.post("/hold", content=stalled())
-        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "stalled")
-        assert app.state.load.requests == app.state.load.body_bytes == 0
-        assert (await http.post("/hold", content=b"x")).json() == {"size": 1}

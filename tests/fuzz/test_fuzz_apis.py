@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.apps import SERVICES
 from tests.conftest import ROOT
 from tests.fuzz.processes import SECONDS, Service, served
-from tests.fuzz.served import SERVICES
 
 pytestmark = pytest.mark.timeout(600 + 2 * SECONDS)
 EXAMPLES = 12

@@ -270,14 +270,19 @@ def ends(client: socket.socket) -> bool:
         b"\r\n",
         b"GET /hea",
         b"GET /health HTTP/1.1\r\nHost: x\r\nA: ",
-        b"POST /raw HTTP/1.1\r\nContent-Length: 100\r\n\r\n{",
-        b"POST /raw HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{",
     ],
 )
 def test_a_client_that_does_not_go_on_is_sent_away(small: Small, begun: bytes) -> None:
     with small.connect() as client:
         client.sendall(begun)
         assert ends(client)
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{"])
+def test_a_body_that_stands_still_gets_408(small: Small, head: bytes) -> None:
+    status, _, body = small.exchange(b"POST /raw HTTP/1.1\r\n" + head).partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 408")
+    assert error_of(body)["code"] == "stalled"
 
 
 def test_nor_does_one_that_stops_in_its_second_request(small: Small) -> None:

@@ -7,12 +7,13 @@ import pytest
 from fastapi import FastAPI
 
 from services.openapi import EVERYWHERE
-from tests.fuzz.served import SERVICES, make
+from tests.apps import SERVICES
+from tests.fuzz.served import fuzzed
 
 
 @pytest.fixture(scope="module", params=SERVICES)
 def description(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    app: FastAPI = make(request.param, tmp_path_factory.mktemp(request.param), base_model)
+    app: FastAPI = fuzzed(request.param, tmp_path_factory.mktemp(request.param), base_model)
     return app.openapi()
 
 

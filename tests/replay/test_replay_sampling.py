@@ -224,7 +224,7 @@ async def test_new_groups_get_the_largest_priority_seen(client: ReplayClient, ma
         ('{"ids":["g0"],"priorities":[1,2]}', "priorities"),
         ('{"ids":["g0"],"priorities":["high"]}', "priorities"),
         ('{"ids":[],"priorities":[]}', "ids"),
-        ('{"ids":["\\ud800"],"priorities":[1]}', "Unicode"),
+        ('{"ids":["\\ud800"],"priorities":[1]}', "surrogate"),
     ],
 )
 async def test_bad_priorities_are_refused(client: ReplayClient, make_group: MakeGroup, body: str, names: str) -> None:

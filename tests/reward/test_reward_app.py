@@ -85,7 +85,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/reward", raw('{"response": NaN, "ground_truth": "5"}'), 422, "response"),
     ("/reward", raw('{"response": Infinity, "ground_truth": "5"}'), 422, "response"),
     ("/reward", raw(b'{"response": "\xff\xfe", "ground_truth": "5"}'), 422, "body"),
-    ("/reward", raw('{"response": "\\ud800", "ground_truth": "5"}'), 422, "response"),
+    ("/reward", raw('{"response": "\\ud800", "ground_truth": "5"}'), 422, "body"),
     ("/reward", raw("{"), 422, ""),
     ("/reward", raw(""), 422, ""),
     ("/reward", {"json": [GOOD]}, 422, ""),

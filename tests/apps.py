@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from fastapi import FastAPI
 
 from common.config import Config, load
@@ -18,8 +19,10 @@ from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
 from tests.conftest import ROOT
-from trainer.publish import WeightBoard
+from trainer.publish import WeightBoard, write_version
 from trainer.server import create_trainer_app
+
+SERVICES = ("data", "reward", "replay", "critic", "engine", "agent", "trainer")
 
 
 def tiny(model: Path, directory: Path, *more: str) -> Config:
@@ -33,17 +36,22 @@ def tiny(model: Path, directory: Path, *more: str) -> Config:
     return load([*words, *more], {})
 
 
-def every_app(model: Path, directory: Path) -> dict[str, FastAPI]:
-    """By the name of the service. None of them is started."""
-    config = tiny(model, directory, "--algorithm.name", "ppo")
-    split = {name: load_split(config.data, name, config.seed)[:4] for name in ("train", "eval")}
-    metrics = Metrics("rollout_server")
-    return {
-        "data": create_data_app(config, split["train"], split["eval"]),
-        "reward": create_reward_app(config.reward, 1 << 20),
-        "replay": create_replay_app(config.replay, config.state_dir, 1 << 20),
-        "critic": create_critic_app(config),
-        "engine": make_app(Engine(Model(model, 64), max_running=4)),
-        "agent": create_agent_app(Agent(config, Topology(), metrics), metrics),
-        "trainer": create_trainer_app(WeightBoard(directory / "weights"), Metrics("ppo_trainer")),
-    }
+def make(service: str, config: Config) -> FastAPI:
+    """The app of one service, not started. The agent's node has not begun; the trainer's has one version of one tensor."""
+    body = config.max_body_mb << 20
+    if service == "data":
+        return create_data_app(config, *(load_split(config.data, split, config.seed)[:50] for split in ("train", "eval")))
+    if service == "reward":
+        return create_reward_app(config.reward, body)
+    if service == "replay":
+        return create_replay_app(config.replay, config.state_dir, body)
+    if service == "critic":
+        return create_critic_app(config)
+    if service == "engine":
+        return make_app(Engine(Model(Path(config.model.name), 64), max_running=8))
+    if service == "agent":
+        metrics = Metrics("rollout_server")
+        return create_agent_app(Agent(config, Topology(), metrics), metrics)
+    board = WeightBoard(config.state_dir / "weights")
+    board.announce(write_version([("weight", torch.zeros(4))], [], board.directory, "run", 1))
+    return create_trainer_app(board, Metrics("ppo_trainer"))
