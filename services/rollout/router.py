@@ -109,8 +109,15 @@ class RouterClient(Client):
         if todo.add:
             await self._add({"url": url} | key)
         for worker_id in todo.remove:
-            await self.request("DELETE", f"/workers/{worker_id}", deadline_s=3)
+            await self._remove(worker_id)
         return todo.done
+
+    async def _remove(self, worker_id: str) -> None:
+        try:
+            await self.request("DELETE", f"/workers/{worker_id}", deadline_s=3)
+        except ServiceError as error:
+            if error.status != 404:  # an attempt whose answer was lost has removed it
+                raise
 
     async def _add(self, worker: dict[str, str]) -> None:
         try:

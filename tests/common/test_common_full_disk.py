@@ -21,8 +21,11 @@ from common.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, W
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.data.app import create_data_app
+from services.learning.ranks import Ranks
+from services.learning.saving import Snapshot
 from services.replay.app import create_replay_app
 from services.rollout.weights import TrainerClient, WeightStore
+from trainer.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.publish import WeightBoard, write_version
 from trainer.record import Recorder, read_lines
 from trainer.server import create_trainer_app
@@ -153,6 +156,25 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
         assert list(disk.path.iterdir()) == [first]
         third = await store.fetch(publish(3, 200), client)
         assert sorted(path.name for path in disk.path.iterdir()) == [first.name, third.name]
+
+
+def test_a_checkpoint(disk: Disk) -> None:
+    def save(step: int, rows: int) -> Path:
+        tensors = {name: torch.full((rows, 500), float(step)) for name in ("weight", "moment")}
+        snapshot = Snapshot({"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]})
+        return checkpoints.save(TrainerState(step, step, "run", 0.0), {".": snapshot}, step)
+
+    with Checkpoints(disk.path, Ranks(), 3) as checkpoints:
+        first = save(1, 400)
+        save(2, 900)
+        with pytest.raises(CheckpointFailed, match=r"could not be written: .*(No space left|disk|write)") as caught:
+            checkpoints.wait()
+        assert (caught.value.field, caught.value.value) == ("trainer.run_dir", str(disk.path))
+        assert list(disk.path.iterdir()) == [first]  # no part of the other keeps the disk full
+        assert newest(disk.path) == first
+        third = save(3, 100)
+        checkpoints.wait()
+        assert newest(disk.path) == third
 
 
 def test_the_run_directory(disk: Disk) -> None:

@@ -17,6 +17,7 @@ from common.schemas import WeightFile, WeightManifest, adapter_name
 from common.sections import LoraSection
 from services.rollout.adapters import load_adapter, loaded_adapters
 from services.rollout.engine import EngineClient
+from tests.lossy import LossyProxy
 from tests.rollout_engines import (
     engine_process,
     expected_logprobs,
@@ -163,6 +164,19 @@ async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
         assert error_of(model_dir, adapters[0], answer) < 1e-3
         assert await loaded_adapters(agent) == {adapter_name("run", i): str(adapters[i]) for i in (1, 2)}
         assert await agent.weight_version() == "default"  # of the model, which is the same
+
+
+async def test_contract_a_lost_answer_loads_and_unloads_nothing_twice(
+    url: str, engine: httpx.Client, adapters: list[Path]
+) -> None:
+    manifests = [WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(3)]
+    proxy = LossyProxy(int(url.rpartition(":")[2]))
+    async with proxy.running() as lossy, EngineClient("engine", lossy) as agent:
+        for version in range(3):
+            await load_adapter(agent, adapters[version], manifests[version], 1, 60)
+        assert await loaded_adapters(agent) == {adapter_name("run", 2): str(adapters[2])}
+    assert proxy.forwarded["POST /load_lora_adapter"] == 4
+    assert proxy.forwarded["POST /unload_lora_adapter"] == 3
 
 
 async def test_contract_loading_is_repeatable_and_another_runs_adapters_go(

@@ -120,6 +120,15 @@ def test_secrets_have_no_value_in_the_file() -> None:
         assert not any(re.search("TOKEN|KEY|PASSWORD", name) for name in document["envs"])
 
 
+@pytest.mark.parametrize("path", sorted(PATH.parent.glob("*-jobgroup.yaml")), ids=lambda path: path.stem)
+def test_every_task_takes_the_token_of_the_run(path: Path) -> None:
+    """A secret that a task does not name does not reach it, and that service would answer anybody."""
+    _, *tasks = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    assert len(tasks) >= 5
+    for task in tasks:
+        assert task["secrets"]["API_TOKEN"] == "", task["name"]
+
+
 def test_the_volumes_can_be_switched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (tmp_path / "volumes.yaml").write_text(_with_volumes())

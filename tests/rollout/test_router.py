@@ -20,6 +20,7 @@ from common.clients import Client
 from common.rollout_client import RolloutClient
 from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
+from tests.lossy import LossyProxy
 from tests.rollout_engines import ROUTERS, engine_process, routed, router_process, write_model
 from trainer.generators import ChatGenerator, Sampling
 from trainer.server import BackgroundServer
@@ -262,6 +263,19 @@ def groups(client: RolloutClient, count: int) -> list["asyncio.Task[list[Complet
 
 async def whole(requests: list["asyncio.Task[list[Completion]]"]) -> None:
     assert [len(group) for group in await asyncio.gather(*requests)] == [2] * len(requests)
+
+
+async def test_an_answer_about_an_engine_that_is_lost_changes_nothing(pool: Pool) -> None:
+    first, second = (engine.url for engine in pool.engines)
+    proxy = LossyProxy(int(pool.router_url.rpartition(":")[2]))
+    async with proxy.running() as url, RouterClient("router", url) as registry:
+        await reconciled(registry, first, wanted=False)
+        await until(lambda: pool.routed() == {second}, "the first engine is out")
+        await reconciled(registry, first, wanted=True)
+        await until(lambda: pool.routed() == {first, second}, "the first engine is in")
+    removals = [count for call, count in proxy.forwarded.items() if call.startswith("DELETE /workers/")]
+    assert removals[0] >= 2
+    assert proxy.forwarded["POST /workers"] >= 2
 
 
 async def test_a_paused_engine_stays_and_its_requests_wait(pool: Pool, client: RolloutClient) -> None:
