@@ -102,7 +102,8 @@ def command_lines() -> dict[str, bytes]:
 async def stranger(like: Client, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """Knows the certificates, and no token or another one."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=like.base_url, verify=trusted(), headers=headers, timeout=60) as http:
+    new = httpx.Limits(max_keepalive_connections=0)  # the router closes a connection when it has refused to read a body
+    async with httpx.AsyncClient(base_url=like.base_url, verify=trusted(), headers=headers, timeout=60, limits=new) as http:
         yield http
 
 
