@@ -90,9 +90,10 @@ class Agent:
             on_down=self._engine_down,
         )
         self.router = self._supervised_router() if topology.node_rank == 0 else None
+        self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
         self._follower = WeightFollower(
             self.state,
-            WeightStore(config.state_dir / "rollout" / self.name / "weights"),
+            self._store,
             self._trainer,
             self._engine_api,
             self.engine,
@@ -226,7 +227,7 @@ class Agent:
         # A foreign process on the port would answer in the engine's place.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
         newest = self._follower.newest
-        if newest is not None and not newest[1].is_dir():  # the trainer's own directory, which it has removed
+        if newest is not None and not self._store.hold(newest[1]):  # the trainer's own directory, which it removes at any time
             newest = None
         self._started_with = newest
         model, label = self._config.model.name, BASE_VERSION
@@ -245,9 +246,9 @@ class Agent:
                 serves = WeightId.of(manifest)
             else:  # an engine starts without an adapter
                 await self._engine_api.confirm(BASE_VERSION)
-                if path.is_dir():  # or it is the trainer's own directory, which it has removed meanwhile
-                    await self._follower.load(manifest, path)
-                    serves = WeightId.of(manifest)
+                await self._follower.load(manifest, path)
+                serves = WeightId.of(manifest)
+        self._store.hold(None)
         self.state.engine_up(serves)
         log.info("the engine serves %s", serves or "the base model")
         self._follower.engine_up()

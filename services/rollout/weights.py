@@ -129,6 +129,15 @@ class WeightStore:
         for leftover in self.directory.glob("*.partial"):
             shutil.rmtree(leftover)
         self._stored = self._scan()
+        self._held: Path | None = None
+
+    def hold(self, path: Path | None) -> bool:
+        """Keeps this version, and no longer the one held before, though newer ones come; False when it is not on this disk.
+
+        An engine reads its weights some time after it was started with their path.
+        """
+        self._held = path if any(path == stored for _, stored in self._stored) else None
+        return self._held is not None
 
     def _scan(self) -> list[tuple[WeightManifest, Path]]:
         """Complete versions, the one stored last at the end."""
@@ -174,7 +183,8 @@ class WeightStore:
         _sync(self.directory)
         self._stored.append((manifest, target))
         for _, old in self._stored[:-_KEEP]:
-            self._forget(old)
+            if old != self._held:
+                self._forget(old)
         return target
 
     def _link(self, file: WeightFile, target: Path) -> bool:

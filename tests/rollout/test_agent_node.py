@@ -278,14 +278,35 @@ async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, r
     assert await served(node) == 21
 
 
+async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(both: Cluster) -> None:
+    both.publish("a", 21)
+    await until(lambda: both.all_serve("a", 21), "weights 21 everywhere", both)
+    node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
+    node.engine().kill()
+    await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", both)
+    starting = node.engine()
+    starting.suspend()  # long before it reads anything
+    store = both.directory / "rollout" / "rollout-server-1" / "weights"
+    for version in (22, 23, 24, 25):
+        both.publish("a", version)
+        await until(lambda path=store / f"v{version:06d}": path.is_dir(), f"weights {version} here", both)  # type: ignore[misc]
+    starting.resume()
+    await until(lambda: both.all_serve("a", 25), "weights 25 everywhere", both)
+    assert node.status()["engine_starts"] == starts + 1
+    assert "v000021" in " ".join(node.engine().cmdline())
+    both.publish("a", 26)
+    await until(lambda: both.all_serve("a", 26), "weights 26 everywhere", both)
+    assert sorted(path.name for path in store.iterdir()) == ["v000025", "v000026"]
+
+
 async def test_killed_router_comes_back_with_its_workers(both: Cluster, rollout: RolloutClient) -> None:
-    both.publish("a", 22)
-    await until(lambda: both.all_serve("a", 22), "weights 22 everywhere", both)
+    both.publish("a", 27)
+    await until(lambda: both.all_serve("a", 27), "weights 27 everywhere", both)
     old = both.nodes[0].status()["router_pid"]
     psutil.Process(old).children()[0].kill()
     await until(lambda: both.nodes[0].status()["router_pid"] not in (None, old), "another router", both)
-    await until(lambda: both.all_serve("a", 22), "both registered again", both)
-    assert await generate(rollout) == 22
+    await until(lambda: both.all_serve("a", 27), "both registered again", both)
+    assert await generate(rollout) == 27
 
 
 async def test_new_run_replaces_the_weights_though_its_version_is_lower(both: Cluster, rollout: RolloutClient) -> None:
