@@ -19,8 +19,9 @@ from jobgroup.doctor.result import Result, fail, gb, ok, warn
 _MASTER = 4
 _STATE = 12
 """Bytes a parameter of a checkpoint: float32 weights and AdamW's two moments."""
-_PUBLISHED, _PULLED = 3, 2
-"""Weight versions on disk at the trainer (trainer/publish.py), and on a rollout node (services/rollout/weights.py)."""
+_PUBLISHED, _PULLED = 3, 4
+"""Weight versions on disk at the trainer (trainer/publish.py), and on a rollout node (services/rollout/weights.py): two kept,
+one of an engine that starts, one that arrives."""
 _TOKEN = 8
 """Bytes of a stored token: its id and its log-probability."""
 _LOGS = 200 << 20
