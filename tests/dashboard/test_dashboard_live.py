@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,9 +39,10 @@ class Group:
     trainer: BackgroundServer
 
 
-@pytest.fixture
-def group(base_model: Path, tmp_path: Path) -> Iterator[Group]:
-    run_dir, config, port = make_run(tmp_path / "run", 30), tiny(base_model, tmp_path), free_port()
+@contextmanager
+def running(run_dir: Path, base_model: Path, tmp_path: Path) -> Iterator[Group]:
+    """A rollout node, the services, and the trainer's app over this run directory, whose weights are of step 30."""
+    config, port = tiny(base_model, tmp_path), free_port()
     board = WeightBoard(run_dir / "weights")
     model = write_model(tmp_path / "model", 0)
     static = [model / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
@@ -61,6 +62,12 @@ def group(base_model: Path, tmp_path: Path) -> Iterator[Group]:
         node = Node(0, 1, tmp_path, model)
         stack.callback(node.end)
         yield Group(f"{topology.url(TRAINER, 8004)}/dashboard/", process.pid, node, trainer)
+
+
+@pytest.fixture
+def group(base_model: Path, tmp_path: Path) -> Iterator[Group]:
+    with running(make_run(tmp_path / "run", 30), base_model, tmp_path) as found:
+        yield found
 
 
 def test_a_dead_service_and_a_dead_node_are_red_and_so_is_a_dead_trainer(page: Page, group: Group) -> None:

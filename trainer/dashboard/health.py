@@ -20,6 +20,8 @@ from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topo
 
 PATIENCE_S = 2.0
 """What does not answer within this time is dead; with the page's own interval that is well within five seconds."""
+_ENGINE_PATIENCE_S = 1.0
+"""The agent decides whether the node is alive; its engine may be busy."""
 _FRESH_S = 1.0
 """Several pages do not ask more often than one."""
 _GENERATED = re.compile(r"^\w\S*genera\w+_tokens_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
@@ -178,14 +180,26 @@ async def _rollout_node(place: _Place) -> ServiceHealth:
     if state == "ready" and not status["registered"]:
         found.state, found.text = "warning", "ready, but the router does not list it"
     if state == "ready" and place.engine is not None:  # while it loads weights it may answer late
-        load = (await _get(place.engine, "/v1/loads"))["loads"]
-        found.running = sum(part["num_running_reqs"] for part in load)
-        found.waiting = sum(part["num_waiting_reqs"] for part in load)
-        if all("gen_throughput" in part for part in load):
-            found.tokens_per_s = sum(part["gen_throughput"] for part in load)
-        else:
-            found.tokens_per_s = await _rate(place, place.engine)
+        try:
+            async with asyncio.timeout(_ENGINE_PATIENCE_S):
+                await _load(found, place, place.engine)
+        except TimeoutError:
+            found.state, found.text = (
+                "warning",
+                f"ready, but its engine told no load within {_ENGINE_PATIENCE_S:.0f} s",
+            )
     return found
+
+
+async def _load(found: ServiceHealth, place: _Place, engine: Client) -> None:
+    """What the engine has to do."""
+    load = (await _get(engine, "/v1/loads"))["loads"]
+    found.running = sum(part["num_running_reqs"] for part in load)
+    found.waiting = sum(part["num_waiting_reqs"] for part in load)
+    if all("gen_throughput" in part for part in load):
+        found.tokens_per_s = sum(part["gen_throughput"] for part in load)
+    else:
+        found.tokens_per_s = await _rate(place, engine)
 
 
 async def _rate(place: _Place, engine: Client) -> float | None:

@@ -225,7 +225,7 @@ export class Overview {
       return undefined;
     }
     this.looking = true;
-    const record = primary && step !== null ? await this.record(primary, step).catch(() => null) : null;
+    const record = primary && step !== null ? await this.record(primary, step).catch(() => fromColumns(primary, step)) : null;
     this.looking = false;
     this.shown = { key, record };
     this.write(record);
