@@ -134,7 +134,7 @@ async def _asked(place: _Place) -> ServiceHealth:
     except TimeoutError:
         found = ServiceHealth(name=place.name, state="dead", text=f"no answer within {PATIENCE_S:.0f} s")
     except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-        found = ServiceHealth(name=place.name, state="dead", text=shorten(str(error) or type(error).__name__))
+        found = ServiceHealth(name=place.name, state="dead", text=shorten(_short(error)))
     except (ServiceError, ValueError, KeyError, TypeError, IndexError) as error:
         text = shorten(str(error)) if isinstance(error, ServiceError) else f"an unexpected answer: {error!r}"
         found = ServiceHealth(name=place.name, state="dead", text=text)
@@ -142,6 +142,11 @@ async def _asked(place: _Place) -> ServiceHealth:
         place.state, place.since = found.state, time.monotonic()
     found.since_s = time.monotonic() - place.since
     return found
+
+
+def _short(error: Exception) -> str:
+    """Without what aiohttp says of a connection's TLS context."""
+    return str(error).partition(" ssl:")[0] or type(error).__name__
 
 
 async def _get(client: Client, path: str) -> Any:
@@ -223,12 +228,17 @@ async def _router(place: _Place) -> ServiceHealth:
     return ServiceHealth(name=place.name, state=state, text=f"sends to {healthy} of {len(workers)} engines")
 
 
+def _requests(stats: Any) -> int:
+    """In work there, without the one that asks."""
+    return max(0, int(stats["load"]["requests"]) - 1)
+
+
 async def _data(place: _Place) -> ServiceHealth:
     if unwell := await _unwell(place):
         return unwell
     stats = await _get(place.client, "/stats")
     text = f"epoch {stats['epoch']}, {stats['position']:,} prompts drawn of {stats['total_available']:,}"
-    return ServiceHealth(name=place.name, state="healthy", text=text, running=stats["load"]["requests"])
+    return ServiceHealth(name=place.name, state="healthy", text=text, running=_requests(stats))
 
 
 async def _reward(place: _Place) -> ServiceHealth:
@@ -238,7 +248,7 @@ async def _reward(place: _Place) -> ServiceHealth:
     graded = stats["graded"]
     failed = sum(count for status, count in graded.items() if status not in ("ok", "unparsable"))
     text = f"{sum(graded.values()):,} answers graded" + (f", {failed:,} failed" if failed else "")
-    found = ServiceHealth(name=place.name, state="healthy", text=text, running=stats["load"]["requests"])
+    found = ServiceHealth(name=place.name, state="healthy", text=text, running=_requests(stats))
     found.waiting = stats["unfinished"]
     return found
 
@@ -248,7 +258,7 @@ async def _replay(place: _Place) -> ServiceHealth:
         return unwell
     stats = await _get(place.client, "/stats")
     text = f"{stats['size']:,} of {stats['capacity']:,} completions"
-    found = ServiceHealth(name=place.name, state="healthy", text=text, running=stats["load"]["requests"])
+    found = ServiceHealth(name=place.name, state="healthy", text=text, running=_requests(stats))
     found.waiting = stats["fresh"]
     return found
 

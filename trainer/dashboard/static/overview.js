@@ -30,9 +30,9 @@ const FIGURES = [
   (n, data) => {
     const groups = data.facts?.config?.trainer?.batch_size;
     const share = isNumber(groups) && isNumber(n.equal_groups) ? n.equal_groups / groups : null;
-    const below = n.equal_groups === undefined ? "" : "groups: all rewards equal";
+    const below = n.equal_groups === undefined ? "" : `all rewards equal, ${text(n.dropped)} dropped`;
     return {
-      title: "Without gradient",
+      title: "Idle groups",
       value: text(n.equal_groups),
       more: isNumber(groups) ? ` of ${groups}` : "",
       below,
@@ -48,10 +48,9 @@ const FIGURES = [
   (n) => ({
     title: "|Δ logprob|",
     value: text(n["update.delta_logprob_current"]),
-    below: `effective sample size ${text(n["update.effective_sample_size"])}`,
+    below: `sample size ${text(n["update.effective_sample_size"])}, staleness ${text(n.staleness)}`,
     state: n.alarms > 0 ? "bad" : "",
   }),
-  (n) => ({ title: "Staleness", value: text(n.staleness), below: `${text(n.dropped)} groups dropped so far` }),
 ];
 
 export class Overview {

@@ -16,6 +16,7 @@ export class Services {
   /** Shows the answer of `/dashboard/api/health`. */
   show({ asked, services }) {
     this.since = null;
+    this.element.classList.remove("lost");
     this.note.textContent = asked ? "" : "This page reads a run directory. The health of services is on the page of the running trainer.";
     fill(this.list, services.map(line));
     const dead = services.filter((service) => service.state === "dead");
@@ -32,7 +33,7 @@ export class Services {
   lost() {
     this.since ??= new Date();
     this.tell(`This page's server does not answer since ${this.since.toLocaleTimeString()}. What is shown is from before.`);
-    fill(this.list);
+    this.element.classList.add("lost");
   }
 }
 
@@ -50,7 +51,7 @@ function line(service) {
     { class: state, "data-name": name },
     el("i", { class: "dot", role: "img", "aria-label": WORDS[state] }),
     el("b", {}, name),
-    el("span", { class: "numbers" }, numbers.map(([label, value]) => el("span", {}, `${label} `, el("b", {}, text(value))))),
     el("span", { class: "text" }, how + service.text),
+    numbers.length ? el("span", { class: "numbers" }, numbers.map(([label, value]) => el("span", {}, `${label} `, el("b", {}, text(value))))) : null,
   );
 }
