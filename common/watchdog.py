@@ -101,6 +101,12 @@ def at(text: str) -> None:
         _stage = _Stage(_stage.limit_s, text)
 
 
+def place() -> tuple[str, float] | None:
+    """What the training loop is at, and for how many seconds; None outside one."""
+    stage = _stage
+    return None if stage is None else (stage.text, time.monotonic() - stage.since)
+
+
 def start() -> None:
     """Listens to SIGUSR1 and SIGQUIT and looks for stalls, in a thread of its own. Calling it again changes nothing."""
     global _asked

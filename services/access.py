@@ -10,18 +10,18 @@ from services.answers import error_response
 class Guarded:
     """Refuses requests without the token with 401, where the run has one.
 
-    `/health` answers without credentials, since probes have none; `scope["known"]` tells it whom it may give details.
+    `/health` answers without credentials, since probes have none; `scope["known"]` tells it whom it may give details. So do
+    `open_paths`, files of a page that asks for the token itself.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app, self._token = app, token()
+    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset()) -> None:
+        self.app, self._token, self._open = app, token(), open_paths | {"/health"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         open_to_all = self._token is None or scope["type"] == "lifespan"
         known = True if open_to_all else accepts(self._token or "", scope["headers"])
         scope["known"] = known
-        probe = known is None and (scope.get("method"), scope["path"]) == ("GET", "/health")
-        if known or probe:
+        if known or (known is None and scope.get("method") == "GET" and scope["path"] in self._open):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

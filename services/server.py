@@ -47,6 +47,7 @@ def create_app(
     max_body_bytes: int = 256 << 20,
     max_requests: int = 256,
     fails: tuple[int, ...] = (),
+    open_paths: frozenset[str] = frozenset(),
 ) -> FastAPI:
     """A FastAPI app with what every service has.
 
@@ -60,6 +61,7 @@ def create_app(
         max_requests: in work at once; more get 503 before their bodies are read, as do bodies of more than
             `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
         fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
+        open_paths: GET needs no token there, as on `/health`: files that hold nothing of a run.
     """
     metrics = metrics or Metrics(name.replace("-", "_"))
 
@@ -79,7 +81,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
     app.add_middleware(Admission, load=app.state.load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(Guarded)  # outside of the former: a stranger's body is not read
+    app.add_middleware(Guarded, open_paths=open_paths)  # outside of the former: a stranger's body is not read
     app.add_middleware(_Measured, metrics=metrics)
     add_error_handlers(app)
 

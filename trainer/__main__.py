@@ -25,6 +25,7 @@ from trainer.background import LoopThread
 from trainer.broadcast import Broadcaster
 from trainer.collect import Progress, Services
 from trainer.critic import ValueFunction, value_function
+from trainer.dashboard.health import Health
 from trainer.deliver import Publishes
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.learner import Learner
@@ -140,9 +141,11 @@ def _lead(
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
     board = WeightBoard(run_dir / "weights")
     metrics = Metrics("ppo_trainer")
-    app = create_trainer_app(board, metrics, config.trainer.max_requests)
+    health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
+    app = create_trainer_app(board, metrics, config.trainer.max_requests, health)
     stack.enter_context(BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
     stack.callback(board.close)
+    recorder.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
     tokenizer = load_tokenizer(config.model)
     prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
 

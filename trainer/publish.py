@@ -250,6 +250,11 @@ class WeightBoard:
         with self._lock:
             return [report for report, at in self._workers.values() if now - at < _SILENT_S]
 
+    def num_nodes(self) -> int:
+        """Rollout nodes of the job group, as the agents say; 1 before any of them has."""
+        with self._lock:
+            return max((report.num_nodes for report, _ in self._workers.values()), default=1)
+
     def _silent(self) -> list[WorkerReport]:
         """The last reports of the workers that were alive and are not, and were not returned yet."""
         alive = {worker.name for worker in self.workers()} | self._left_behind

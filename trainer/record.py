@@ -104,7 +104,7 @@ class Recorder:
         trained = [_trained(group, reused=i >= fresh) for i, group in enumerate(groups)]
         self._append("groups", {"step": record.step, "groups": trained})
         self._append("samples", {"step": record.step, **group_json(groups[0])})
-        self._append("metrics", {"time": time.time(), **record.__dict__})
+        self._append("metrics", {"time": time.time(), "total_steps": self._total, **record.__dict__})
         training = record.seconds["update"] + record.seconds["publish"]
         self.say(
             f"step {record.step:>4}/{self._total}  reward {record.reward:.3f}  accuracy {record.accuracy:.3f}  "

@@ -12,15 +12,26 @@ from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from services.openapi import described, errors
 from services.server import Server, create_app, listen
+from trainer.dashboard.app import PAGES, add_dashboard
+from trainer.dashboard.health import Health
+from trainer.dashboard.runs import Run
 from trainer.publish import WeightBoard
 from trainer.record import StepRecord
 
 _FILE = {"type": "string", "format": "binary"}
 
 
-def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024) -> FastAPI:
-    """The app of rank 0."""
-    app = create_app("ppo-trainer", metrics=metrics, max_body_bytes=1 << 20, max_requests=max_requests)
+def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024, health: Health | None = None) -> FastAPI:
+    """The app of rank 0, with the dashboard of its run (where the board's directory is); `health` asks the other tasks."""
+    app = create_app(
+        "ppo-trainer",
+        lifespan=health.running if health else None,
+        metrics=metrics,
+        max_body_bytes=1 << 20,
+        max_requests=max_requests,
+        open_paths=PAGES,
+    )
+    add_dashboard(app, Run(board.directory.parent, live=True), health)
 
     @app.get("/weights/latest", responses=errors(404))
     async def latest(

@@ -1,0 +1,118 @@
+"""The numbers of a run by name, one row per step, and how ten thousand rows become as many as a chart has pixels."""
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_COLUMNS = 500
+"""More names than any version writes: what comes beyond is left out."""
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of `metrics.jsonl`: `{"update": {"loss": 1}}` is `update.loss`.
+
+    Added are `seconds` (of the step), `dropped` (groups since the run began), `tokens_per_s` (trained on, over the whole
+    step), `alarms` (how many) and `alarm.NAME` (1) for each.
+    """
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, dict) and name not in ("alarms", "hints"):
+            found |= {f"{name}.{part}": float(item) for part, item in value.items() if _is_number(item)}
+        elif _is_number(value) and name != "step":
+            found[name] = float(value)
+    for total in ("seconds", "dropped"):
+        if isinstance(line.get(total), dict):
+            found[total] = sum(value for name, value in found.items() if name.startswith(f"{total}."))
+    if found.get("seconds", 0.0) > 0 and "update.trained_tokens" in found:
+        found["tokens_per_s"] = found["update.trained_tokens"] / found["seconds"]
+    if isinstance(alarms := line.get("alarms"), dict):
+        found |= {"alarms": float(len(alarms)), **{f"alarm.{name}": 1.0 for name in alarms}}
+    return found
+
+
+def notes(line: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What the trainer said of a step in words: `kind` (alarm or hint) and `text`."""
+    found = []
+    for kind in ("alarm", "hint"):
+        said = line.get(f"{kind}s")
+        texts = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+        found += [{"kind": kind, "text": text} for text in texts if isinstance(text, str)]
+    return found
+
+
+def _is_number(value: object) -> bool:
+    """Finite, and in the range of float32, in which it travels."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
+
+
+class Columns:
+    """Rows in the order of their steps; a number that a row does not have is NaN."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def append(self, step: int, row: Mapping[str, float]) -> bool:
+        """Adds a row; rows of this step and later ones are of an attempt that is undone, and go. Returns whether some went."""
+        keep = bisect_left(self.steps, step)
+        undone = keep < len(self.steps)
+        if undone:
+            del self.steps[keep:]
+            for column in self._columns.values():
+                del column[keep:]
+        for name in row:
+            if name not in self._columns and len(self._columns) < MAX_COLUMNS:
+                self._columns[name] = array("d", [math.nan] * len(self.steps))
+        self.steps.append(step)
+        for name, column in self._columns.items():
+            column.append(row.get(name, math.nan))
+        return undone
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """[rows]; NaN throughout for a name that no row has."""
+        if name not in self._columns:
+            return np.full(len(self), math.nan)
+        return np.array(self._columns[name], np.float64)
+
+    def rows(self, first: int, last: int) -> slice:
+        """Those of the steps from `first` to `last`, both included."""
+        return slice(bisect_left(self.steps, first), bisect_right(self.steps, last))
+
+    def thinned(self, rows: slice, points: int) -> dict[str, Any]:
+        """These rows as at most `points` ones, each the mean of some in a row, named by the last of their steps.
+
+        Returns `steps`, `times` (seconds since 1970), `columns` (means by name), and, where rows were put together, `low` and
+        `high` (their least and greatest, by name): a spike of one step stays to be seen.
+        """
+        steps = np.array(self.steps[rows], np.int64)
+        edges = np.linspace(0, len(steps), min(points, len(steps)) + 1).astype(np.int64)
+        starts, ends = edges[:-1], edges[1:] - 1
+        merged = len(starts) < len(steps)
+        result: dict[str, Any] = {"steps": steps[ends], "times": self.column("time")[rows][ends], "columns": {}}
+        if merged:
+            result |= {"low": {}, "high": {}}
+        for name in self._columns:
+            if name == "time":
+                continue
+            values = np.array(self._columns[name][rows], np.float64)
+            if not merged:
+                result["columns"][name] = values.astype(np.float32)
+                continue
+            there = ~np.isnan(values)
+            with np.errstate(invalid="ignore"):
+                means = np.add.reduceat(np.where(there, values, 0.0), starts) / np.add.reduceat(there.astype(float), starts)
+            for key, column in (
+                ("columns", means),
+                ("low", np.fmin.reduceat(values, starts)),
+                ("high", np.fmax.reduceat(values, starts)),
+            ):
+                result[key][name] = column.astype(np.float32)
+        return result

@@ -1,0 +1,395 @@
+// The charts: which there are, and how one is drawn with uPlot. They share their steps, their cursor and the chosen step.
+
+import { colour, duration, el, fill, isNumber, lastUpTo, palette, percent, text, tick } from "./dom.js";
+
+/* Every chart has `columns` of metrics.jsonl. A unit stands behind the title. Where alarms begin comes from the server. */
+export const GROUPS = [
+  {
+    title: "Learning",
+    charts: [
+      { title: "Reward", columns: { reward: "" } },
+      { title: "Accuracy", columns: { accuracy: "" }, range: [0, 1.04], evaluations: true, format: percent },
+      { title: "Loss", columns: { "update.loss": "" } },
+      { title: "KL to the reference", unit: "nats/token", columns: { "update.kl_reference": "" } },
+      { title: "Entropy", unit: "nats/token", columns: { "update.entropy": "" } },
+      { title: "Clip fraction", columns: { "update.clip_fraction": "" }, format: percent },
+    ],
+  },
+  {
+    title: "Completions",
+    charts: [
+      { title: "Length", unit: "tokens", columns: { completion_tokens: "" } },
+      { title: "Cut at the limit", columns: { truncated: "" }, format: percent },
+      { title: "Groups without gradient", columns: { equal_groups: "" } },
+      { title: "Dropped groups", unit: "since the start", columns: { dropped: "" } },
+    ],
+  },
+  {
+    title: "Rollout engine and trainer",
+    charts: [
+      { title: "Effective sample size", unit: "share of tokens", columns: { "update.effective_sample_size": "" } },
+      { title: "|Δ logprob|", unit: "same weights", columns: { "update.delta_logprob_current": "" } },
+      { title: "KL(rollout ‖ trainer)", unit: "nats/token", columns: { "update.kl_rollout": "" } },
+      { title: "Staleness", unit: "weight versions", columns: { staleness: "" } },
+    ],
+  },
+  {
+    title: "Time",
+    charts: [
+      { title: "A step", unit: "seconds", stack: "seconds.", format: duration, wide: true },
+      { title: "Trained tokens", unit: "per second", columns: { tokens_per_s: "" } },
+    ],
+  },
+  {
+    title: "Optimiser",
+    charts: [
+      { title: "Gradient norm", unit: "before clipping", columns: { "update.grad_norm": "" } },
+      { title: "Learning rate", columns: { "update.learning_rate": "" } },
+      { title: "Skipped updates", unit: "not finite", columns: { "update.skipped": "" } },
+    ],
+  },
+  {
+    title: "Critic",
+    charts: [
+      { title: "Value loss", columns: { "critic.value_loss": "" } },
+      { title: "Explained variance", columns: { "critic.explained_variance": "" } },
+      { title: "Value and return", columns: { "critic.value_mean": "value", "critic.return_mean": "return" } },
+      { title: "Gradient norm of the critic", unit: "before clipping", columns: { "critic.grad_norm": "" } },
+    ],
+  },
+];
+const HEIGHT = 136;
+const STAGES = [7, 0, 1, 2, 3, 5, 6, 4]; // of the palette: waiting is grey, and nothing is red first
+
+/** Exponentially smoothed over about `steps` rows; missing values stay missing. */
+function smoothed(values, steps) {
+  const keep = Math.exp(-1 / steps);
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = keep * sum + value;
+    weight = keep * weight + 1;
+    return sum / weight;
+  });
+}
+
+/** One chart in its frame. `view` is what all share: `runs`, `primary`, `step`, `from`, `to`, `smoothing`, `choose`, `zoom`. */
+export class Chart {
+  constructor(what, view) {
+    this.what = what;
+    this.view = view;
+    this.values = el("span", { class: "values" });
+    this.plot = el("div", { class: "plot", role: "img" });
+    this.note = el("span", { class: "note" });
+    const title = el("figcaption", {}, el("b", {}, what.title), el("span", { class: "unit" }, what.unit ?? ""), this.note, this.values);
+    this.element = el("figure", { class: what.wide ? "chart wide" : "chart" }, title, this.plot);
+    this.uplot = null;
+    this.shape = "";
+    this.zoomed = 0;
+  }
+
+  /** Whether any of the runs has something to draw. */
+  isThere() {
+    return this.view.runs.some((data) => this.names(data).length > 0);
+  }
+
+  /** Columns of a run that this chart shows. */
+  names(data) {
+    if (!this.what.stack) return Object.keys(this.what.columns).filter((name) => data.has(name));
+    const stages = (data.facts?.stages ?? []).map((stage) => this.what.stack + stage);
+    const others = Object.keys(data.columns).filter((name) => name.startsWith(this.what.stack) && !stages.includes(name));
+    return [...stages, ...others].filter((name) => data.has(name));
+  }
+
+  limit() {
+    const [name] = Object.keys(this.what.columns ?? {});
+    return this.view.primary?.facts?.limits?.[name] ?? null;
+  }
+
+  /** The tables of uPlot: one per run, and how each of their columns is drawn. */
+  tables() {
+    return this.what.stack ? this.stacked() : this.lines();
+  }
+
+  lines() {
+    const tables = [];
+    const series = [];
+    const several = this.view.runs.length > 1;
+    this.view.runs.forEach((data) => {
+      const columns = [data.steps];
+      this.names(data).forEach((name, i) => {
+        const raw = data.columns[name];
+        const stroke = palette(data.colour + (several ? 0 : i));
+        const label = [several ? data.name : "", this.what.columns[name]].filter(Boolean).join(" ");
+        const dash = several && i ? [4, 3] : undefined;
+        if (this.view.smoothing > 1) {
+          columns.push(raw, smoothed(raw, this.view.smoothing));
+          series.push({ stroke: `${stroke}55`, width: 1, hidden: true, data, name });
+          series.push({ stroke, width: 1.75, label, dash, data, name });
+        } else {
+          columns.push(raw);
+          series.push({ stroke, width: 1.5, label, dash, data, name });
+        }
+      });
+      tables.push(columns);
+    });
+    return { tables, series };
+  }
+
+  stacked() {
+    const data = this.view.primary;
+    const names = data ? this.names(data) : [];
+    let below = Array(data?.steps.length ?? 0).fill(0);
+    const layers = names.map((name, i) => {
+      below = below.map((value, row) => value + (data.columns[name][row] ?? 0));
+      const label = name.slice(this.what.stack.length);
+      const stroke = palette(STAGES[i % STAGES.length]);
+      return { column: below, series: { stroke, fill: stroke, width: 0, label, data, name, bars: true } };
+    });
+    layers.reverse(); // the whole first, so that smaller sums are drawn over it
+    return { tables: [[data?.steps ?? [], ...layers.map((layer) => layer.column)]], series: layers.map((layer) => layer.series) };
+  }
+
+  /** Draws what is there now. */
+  update() {
+    this.element.hidden = !this.isThere();
+    if (this.element.hidden) return;
+    const { tables, series } = this.tables();
+    this.series = series;
+    const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
+    const width = this.plot.clientWidth || 300;
+    const shape = JSON.stringify([series.map((each) => [each.stroke, each.width, each.label, each.dash]), this.view.scheme]);
+    if (this.uplot === null || shape !== this.shape) {
+      this.uplot?.destroy();
+      this.shape = shape;
+      this.uplot = new uPlot(this.options(width), joined, this.plot);
+      this.uplot.over.addEventListener("click", () => this.clicked());
+    } else {
+      this.uplot.setData(joined);
+    }
+    const limit = this.limit();
+    this.note.textContent = limit ? `alarm ${limit.above ? "above" : "below"} ${text(limit.value)}` : "";
+    this.read();
+  }
+
+  resize() {
+    const width = this.plot.clientWidth;
+    if (this.uplot && width && width !== this.uplot.width) this.uplot.setSize({ width, height: HEIGHT });
+  }
+
+  options(width) {
+    const font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const axis = { stroke: colour("--muted"), font, ticks: { show: false }, grid: { stroke: colour("--line"), width: 1 } };
+    const format = this.what.format ?? text;
+    return {
+      width,
+      height: HEIGHT,
+      padding: [8, 6, 0, 0],
+      legend: { show: false },
+      scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: (u, low, high) => this.range(low, high) } },
+      axes: [
+        { ...axis, size: 26, gap: 7, space: 60, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
+        { ...axis, gap: 5, space: 28, size: 52, values: (u, splits) => splits.map((value) => (format === percent ? `${tick(100 * value)} %` : tick(value))) },
+      ],
+      cursor: {
+        sync: { key: "steps" },
+        y: false,
+        points: { size: 5 },
+        drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => this.view.zoom(null) },
+      },
+      series: [
+        {},
+        ...this.series.map((each) => ({
+          stroke: each.stroke,
+          fill: each.fill,
+          width: each.width,
+          dash: each.dash,
+          spanGaps: this.view.runs.length > 1,
+          points: { show: each.bars || each.hidden ? false : (u, i) => this.isLonely(u, i) },
+          paths: each.bars ? uPlot.paths.bars({ size: [1, 64], gap: 1 }) : undefined,
+        })),
+      ],
+      hooks: {
+        drawClear: [() => this.under()],
+        draw: [() => this.over()],
+        setCursor: [() => this.read()],
+        setSelect: [(u) => this.selected(u)],
+      },
+    };
+  }
+
+  /** A few points are shown as such: a line of one step cannot be seen. */
+  isLonely(u, i) {
+    return u.data[i].filter((value) => value !== null && value !== undefined).length < 24;
+  }
+
+  range(low, high) {
+    if (this.what.range) return this.what.range;
+    for (const data of this.view.runs) {
+      for (const part of [data.low, data.high]) {
+        if (part === null || this.what.stack) continue;
+        for (const name of this.names(data)) {
+          for (let i = 0; i < data.steps.length; i++) {
+            const value = part[name][i];
+            if (value === null || data.steps[i] < this.view.from || data.steps[i] > this.view.to) continue;
+            low = low === null ? value : Math.min(low, value);
+            high = high === null ? value : Math.max(high, value);
+          }
+        }
+      }
+    }
+    if (low === null || high === null) return [0, 1];
+    const limit = this.limit()?.value;
+    if (limit !== undefined && limit <= 3 * high && limit >= low / 3) [low, high] = [Math.min(low, limit), Math.max(high, limit)];
+    if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
+    const space = (high - low) / 12;
+    const zero = low >= 0 && low < (high - low) / 2;
+    return [zero || this.what.stack ? 0 : low - space, high + space];
+  }
+
+  /** Below the lines: where alarms begin, and the span of steps that were put together. */
+  under() {
+    const u = this.uplot;
+    if (!u) return;
+    const { ctx } = u;
+    const { left, top, width, height } = u.bbox;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(left, top, width, height);
+    ctx.clip();
+    const limit = this.limit();
+    if (limit) {
+      const edge = u.valToPos(limit.value, "y", true);
+      ctx.fillStyle = `${colour("--bad")}1c`;
+      if (limit.above) ctx.fillRect(left, top, width, edge - top);
+      else ctx.fillRect(left, edge, width, top + height - edge);
+      ctx.strokeStyle = `${colour("--bad")}99`;
+      ctx.setLineDash([6, 4]);
+      ctx.beginPath();
+      ctx.moveTo(left, edge);
+      ctx.lineTo(left + width, edge);
+      ctx.stroke();
+    }
+    if (!this.what.stack) this.view.runs.forEach((data) => this.span(ctx, data));
+    ctx.restore();
+  }
+
+  span(ctx, data) {
+    const u = this.uplot;
+    const [name] = this.names(data);
+    if (data.low === null || name === undefined) return;
+    const at = (i, values) => [u.valToPos(data.steps[i], "x", true), u.valToPos(values[i], "y", true)];
+    const rows = data.steps.map((_, i) => i).filter((i) => data.low[name][i] !== null);
+    ctx.beginPath();
+    rows.forEach((i) => ctx.lineTo(...at(i, data.high[name])));
+    rows.reverse().forEach((i) => ctx.lineTo(...at(i, data.low[name])));
+    ctx.closePath();
+    ctx.fillStyle = `${palette(data.colour)}33`;
+    ctx.fill();
+  }
+
+  /** Over the lines: evaluations, steps with an alarm, the chosen step. */
+  over() {
+    const u = this.uplot;
+    if (!u) return;
+    const { ctx } = u;
+    const { left, top, width, height } = u.bbox;
+    const ratio = devicePixelRatio;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(left - 4, top, width + 8, height);
+    ctx.clip();
+    if (this.view.step !== null) {
+      const x = u.valToPos(this.view.step, "x", true);
+      ctx.strokeStyle = colour("--accent");
+      ctx.lineWidth = ratio;
+      ctx.beginPath();
+      ctx.moveTo(x, top);
+      ctx.lineTo(x, top + height);
+      ctx.stroke();
+    }
+    if (this.what.evaluations) this.view.runs.forEach((data, i) => this.drawEvaluations(ctx, data, i, ratio));
+    const alarm = this.limit()?.alarm;
+    for (const data of alarm ? this.view.runs : []) {
+      const [name] = this.names(data);
+      ctx.fillStyle = colour("--bad");
+      data.steps.forEach((step, i) => {
+        if (!data.columns[`alarm.${alarm}`]?.[i] || data.columns[name]?.[i] == null) return;
+        ctx.beginPath();
+        ctx.arc(u.valToPos(step, "x", true), u.valToPos((data.high ?? data.columns)[name][i], "y", true), 2.5 * ratio, 0, 7);
+        ctx.fill();
+      });
+    }
+    ctx.restore();
+  }
+
+  drawEvaluations(ctx, data, index, ratio) {
+    const u = this.uplot;
+    ctx.strokeStyle = ctx.fillStyle = this.view.runs.length > 1 ? palette(data.colour) : palette(1);
+    ctx.lineWidth = 1.5 * ratio;
+    for (const each of data.evaluations) {
+      if (!isNumber(each.accuracy)) continue;
+      const x = u.valToPos(each.step, "x", true);
+      const error = each.standard_error ?? 0;
+      const [low, high] = [each.accuracy - error, each.accuracy + error].map((value) => u.valToPos(value, "y", true));
+      ctx.beginPath();
+      ctx.moveTo(x, low);
+      ctx.lineTo(x, high);
+      for (const y of [low, high]) {
+        ctx.moveTo(x - 4 * ratio, y);
+        ctx.lineTo(x + 4 * ratio, y);
+      }
+      ctx.stroke();
+      ctx.beginPath();
+      ctx.arc(x, u.valToPos(each.accuracy, "y", true), 3 * ratio, 0, 7);
+      ctx.fill();
+    }
+  }
+
+  /** The values under the cursor, at the chosen step, or of the newest one. */
+  read() {
+    const format = this.what.format ?? text;
+    const cursor = this.uplot?.cursor;
+    const hovered = cursor && cursor.left >= 0 ? this.uplot.posToVal(cursor.left, "x") : null;
+    const shown = [];
+    for (const each of [...this.series].reverse()) {
+      if (each.hidden || each.data.steps.length === 0) continue;
+      const steps = each.data.steps;
+      const step = hovered === null ? (this.view.step ?? steps.at(-1)) : Math.round(hovered);
+      const value = each.data.columns[each.name]?.[lastUpTo(steps, step)];
+      shown.push([each.stroke, each.label, format(value)]);
+    }
+    if (!this.what.stack) shown.reverse();
+    const plain = shown.length === 1 && !shown[0][1];
+    fill(this.values, ...shown.map(([stroke, label, value]) => el("span", {}, plain ? null : swatch(stroke), label ? `${label} ` : "", el("b", {}, value))));
+    if (this.what.evaluations && this.view.primary) {
+      const step = hovered === null ? (this.view.step ?? Infinity) : hovered;
+      const found = this.view.primary.evaluation(step);
+      const stroke = this.view.runs.length > 1 ? palette(this.view.primary.colour) : palette(1);
+      if (found) this.values.append(el("span", {}, swatch(stroke, true), "held-out ", el("b", {}, percent(found.accuracy))));
+    }
+    this.plot.setAttribute("aria-label", `${this.what.title}: ${shown.map(([, label, value]) => `${label} ${value}`.trim()).join(", ")}`);
+  }
+
+  selected(u) {
+    if (u.select.width < 3) return;
+    const [from, to] = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, "x"));
+    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    this.zoomed = performance.now();
+    this.view.zoom([Math.floor(from), Math.ceil(to)]);
+  }
+
+  clicked() {
+    const left = this.uplot.cursor.left;
+    if (left < 0 || performance.now() - this.zoomed < 250) return; // it was the end of a drag
+    this.view.choose(Math.round(this.uplot.posToVal(left, "x")));
+  }
+}
+
+export function swatch(background, round = false) {
+  const made = el("i", { class: round ? "swatch round" : "swatch", "aria-hidden": "true" });
+  made.style.background = background;
+  return made;
+}

@@ -1,0 +1,295 @@
+// The overview: whether it learns, the key figures, the steps to scrub through, and all charts. Live and in a report alike.
+
+import { Chart, GROUPS } from "./charts.js";
+import { colour, duration, el, fill, isNumber, lastUpTo, percent, text } from "./dom.js";
+
+/** The key figures of a step: title, value, what stands below, and whether it must catch the eye. */
+const FIGURES = [
+  (n, data) => {
+    const first = data.columns.reward?.find(isNumber);
+    const rise = isNumber(first) && isNumber(n.reward) ? n.reward - first : null;
+    const below = rise === null ? "" : `${rise < 0 ? "−" : "+"}${text(Math.abs(rise))} since step ${data.steps[0]}`;
+    return { title: "Reward", value: text(n.reward), below, state: data.verdict.level };
+  },
+  (n) => ({ title: "Accuracy", value: percent(n.accuracy), below: "of training samples" }),
+  (n, data, step) => {
+    const found = data.evaluation(step);
+    const error = found && isNumber(found.standard_error) ? ` ± ${(100 * found.standard_error).toFixed(1)}` : "";
+    const passed = found && isNumber(found.pass_at_k) ? `, pass@${found.k} ${percent(found.pass_at_k)}` : "";
+    const below = found ? `${text(found.num_samples)} problems at step ${found.step}${passed}` : "no evaluation yet";
+    return { title: "Held-out accuracy", value: percent(found?.accuracy), more: error, below };
+  },
+  (n) => ({
+    title: "Length",
+    value: text(n.completion_tokens),
+    more: " tokens",
+    below: `${percent(n.truncated)} cut at the limit`,
+    state: n.truncated > 0.5 ? "warn" : "",
+  }),
+  (n) => ({ title: "Entropy", value: text(n["update.entropy"]), more: " nats", below: `clip fraction ${percent(n["update.clip_fraction"])}` }),
+  (n, data) => {
+    const groups = data.facts?.config?.trainer?.batch_size;
+    const share = isNumber(groups) && isNumber(n.equal_groups) ? n.equal_groups / groups : null;
+    const below = n.equal_groups === undefined ? "" : `all rewards equal, ${text(n.dropped)} dropped`;
+    return {
+      title: "Idle groups",
+      value: text(n.equal_groups),
+      more: isNumber(groups) ? ` of ${groups}` : "",
+      below,
+      state: share > 0.8 && n.accuracy < 0.95 ? "warn" : "",
+    };
+  },
+  (n) => {
+    const stages = Object.entries(n).filter(([name]) => name.startsWith("seconds."));
+    const [name, most] = stages.reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0]);
+    const below = most > 0 ? `${percent(most / n.seconds)} ${name.slice(8)}` : "";
+    return { title: "Step time", value: duration(n.seconds), below };
+  },
+  (n) => ({
+    title: "|Δ logprob|",
+    value: text(n["update.delta_logprob_current"]),
+    below: `sample size ${text(n["update.effective_sample_size"])}, staleness ${text(n.staleness)}`,
+    state: n.alarms > 0 ? "bad" : "",
+  }),
+];
+
+export class Overview {
+  /** `record(data, step)` answers `{step, time, numbers, notes}` or null. */
+  constructor(element, record) {
+    this.record = record;
+    this.view = { runs: [], primary: null, step: null, from: 0, to: 1, zoomed: null, smoothing: 1, scheme: 0 };
+    this.view.choose = (step) => this.choose(step);
+    this.view.zoom = (span) => this.zoom(span);
+    this.callbacks = [];
+    this.onZoom = () => {};
+    this.shown = null;
+    this.verdict = el("p", { class: "verdict", role: "status" });
+    this.figures = el("div", { class: "figures" });
+    this.details = el("section", { class: "panel details" }, el("h2", {}, "Step"));
+    this.note = el("p", { class: "missing" });
+    this.build(element);
+    new ResizeObserver(() => this.charts.forEach((chart) => chart.resize())).observe(this.main);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      this.view.scheme++;
+      this.draw();
+    });
+  }
+
+  build(element) {
+    this.charts = [];
+    const sections = GROUPS.map((group) => {
+      const charts = group.charts.map((what) => new Chart(what, this.view));
+      this.charts.push(...charts);
+      const section = el("section", { class: "group" }, el("h2", {}, group.title), el("div", { class: "charts" }, charts.map((chart) => chart.element)));
+      return { section, charts };
+    });
+    this.sections = sections;
+    this.main = el("div", { class: "main" }, this.figures, this.scrubber(), sections.map((each) => each.section), this.note);
+    this.side = el("aside", { class: "side", "aria-label": "Services and the chosen step" }, this.details);
+    element.append(this.verdict, el("div", { class: "columns" }, this.main, this.side));
+    document.addEventListener("keydown", (event) => this.pressed(event));
+  }
+
+  scrubber() {
+    const button = (label, title, act) => el("button", { type: "button", title, "aria-label": title, onclick: act }, label);
+    this.slider = el("input", { type: "range", min: 0, max: 0, step: 1, "aria-label": "Step" });
+    this.slider.addEventListener("input", () => this.choose(Number(this.slider.value)));
+    this.marks = el("canvas", { class: "marks", "aria-hidden": "true" });
+    this.number = el("output", { class: "number" });
+    this.follow = button("newest", "Follow the newest step (L)", () => this.choose(null));
+    this.reset = button("all steps", "Show all steps (0)", () => this.zoom(null));
+    const options = [1, 5, 20, 100].map((steps) => el("option", { value: steps }, steps === 1 ? "as it is" : `over ${steps} steps`));
+    const smoothing = el("select", { "aria-label": "Smoothing" }, options);
+    smoothing.addEventListener("change", () => {
+      this.view.smoothing = Number(smoothing.value);
+      this.draw();
+    });
+    return el(
+      "div",
+      { class: "scrubber panel" },
+      el("span", { class: "buttons" }, button("‹", "One step back (←)", () => this.move(-1)), button("›", "One step on (→)", () => this.move(1))),
+      this.number,
+      el("span", { class: "track" }, this.slider, this.marks),
+      this.follow,
+      this.reset,
+      el("label", { class: "smoothing" }, "smooth ", smoothing),
+    );
+  }
+
+  /** Shows these runs; the first is the one whose figures and steps are shown. */
+  show(runs) {
+    const before = this.view.primary;
+    this.view.runs = runs;
+    this.view.primary = runs[0] ?? null;
+    if (before !== this.view.primary) this.shown = null;
+    this.draw();
+  }
+
+  onStep(callback) {
+    this.callbacks.push(callback);
+  }
+
+  choose(step) {
+    const steps = this.view.primary?.steps ?? [];
+    if (step !== null && steps.length) step = Math.min(Math.max(step, steps[0]), this.view.primary.newest);
+    this.view.step = step;
+    this.callbacks.forEach((callback) => callback(step));
+    this.charts.forEach((chart) => {
+      chart.uplot?.redraw(false);
+      if (!chart.element.hidden) chart.read();
+    });
+    this.scrub();
+    this.look();
+  }
+
+  move(by) {
+    const { primary, step } = this.view;
+    if (primary?.steps.length) this.choose((step ?? primary.newest) + by);
+  }
+
+  zoom(span) {
+    this.view.zoomed = span;
+    this.draw();
+    this.onZoom(span);
+  }
+
+  pressed(event) {
+    const taken = event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog, [role=tab]");
+    if (taken || this.main.offsetParent === null) return;
+    const ends = { Home: this.view.primary?.steps[0], End: this.view.primary?.newest };
+    if (event.key === "ArrowLeft" || event.key === "ArrowRight") this.move((event.key === "ArrowLeft" ? -1 : 1) * (event.shiftKey ? 10 : 1));
+    else if (event.key in ends && ends[event.key] !== undefined) this.choose(ends[event.key]);
+    else if (event.key === "l" || event.key === "Escape") this.choose(null);
+    else if (event.key === "0") this.zoom(null);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Everything anew, from the data that is there. */
+  draw() {
+    const { runs, primary, zoomed } = this.view;
+    const firsts = runs.flatMap((data) => [data.steps[0], data.evaluations[0]?.step]).filter(isNumber);
+    const lasts = runs.flatMap((data) => [data.newest]).filter(isNumber);
+    [this.view.from, this.view.to] = zoomed ?? [Math.min(...firsts, 1), Math.max(...lasts, 2)];
+    this.reset.hidden = zoomed === null;
+    for (const { section, charts } of this.sections) {
+      section.hidden = !charts.some((chart) => chart.isThere());
+      charts.forEach((chart) => chart.update());
+    }
+    const absent = this.charts.filter((chart) => !chart.isThere() && !Object.keys(chart.what.columns ?? {}).some((name) => name.startsWith("critic.")));
+    const names = absent.map((chart) => chart.what.title).join(", ");
+    this.note.textContent = primary?.steps.length && names ? `Not recorded in this run directory: ${names}.` : "";
+    this.scrub();
+    this.look();
+  }
+
+  scrub() {
+    const { primary, step } = this.view;
+    const steps = primary?.steps ?? [];
+    Object.assign(this.slider, { disabled: steps.length === 0, min: steps[0] ?? 0, max: primary?.newest ?? 0 });
+    this.slider.value = step ?? primary?.newest ?? 0;
+    const total = primary?.columns.total_steps?.findLast(isNumber);
+    const shown = step ?? primary?.newest;
+    this.number.textContent = isNumber(shown) ? `step ${shown.toLocaleString("en")}${total ? ` of ${total.toLocaleString("en")}` : ""}` : "no step yet";
+    this.slider.setAttribute("aria-valuetext", this.number.textContent);
+    this.follow.setAttribute("aria-pressed", String(step === null));
+    this.mark(primary, steps);
+  }
+
+  /** Under the slider: red where there was an alarm, a tick at every evaluation. */
+  mark(data, steps) {
+    const { width, height } = this.marks.getBoundingClientRect();
+    const ratio = devicePixelRatio;
+    Object.assign(this.marks, { width: width * ratio, height: height * ratio });
+    if (!steps.length || data.newest === steps[0]) return;
+    const context = this.marks.getContext("2d");
+    const at = (step) => 8 * ratio + ((step - steps[0]) / (data.newest - steps[0])) * (this.marks.width - 16 * ratio);
+    context.fillStyle = colour("--muted");
+    data.evaluations.filter((each) => each.step >= steps[0]).forEach((each) => context.fillRect(at(each.step), 0, ratio, this.marks.height));
+    context.fillStyle = colour("--bad");
+    steps.forEach((step, i) => {
+      if (data.columns.alarms?.[i] > 0) context.fillRect(at(step) - ratio, 0, 2 * ratio, this.marks.height);
+    });
+  }
+
+  /** Figures and details of the chosen step; of several that are asked for in a row, the last. */
+  async look() {
+    const { primary } = this.view;
+    const step = this.view.step ?? primary?.newest ?? null;
+    const key = primary && `${primary.run} ${primary.generation} ${step}`;
+    this.say();
+    if (key !== null && key === this.shown?.key) return this.write(this.shown.record);
+    if (this.looking) {
+      this.again = true;
+      return undefined;
+    }
+    this.looking = true;
+    const record = primary && step !== null ? await this.record(primary, step).catch(() => fromColumns(primary, step)) : null;
+    this.looking = false;
+    this.shown = { key, record };
+    this.write(record);
+    if (this.again) {
+      this.again = false;
+      return this.look();
+    }
+    return undefined;
+  }
+
+  say() {
+    const { verdict } = this.view.primary ?? { verdict: { level: "none", text: "" } };
+    this.verdict.className = `verdict ${verdict.level}`;
+    this.verdict.textContent = verdict.text;
+    this.verdict.hidden = !verdict.text;
+  }
+
+  write(record) {
+    const data = this.view.primary;
+    const numbers = record?.numbers ?? {};
+    const step = record?.step ?? this.view.step ?? Infinity;
+    fill(
+      this.figures,
+      FIGURES.map((figure) => {
+        const { title, value, more, below, state } = data ? figure(numbers, data, step) : { title: "", value: "" };
+        const value_ = el("span", { class: "value" }, value, el("small", {}, more ?? ""));
+        return el("div", { class: `figure ${state ?? ""}` }, el("span", { class: "title" }, title), value_, el("span", { class: "below" }, below ?? ""));
+      }),
+    );
+    fill(this.details, el("h2", {}, record ? `Step ${record.step.toLocaleString("en")}` : "Step", when(record?.time)), this.notes(record), table(numbers));
+  }
+
+  notes(record) {
+    const found = record?.notes ?? [];
+    return found.length ? el("ul", { class: "notes" }, found.map(({ kind, text: said }) => el("li", { class: kind }, el("b", {}, kind), ` ${said}`))) : null;
+  }
+}
+
+function when(time) {
+  return isNumber(time) ? el("time", { datetime: new Date(1000 * time).toISOString() }, new Date(1000 * time).toLocaleString()) : null;
+}
+
+/** All numbers of a step, by what they belong to. */
+function table(numbers) {
+  const parts = new Map();
+  for (const [name, value] of Object.entries(numbers)) {
+    if (name === "time" || name.startsWith("alarm")) continue;
+    const [part, rest] = name.includes(".") ? [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)] : ["", name];
+    if (!parts.has(part)) parts.set(part, []);
+    parts.get(part).push([rest, value]);
+  }
+  return [...parts].map(([part, rows]) =>
+    el(
+      "table",
+      {},
+      part ? el("caption", {}, part) : null,
+      el("tbody", {}, rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name.replaceAll("_", " ")), el("td", {}, text(value))))),
+    ),
+  );
+}
+
+/** The numbers of a step out of the columns of its run, where the line itself is not at hand. */
+export function fromColumns(data, step) {
+  const row = lastUpTo(data.steps, step);
+  const numbers = {};
+  for (const [name, values] of Object.entries(data.columns)) if (isNumber(values[row])) numbers[name] = values[row];
+  return { step: data.steps[row], time: data.times[row], numbers };
+}

@@ -1,0 +1,49 @@
+// Calls of the page's own server, with the token of the run where it has one.
+
+const KEY = "api-token";
+const dialog = () => document.getElementById("token");
+let asking = null;
+
+/** The JSON of `path` under `/dashboard/api/`; parameters that are empty are left out. Throws an Error with the server's reason. */
+export async function fetchJson(path, parameters = {}, patience = 20000) {
+  const url = new URL(`api/${path.replace(/^\/?(dashboard\/)?(api\/)?/, "")}`, document.baseURI);
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
+  }
+  for (;;) {
+    const token = sessionStorage.getItem(KEY);
+    const response = await fetch(url, { headers: token ? { authorization: `Bearer ${token}` } : {}, signal: AbortSignal.timeout(patience) });
+    if (response.ok) return response.json();
+    if (response.status !== 401) throw await reason(response);
+    await ask(token);
+  }
+}
+
+async function reason(response) {
+  const said = await response.json().catch(() => null);
+  const { message, remedy } = said?.error ?? {};
+  const error = new Error(message ? [message, remedy].filter(Boolean).join(": ") : `HTTP ${response.status}`);
+  error.status = response.status;
+  return error;
+}
+
+/** Asks the person for the token, once for all calls that wait for it; `refused` is one that was wrong. */
+function ask(refused) {
+  if (sessionStorage.getItem(KEY) !== refused) return undefined; // another call has got one meanwhile
+  asking ??= new Promise((done) => {
+    const value = document.getElementById("token-value");
+    document.getElementById("token-wrong").hidden = refused === null;
+    dialog().addEventListener(
+      "close",
+      () => {
+        if (value.value) sessionStorage.setItem(KEY, value.value);
+        value.value = "";
+        asking = null;
+        done();
+      },
+      { once: true },
+    );
+    dialog().showModal();
+  });
+  return asking;
+}

@@ -1,0 +1,45 @@
+"""Whether a run learns, in one sentence, from nothing but its rewards. Pure."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FEWEST = 12
+"""Steps before anything is said."""
+_SURE = 4.0
+"""Standard errors that a difference has to have: neighbouring steps are not independent."""
+_SOLVED = 0.95
+"""Accuracy from which on there is little left to learn."""
+
+
+def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, str]:
+    """`level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`.
+
+    Args:
+        reward: [steps] mean rewards; NaN where there is none.
+        accuracy: [steps] shares of right completions.
+    """
+    reward, accuracy = reward[~np.isnan(reward)], accuracy[~np.isnan(accuracy)]
+    steps = len(reward)
+    if steps < _FEWEST:
+        return {"level": "none", "text": f"Too early to say whether it learns: {steps} of {_FEWEST} steps"}
+    window = max(_FEWEST // 3, min(steps // 5, 100))
+    parts = [reward[i : i + window] for i in range(0, steps - window + 1, window)]
+    start, end = reward[:window], reward[-window:]
+    best = max(parts, key=np.mean)
+    span = f"over {steps} steps"
+    if _apart(best, end) > _SURE and best.mean() - end.mean() > (best.mean() - start.mean()) / 2:
+        return {"level": "bad", "text": f"Reward has fallen: {end.mean():.3f}, and it was {best.mean():.3f} at its best {span}"}
+    if _apart(end, start) > _SURE:
+        return {"level": "good", "text": f"Learning: reward {start.mean():.3f} → {end.mean():.3f} {span}"}
+    if len(accuracy) >= window and accuracy[-window:].mean() >= _SOLVED:
+        return {"level": "good", "text": f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}"}
+    return {"level": "warn", "text": f"Not learning yet: reward {start.mean():.3f} → {end.mean():.3f} {span}, within its noise"}
+
+
+def _apart(high: NDArray[np.float64], low: NDArray[np.float64]) -> float:
+    """How many standard errors the mean of `high` is above that of `low`."""
+    error = math.sqrt(high.var(ddof=1) / len(high) + low.var(ddof=1) / len(low))
+    difference = float(high.mean() - low.mean())
+    return difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
