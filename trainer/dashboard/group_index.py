@@ -1,6 +1,5 @@
 """Every group of a run in a table to be searched: SQLite in memory, filled from `groups.jsonl` as that grows."""
 
-import json
 import sqlite3
 import threading
 import time
@@ -8,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import orjson
 
 from common.errors import ServiceError
 from trainer.dashboard.lines import Lines
@@ -106,6 +107,8 @@ class GroupIndex:
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
         self._db.executescript(_SCHEMA)
+        self._prompts: set[str] = set()
+        """Ids of those whose text is known."""
         self._asked = -_REPLAY_EVERY_S
         self._stored: list[tuple[Any, ...]] = []
         """A row for each group of the replay store."""
@@ -179,10 +182,12 @@ class GroupIndex:
                 self._db.executemany(_INSERT, new)
 
     def _insert(self, rows: list[tuple[Any, ...]], prompts: dict[str, str]) -> None:
-        self._db.executemany("DELETE FROM groups WHERE id = ? AND step IS NULL", [(row[2],) for row in rows])
+        if self._stored:
+            self._db.executemany("DELETE FROM groups WHERE id = ? AND step IS NULL", [(row[2],) for row in rows])
         self._db.executemany(_INSERT, rows)
-        texts = [(prompt_id, text[:_EXCERPT_CHARS], text.casefold()) for prompt_id, text in prompts.items()]
-        self._db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?)", texts)
+        new = [(key, text[:_EXCERPT_CHARS], text.casefold()) for key, text in prompts.items() if key not in self._prompts]
+        self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", new)
+        self._prompts.update(prompts)
 
     def _asked_replay(self) -> bool:
         """Whether the replay store was asked and has other groups than before."""
@@ -251,8 +256,8 @@ def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | Non
     return (
         *(step, place, entry["id"], prompt_id, _whole(entry.get("position"))),
         *((_whole(versions[0]), _whole(versions[-1])) if versions else (None, None)),
-        *(_number(entry.get("reward")), json.dumps([_number(item) for item in rewards]), _whole(entry.get("correct"))),
-        *(len(lengths) if "tokens" in entry else None, max(numbers, default=None), json.dumps(numbers)),
+        *(_number(entry.get("reward")), _packed([_number(item) for item in rewards]), _whole(entry.get("correct"))),
+        *(len(lengths) if "tokens" in entry else None, max(numbers, default=None), _packed(numbers)),
         *(_number(entry.get("advantage")), _number(entry.get("delta")), _marked(marks), reused),
         *(reason or None, _text(entry.get("detail")) or None),
     )
@@ -271,10 +276,14 @@ def _shown(row: sqlite3.Row) -> dict[str, Any]:
     """A row for people."""
     shown = dict(row)
     for name in ("rewards", "lengths"):
-        shown[name] = json.loads(shown[name])
+        shown[name] = orjson.loads(shown[name])
     shown["marks"] = [mark for mark in shown["marks"].split("|") if mark]
     shown["reused"] = bool(shown["reused"])
     return shown
+
+
+def _packed(numbers: list[Any]) -> str:
+    return orjson.dumps(numbers).decode()
 
 
 def _marked(marks: Iterable[str]) -> str:
