@@ -86,7 +86,7 @@ check-jobgroup: $(SKY)/.made
 	$(SKY)/bin/python -m jobgroup.check
 
 bench: $(VENV)/.made $(BASE)/config.json
-	for name in engine rewards sandbox replay update publish overlap collector router algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 # TRL is a peer to compare with, no dependency, so it has an environment of its own.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt

@@ -55,6 +55,7 @@ STORES = {
 BY_DESIGN = {
     "metrics.jsonl": "run/metrics.jsonl",
     "groups.jsonl": "run/groups.jsonl",
+    "groups in full": "run/groups",
     "samples.jsonl": "run/samples.jsonl",
     "logs of the services": "state/logs",
     "logs of the local runner": "logs",

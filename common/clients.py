@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import httpx
@@ -327,6 +328,16 @@ class ReplayClient(Client):
         """
         params = {} if from_position is None else {"from_position": from_position}
         return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
+
+    async def listing(self, state: str, limit: int = 1000, deadline_s: float | None = None) -> list[dict[str, Any]]:
+        """What the first `limit` groups in this state are, without contents."""
+        params = {"state": state, "limit": limit}
+        return list((await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()["groups"])
+
+    async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
+        """One group. Raises ServiceError (404) when it is not there."""
+        path = f"/groups/{quote(group_id, safe='')}"
+        return wire.group_from_dict((await self.request("GET", path, deadline_s=deadline_s)).json())
 
     async def stats(self) -> dict[str, Any]:
         answer = (await self.request("GET", "/stats")).json()

@@ -242,6 +242,8 @@ class Completion:
     correct: bool = False
     status: RewardStatus = "ok"
     extracted_answer: str | None = None
+    components: dict[str, float | None] = field(default_factory=dict)
+    """As in `RewardResult`."""
 
     @property
     def weight_version(self) -> int:

@@ -403,6 +403,9 @@ class TrainerSection(Section):
     """So many of the newest stay."""
     keep_best: bool = True
     """The checkpoint with the best accuracy of an evaluation at its very step stays too; the link `best` names it."""
+    keep_groups_mb: int = Field(4096, ge=0)
+    """Megabytes of `run_dir/groups`, where every group that was trained on or dropped is kept in full for the rollout viewer;
+    those of the oldest steps leave first. 0: none are kept."""
     resume: bool = True
     """Go on from the newest checkpoint in `run_dir`, if there is one. Without it earlier checkpoints are set aside."""
     run_dir: Path | None = None

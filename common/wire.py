@@ -24,7 +24,7 @@ _STATUSES: tuple[str, ...] = get_args(RewardStatus)
 
 def encode_groups(groups: list[Group], **extra: object) -> bytes:
     """`{"groups": […], **extra}` as msgpack."""
-    return pack({"groups": [_group_dict(group, raw) for group in groups], **extra})
+    return pack({"groups": [group_dict(group, raw) for group in groups], **extra})
 
 
 def encode_taken(taken: TakenGroups) -> bytes:
@@ -37,7 +37,7 @@ def encode_sampled(sampled: SampledGroups) -> bytes:
 
 def group_json(group: Group) -> dict[str, Any]:
     """A group as plain lists and numbers, for `GET /groups/{id}` and sample files."""
-    return _group_dict(group, lambda array: array.tolist())
+    return group_dict(group, lambda array: array.tolist())
 
 
 def decode_groups(body: bytes) -> list[Group]:
@@ -111,10 +111,12 @@ def _completion(content: object, where: str) -> Completion:
         correct=boolean(content.get("correct", False), f"{where}.correct"),
         status=choice(content.get("status", "ok"), _STATUSES, f"{where}.status"),
         extracted_answer=None if content.get("extracted_answer") is None else text(content, "extracted_answer", where),
+        components=_components(content.get("components", {}), f"{where}.components"),
     )
 
 
-def _group_dict(group: Group, encoded: Callable[[NDArray[Any]], Any]) -> dict[str, Any]:
+def group_dict(group: Group, encoded: Callable[[NDArray[Any]], Any]) -> dict[str, Any]:
+    """A group as a mapping, its arrays as `encoded` makes them."""
     content = {name: getattr(group, name) for name in Group.__dataclass_fields__}
     content["prompt_token_ids"] = encoded(group.prompt_token_ids)
     content["completions"] = [
@@ -148,6 +150,16 @@ def _spans(value: object, length: int, where: str) -> list[tuple[int, int, int]]
     if reached != length:
         refuse(where, value, f"spans cover all {length} tokens")
     return spans
+
+
+def _components(value: object, where: str) -> dict[str, float | None]:
+    if not isinstance(value, dict):
+        refuse(where, value, "a mapping of numbers, or null, by the name of a reward function")
+    names = [text({"name": key}, "name", where, limit=512) for key in value]
+    return {
+        name: None if item is None else number(item, f"{where}.{name}")
+        for name, item in zip(names, value.values(), strict=True)
+    }
 
 
 def _metadata(value: object, where: str) -> dict[str, Any]:

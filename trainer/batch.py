@@ -45,6 +45,8 @@ class Batch:
     group_size: int
     old_logprobs: list[Float32] = field(default_factory=list)
     """Under the policy about to be updated; empty when nothing reads them."""
+    first_logprobs: list[Float32 | None] = field(default_factory=list)
+    """The same as far as the update computes it anyway, where `old_logprobs` is empty; for people."""
     reference_logprobs: list[Float32] = field(default_factory=list)
     """Empty without a reference model."""
     values: list[Float32] = field(default_factory=list)
@@ -103,6 +105,11 @@ class Batch:
         """What a critic learns from."""
         columns = zip(self.rows, self.sequences(), self.values, self.returns, strict=True)
         return [ValueTargets(sequence, values, returns, row.weight) for row, sequence, values, returns in columns]
+
+    def policy_logprobs(self, row: int) -> Float32 | None:
+        """[L] of the policy before it was updated on this batch; None where nothing had to compute it."""
+        known: Sequence[Float32 | None] = self.old_logprobs or self.first_logprobs
+        return known[row] if known else None
 
     def mean_advantages(self) -> list[list[float]]:
         """Mean |advantage| of every completion, by group."""

@@ -11,9 +11,10 @@ its prompt is tried again in its slot, then another one; too many failures in a 
 
 import asyncio
 import logging
+import math
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ _MAX_DRAW = 256
 """Prompts of one call to the data-server."""
 _MAX_STORE = 32
 """Groups of one call to the replay-buffer."""
+_REMEMBERED = 1024
+"""Groups that were dropped since somebody asked for them."""
 _TRIES = 3
 """Groups of one prompt that may fail or come too late until it is left out of the epoch."""
 
@@ -55,8 +58,16 @@ class Dropped(Exception):
     """This group cannot be trained on."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
+        self.reason, self.detail = reason, detail
         super().__init__(f"{reason}: {detail}")
+
+
+class DroppedGroup(NamedTuple):
+    """A group that nobody trains on, and why; as far as it came: it may have no completions, and rewards that are NaN."""
+
+    group: Group
+    reason: str
+    detail: str
 
 
 @dataclass
@@ -138,7 +149,8 @@ class Collector:
         self._takes = self._asked = 0
         self._held: set[str] = set()  # groups that were taken and are not acknowledged
         self._position, self._finished = progress.position, set(progress.finished)
-        self._waiting: dict[int, tuple[int, Drawn]] = {}  # (weight version, prompt) of groups to be trained on, by position
+        self._waiting: dict[int, tuple[Group, Drawn]] = {}  # groups to be trained on, by position
+        self._unseen: deque[DroppedGroup] = deque(maxlen=_REMEMBERED)
         self._dropped: list[Drawn] = []  # their groups were dropped: they come before other prompts
         self._tries: Counter[int] = Counter()  # groups that were dropped, by position
         self._failure: BaseException | None = None
@@ -246,9 +258,14 @@ class Collector:
     def replace(self, groups: list[Group]) -> None:
         """Puts groups that a batch has no use for aside and draws as many other prompts instead."""
         self.counts.dropped["equal_rewards"] += len(groups)
+        self._unseen += [DroppedGroup(group, "equal_rewards", "all its rewards are equal") for group in groups]
         self._loop.call(self._acknowledge(groups))
         self._loop.call(self._finish([group.position for group in groups]))
         self._loop.call(self._again(len(groups)))
+
+    def dropped(self) -> list[DroppedGroup]:
+        """What was dropped since this was last asked."""
+        return [self._unseen.popleft() for _ in range(len(self._unseen))]
 
     def release(self, count: int) -> None:
         """Frees the slots of `count` groups, after the weights that they trained were published."""
@@ -268,7 +285,11 @@ class Collector:
             self._waiting.pop(group.position, None)
         if taken.evicted:
             self.counts.dropped["stale"] += taken.evicted
-            late = [drawn for version, drawn in self._waiting.values() if version < request.min_version]
+            oldest = request.min_version
+            tardy = [(group, drawn) for group, drawn in self._waiting.values() if group.weight_version < oldest]
+            late = [drawn for _, drawn in tardy]
+            detail = f"its weights are older than version {oldest}"
+            self._unseen += [DroppedGroup(group, "stale", detail) for group, _ in tardy]
             log.warning("the groups at %s of the prompt stream came too late", [drawn.position for drawn in late])
             await self._try_again(late)
             await self._again(taken.evicted)
@@ -342,26 +363,26 @@ class Collector:
     async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
         """One group, from prompt to the replay buffer; on failure its slot tries again, then draws another prompt."""
         position, prompt, epoch = drawn
+        group = Group(
+            id=str(uuid.uuid4()),
+            prompt_id=prompt.id,
+            prompt=prompt.prompt,
+            ground_truth=prompt.ground_truth,
+            prompt_token_ids=np.array(prompt_ids, np.int32),
+            completions=[],
+            epoch=epoch,
+            position=position,
+        )
         try:
-            completions = await self._generate(prompt_ids, position)
-            await self._grade(prompt, completions)
-            group = Group(
-                id=str(uuid.uuid4()),
-                prompt_id=prompt.id,
-                prompt=prompt.prompt,
-                ground_truth=prompt.ground_truth,
-                prompt_token_ids=np.array(prompt_ids, np.int32),
-                completions=completions,
-                epoch=epoch,
-                position=position,
-                created_at=time.time(),
-            )
-            self._waiting[position] = group.weight_version, drawn
+            group.completions = await self._generate(prompt_ids, position)
+            await self._grade(prompt, group.completions)
+            group.created_at = time.time()
+            self._waiting[position] = group, drawn
             with self._clock.stage("replay"):
                 await self._store_all(group)
             self.counts.in_a_row = 0
         except Dropped as error:
-            self._drop(error, prompt)
+            self._drop(error, group)
             await self._try_again([drawn])
             await self._again(1)
 
@@ -390,17 +411,22 @@ class Collector:
             with self._clock.stage("reward"):
                 results = await self._grade_all(reward_items(prompt, completions))
         except ServiceError as error:
+            for completion in completions:
+                completion.reward = math.nan
             raise Dropped("reward", str(error)) from error
         for completion, result in zip(completions, results, strict=True):
+            completion.reward, completion.correct = math.nan if result.reward is None else result.reward, result.correct
+            completion.status, completion.extracted_answer = result.status, result.extracted_answer
+            completion.components = result.components
+        for result in results:
             if result.reward is None:
                 raise Dropped("reward", f"an answer could not be graded: {result.status}")
-            completion.reward, completion.correct = result.reward, result.correct
-            completion.status, completion.extracted_answer = result.status, result.extracted_answer
 
-    def _drop(self, error: Dropped, prompt: Prompt) -> None:
+    def _drop(self, error: Dropped, group: Group) -> None:
         self.counts.dropped[error.reason] += 1
         self.counts.in_a_row += 1
-        log.warning("dropped the group of prompt %s: %s", prompt.id, error)
+        self._unseen.append(DroppedGroup(group, error.reason, error.detail))
+        log.warning("dropped the group of prompt %s: %s", group.prompt_id, error)
         if self.counts.in_a_row >= self.config.trainer.max_failed_groups:
             raise CollectFailed(
                 f"{self.counts.in_a_row} groups in a row were dropped, the last one because of {error}",

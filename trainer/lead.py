@@ -28,6 +28,7 @@ from trainer.critic import ValueFunction
 from trainer.deliver import Delivery, Publishes
 from trainer.evaluate import Evaluation, evaluate
 from trainer.experience import Experience
+from trainer.group_files import GroupRecorder, RecordedGroup
 from trainer.learner import Learner
 from trainer.metrics import UpdateMetrics
 from trainer.mixing import failed_prompts, mix_successes, mixed_in
@@ -81,6 +82,7 @@ class Lead:
         self._priority = load_priority(config.replay.priority)
         self._collector = Collector(config, services, prompter, self.clock, loop, run_id, progress)
         self._delivery = Delivery(publisher, learner, self._collector, self.clock)
+        self._groups = GroupRecorder(self.run_dir, config.trainer.keep_groups_mb << 20, learner.step)
         self._held_out: list[Prompt] = []
         self.total_steps = 0
         self.last_evaluation: Evaluation | None = None
@@ -150,6 +152,10 @@ class Lead:
             try:
                 yield
                 self._delivery.settle()
+                self._groups.settle()
+            except BaseException:
+                self._groups.leave(self.learner.step + 1, self._dropped())
+                raise
             finally:
                 self._delivery.leave()
 
@@ -222,7 +228,8 @@ class Lead:
         if not settings.max_staleness:
             self._collector.release(len(fresh))
         record = self._record(experience, update, critic)
-        self.recorder.step(record, experience.groups, experience.fresh)
+        self._groups.step(step, recorded(experience, batch), self._dropped())
+        self.recorder.step(record, experience.groups)
         self._metrics.record(record)
 
     def conclude(self, save: Callable[[], Path]) -> Path:
@@ -264,6 +271,9 @@ class Lead:
             accuracy=evaluation.accuracy if evaluation and evaluation.step == self.learner.step else None,
         )
 
+    def _dropped(self) -> list[RecordedGroup]:
+        return [RecordedGroup(group, reason=reason, detail=detail) for group, reason, detail in self._collector.dropped()]
+
     def _record(self, experience: Experience, update: UpdateMetrics, critic: CriticMetrics | None) -> StepRecord:
         groups = experience.groups
         completions = [c for group in groups for c in group.completions[: len(group.completions) - mixed_in(group)]]
@@ -303,6 +313,16 @@ async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list
         elif isinstance(answer, BaseException):
             raise answer
     return missing
+
+
+def recorded(experience: Experience, batch: Batch) -> list[RecordedGroup]:
+    """The groups of a batch with what its columns say of them."""
+    items = []
+    for i, (group, weight) in enumerate(zip(experience.groups, experience.weights, strict=True)):
+        rows = range(i * batch.group_size, (i + 1) * batch.group_size)
+        advantages, logprobs = [batch.advantages[row] for row in rows], [batch.policy_logprobs(row) for row in rows]
+        items.append(RecordedGroup(group, advantages, logprobs, weight, reused=i >= experience.fresh))
+    return items
 
 
 def new_run_id(name: str) -> str:

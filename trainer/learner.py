@@ -15,7 +15,7 @@ from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Float32
 from common.sections import ModelSection, TrainerSection
-from services.learning.cutting import Indices, micro_batches, mini_batches, score_shared
+from services.learning.cutting import Indices, by_row, micro_batches, mini_batches, score_shared
 from services.learning.layout import Layout, moved
 from services.learning.optimizer import Optimizer
 from services.learning.ranks import Ranks
@@ -216,18 +216,23 @@ class Learner:
         trained = np.array([i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64)
         layout = self._scorer.layout
         sizes, tokens, rows = batch.sizes(layout.shared), settings.micro_batch_tokens, settings.micro_batch_size
+        scored: list[tuple[Indices, Tensor]] = []
         for indices in micro_batches(sizes, trained, self.ranks, tokens, rows):
             if len(indices):
                 micro = MicroBatch.of(batch, indices, layout).to(self.ranks.device)
-                self._backward(micro, total_tokens, len(counting), sums, first)
+                scored.append((indices, self._backward(micro, total_tokens, len(counting), sums, first)))
             elif self.ranks.sharded:  # the other ranks' passes need this one's
                 idle = MicroBatch.of(batch, trained[:1], layout).to(self.ranks.device)
                 (self._scores(self._scorer, idle.tokens, idle.targets).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.policy)
         self.ranks.sum(sums.values)
+        if first and settings.keep_groups_mb and not batch.old_logprobs:
+            known, found = set(trained.tolist()), by_row(scored, batch.lengths, self.ranks)
+            batch.first_logprobs = [logprobs if i in known else None for i, logprobs in enumerate(found)]
         return sums
 
-    def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> None:
+    def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> Tensor:
+        """Adds to gradient and sums; returns [C] the log-probabilities of the tokens."""
         algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
         scores = self._scores(self._scorer, micro.tokens, micro.targets)
         behaviour, advantages = micro.behaviour_logprobs, micro.advantages
@@ -254,6 +259,7 @@ class Learner:
         loss.backward()
         with torch.no_grad():
             sums.add(loss, policy, scores, old, behaviour, kl_reference, micro.current, first)
+        return scores.logprobs.detach()
 
     def _scores(self, scorer: Scorer, tokens: Layout, targets: Tensor) -> TokenScores:
         device = self.ranks.device.type

@@ -35,6 +35,7 @@ _RUN = (
     "config.json",
     "metrics.jsonl",
     "groups.jsonl",
+    "groups",
     "evaluations.jsonl",
     "samples.jsonl",
 )

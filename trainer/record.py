@@ -1,7 +1,8 @@
 """The run directory, and what a person sees while the run goes on.
 
-`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` (which groups each step trained on),
-`evaluations.jsonl`, `samples.jsonl` (one graded group per step), `curves.png`, `checkpoints/`, `weights/`.
+`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and `groups/` (which groups each step
+trained on: `trainer.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group per step), `curves.png`,
+`checkpoints/`, `weights/`.
 """
 
 import json
@@ -75,7 +76,7 @@ class Recorder:
 
     def __init__(self, directory: Path, config: Config, console: Console, step: int = 0) -> None:
         self.directory, self.console = directory, console
-        with _storing(directory / "config.json"):
+        with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         for name in ("metrics", "groups", "samples"):
@@ -99,10 +100,8 @@ class Recorder:
             yield
         self._progress = None
 
-    def step(self, record: StepRecord, groups: Sequence[Group], fresh: int) -> None:
-        """A step was done on these groups; those after the first `fresh` were reused."""
-        trained = [_trained(group, reused=i >= fresh) for i, group in enumerate(groups)]
-        self._append("groups", {"step": record.step, "groups": trained})
+    def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
+        """A step was done on these groups."""
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         self._append("metrics", {"time": time.time(), "total_steps": self._total, **record.__dict__})
         training = record.seconds["update"] + record.seconds["publish"]
@@ -150,9 +149,13 @@ class Recorder:
         self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
 
     def _append(self, name: str, content: dict[str, Any]) -> None:
-        path = self.directory / f"{name}.jsonl"
-        with _storing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content, ensure_ascii=False) + "\n")
+        append_line(self.directory / f"{name}.jsonl", content)
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Adds a line to a JSONL file of the run. Raises StorageFailed when there is no room."""
+    with storing_run(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def console() -> Console:
@@ -185,28 +188,15 @@ def _keep_before(path: Path, step: int) -> None:
         return
     kept = [line for line in read_lines(path) if line["step"] < step]
     partial = path.with_name(f"{path.name}.partial")
-    with _storing(path):
+    with storing_run(path):
         partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
         partial.replace(path)
 
 
-def _storing(path: Path) -> AbstractContextManager[None]:
+def storing_run(path: Path) -> AbstractContextManager[None]:
+    """Inside, this file of a run is written; raises StorageFailed."""
     remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
     return storing(path.name, path, "trainer.run_dir", remedy)
-
-
-def _trained(group: Group, reused: bool) -> dict[str, Any]:
-    """What `groups.jsonl` says of a group; the replay-buffer has the rest of it (`GET /groups/{id}`)."""
-    versions = [version for completion in group.completions for version, _, _ in completion.weight_versions]
-    return {
-        "id": group.id,
-        "prompt_id": group.prompt_id,
-        "position": group.position,
-        "versions": [min(versions), max(versions)],
-        "reward": round(float(group.rewards.mean()), 4),
-        "correct": sum(completion.correct for completion in group.completions),
-        "reused": reused,
-    }
 
 
 def _seconds_table(metrics: list[dict[str, Any]]) -> Table:

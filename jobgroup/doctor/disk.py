@@ -24,6 +24,8 @@ _PUBLISHED, _PULLED = 3, 4
 one of an engine that starts, one that arrives."""
 _TOKEN = 8
 """Bytes of a stored token: its id and its log-probability."""
+_RECORDED = 12
+"""Of a token that the trainer records: the same, and its own log-probability."""
 _LOGS = 200 << 20
 _SPARE = 1.25
 _SPOKEN_OF = 1 << 30
@@ -75,18 +77,21 @@ def _parameters(shape: Mapping[str, Any]) -> int:
 
 
 def _run(job: Job, shape: Mapping[str, Any] | None) -> list[tuple[str, int]]:
-    """RUN_DIR of a trainer: checkpoints that stay and the one that is written, weight versions."""
-    trainer, lora = job.config.trainer, job.config.lora
+    """RUN_DIR of a trainer: checkpoints that stay and the one that is written, weight versions, groups."""
+    trainer, lora, sampling = job.config.trainer, job.config.lora, job.config.sampling
     kept = trainer.keep_checkpoints + trainer.keep_best + 1
     parameters = trained = _parameters(shape) if shape else 0
     if lora.rank and shape and parameters:
         trained = ModelShape.of(shape).lora_parameters(lora.rank, lora.target_modules)
     with_critic = 2 if job.config.algorithm.needs_critic and job.config.critic.location == "trainer" else 1
     published = trained if lora.publishes_adapter else parameters
+    tokens = trainer.batch_size * sampling.group_size * sampling.max_new_tokens
+    steps = trainer.max_steps or 1 << 40
     width = 2 if job.config.model.dtype == "bfloat16" and job.gpus else _MASTER
     return [
         (f"{kept} checkpoints", kept * _STATE * trained * with_critic),
         (f"{_PUBLISHED} weight versions", _PUBLISHED * width * published),
+        ("recorded groups", min(trainer.keep_groups_mb << 20, steps * tokens * _RECORDED)),
     ]
 
 
@@ -167,7 +172,8 @@ def check_room(wanted: list[Folder], running: bool = False) -> Iterable[Result]:
         left = shutil.disk_usage(place).free
         text = f"{gb(left)} free, {_needs(group)} needed"
         title = f"disk of {', '.join(dict.fromkeys(each.purpose for each in group))}"
-        mend = "free some, name folders on a larger disk, or lower trainer.keep_checkpoints or replay.capacity"
+        lower = "trainer.keep_checkpoints, trainer.keep_groups_mb or replay.capacity"
+        mend = f"free some, name folders on a larger disk, or lower {lower}"
         if needed > left and not running:
             yield fail(title, text, mend)
         else:

@@ -153,9 +153,16 @@ def score_shared(
     lengths = sizes.completions.tolist()
     parts = micro_batches(sizes, np.arange(len(lengths)), ranks, max_tokens, max_rows)
     scored = [(part, score(part if len(part) else np.zeros(1, np.int64))) for part in parts if len(part) or ranks.sharded]
+    return by_row([(part, numbers) for part, numbers in scored if len(part)], lengths, ranks)
+
+
+def by_row(scored: Sequence[tuple[Indices, Tensor]], lengths: Sequence[int], ranks: Ranks) -> list[Float32]:
+    """[L] for every row, the same on every rank: `scored` has, of some rows, the numbers that this rank computed.
+
+    What no rank has is 0. Every rank calls it.
+    """
     flat, ends = torch.zeros(sum(lengths)), np.cumsum(lengths)
     for indices, numbers in scored:
-        if len(indices):
-            places = np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()])
-            flat[torch.from_numpy(places)] = numbers.float().cpu()
+        places = np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()])
+        flat[torch.from_numpy(places)] = numbers.float().cpu()
     return split(ranks.sum(flat).numpy(), lengths)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
@@ -136,10 +136,12 @@ def _people_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/groups")
     async def listing(
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Annotated[int, Query(ge=0, lt=2**53)] = 0
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
+        state: Literal["fresh", "leased", "consumed"] | None = None,
     ) -> dict[str, Any]:
-        """What is stored, without contents."""
-        return {"groups": await worker.call(buffer.listing, limit, offset)}
+        """What is stored, without contents; with `state` only what is in that one."""
+        return {"groups": await worker.call(buffer.listing, limit, offset, state)}
 
     @app.get("/groups/{group_id:path}", **described(answer=GROUP, fails=(404,)))
     async def group(group_id: str) -> Response:

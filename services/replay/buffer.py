@@ -219,8 +219,8 @@ class ReplayBuffer:
         """Raises NotFound."""
         return unpack_groups([self.store.blob(group_id)])[0]
 
-    def listing(self, limit: int, offset: int) -> list[dict[str, Any]]:
-        return self.store.listing(limit, offset)
+    def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
+        return self.store.listing(limit, offset, state)
 
     def stats(self) -> dict[str, Any]:
         self.store.expire(self.clock())

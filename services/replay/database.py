@@ -130,6 +130,9 @@ class Database:
         problem = self.db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise self._unusable(problem)
+        self._check_layout()
+
+    def _check_layout(self) -> None:
         layout = self.db.execute("PRAGMA user_version").fetchone()[0]
         if layout != _LAYOUT:
             raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")

@@ -18,13 +18,13 @@ class Reading(Database):
             raise unknown(group_id)
         return bytes(row[0])
 
-    def listing(self, limit: int, offset: int) -> list[dict[str, Any]]:
-        """What the groups are, without their contents, in the order they were added."""
+    def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
+        """What the groups are (those in one state when it is given), without contents, in the order they were added."""
         query = (
-            "SELECT id, state, version, position, completions, reward_sum / completions AS mean_reward, priority, "
-            "times_sampled, created FROM groups ORDER BY key LIMIT ? OFFSET ?"
+            "SELECT id, prompt_id, state, version, position, completions, correct, reward_sum / completions AS mean_reward, "
+            "priority, times_sampled, created FROM groups WHERE state = ?1 OR ?1 IS NULL ORDER BY key LIMIT ?2 OFFSET ?3"
         )
-        cursor = self.db.execute(query, (limit, offset))
+        cursor = self.db.execute(query, (state, limit, offset))
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor]
 

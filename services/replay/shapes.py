@@ -33,6 +33,7 @@ _COMPLETION = fields(
     correct={"type": "boolean"},
     status={"enum": list(get_args(RewardStatus))},
     extracted_answer={"anyOf": [_TEXT, {"type": "null"}]},
+    components={"type": "object", "additionalProperties": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
 )
 GROUP = fields(
     ("id", "prompt_token_ids", "completions"),

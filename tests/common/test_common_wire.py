@@ -44,6 +44,7 @@ def completions(draw: st.DrawFn) -> Completion:
         correct=draw(st.booleans()),
         status=draw(st.sampled_from(["ok", "unparsable", "timeout", "died", "error"])),
         extracted_answer=draw(st.none() | text),
+        components=draw(st.dictionaries(text, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=2)),
     )
 
 
@@ -136,6 +137,10 @@ BAD_FIELDS: list[tuple[str, object]] = [
     ("completions[1].logprobs", None),
     ("completions[1].text", b"bytes"),
     ("completions[1].finish_reason", "eos"),
+    ("completions[1].components", [1.0]),
+    ("completions[1].components", {"math": "1"}),
+    ("completions[1].components", {"math": float("nan")}),
+    ("completions[1].components", {"\ud800": 1.0}),
     ("completions[1].finish_reason", None),
     ("completions[1].weight_versions", []),
     ("completions[1].weight_versions", [[4, 0]]),

@@ -1,0 +1,117 @@
+"""One group in full: from the run directory, or as far as the replay store has it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from common.errors import NotFound, ServiceError
+from common.wire import group_json
+from trainer.dashboard.pieces import Pieces
+from trainer.dashboard.replay import Replay
+from trainer.group_files import read_group, recorded_steps
+
+
+def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, pieces: Pieces | ServiceError) -> dict[str, Any]:
+    """The group of a row of the index, for people; `missing` says what is not known of it.
+
+    Args:
+        run_dir: of the run.
+        row: as `GroupIndex.find` gives it.
+        replay: where it is looked for when the run directory does not have it.
+        pieces: of the run's tokenizer, or why there are none.
+
+    Raises NotFound with the reason when the group is nowhere any more.
+    """
+    step, missing = row["step"], []
+    content, why = _from_run(run_dir, row)
+    source = "run"
+    if content is None:
+        source, content = "replay", _from_replay(row, replay, why)
+        missing.append(f"advantages and the trainer's log-probabilities: {why}")
+    elif not row["reason"] and any(completion["trainer_logprobs"] is None for completion in content["completions"]):
+        missing.append("the trainer's log-probabilities of some completions: without an advantage it had no need of them")
+    known = pieces if isinstance(pieces, Pieces) else None
+    if isinstance(pieces, ServiceError):
+        missing.append(f"the texts of tokens: {pieces.message}")
+    mixed = len(content["completions"]) - int(content["metadata"].get("mixed", 0))
+    completions = [_completion(item, known, i >= mixed) for i, item in enumerate(content["completions"])]
+    return {
+        **{name: content[name] for name in ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")},
+        "step": step,
+        "source": source,
+        "missing": missing,
+        "created_at": content["created_at"] or None,
+        "reused": row["reused"],
+        "weight": content.get("weight"),
+        "reason": row["reason"],
+        "detail": row["detail"],
+        "marks": row["marks"],
+        "prompt_tokens": None if known is None else known.texts(content["prompt_token_ids"]),
+        "completions": completions,
+    }
+
+
+def _completion(item: dict[str, Any], pieces: Pieces | None, mixed: bool) -> dict[str, Any]:
+    advantages = item.get("advantages")
+    same = not advantages or all(number == advantages[0] for number in advantages)
+    graded = item["reward"] is not None
+    return {
+        **{name: item[name] for name in ("text", "token_ids", "logprobs", "reward", "finish_reason", "weight_versions")},
+        "tokens": None if pieces is None else pieces.texts(item["token_ids"]),
+        "trainer_logprobs": item.get("trainer_logprobs"),
+        "advantage": _mean(advantages),
+        "advantages": None if same else advantages,
+        "correct": item["correct"] if graded else None,
+        "status": item["status"] if graded or item["status"] != "ok" else None,
+        "components": item.get("components", {}),
+        "extracted_answer": item["extracted_answer"],
+        "mixed": mixed,
+    }
+
+
+def _mean(numbers: list[float] | None) -> float | None:
+    mean = math.fsum(numbers) / len(numbers) if numbers else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """The content of the group's file, or None and the reason."""
+    if row["step"] is None:
+        return None, "no step of the run directory has this group"
+    try:
+        content = read_group(run_dir, row["step"], row["place"])
+    except ServiceError as error:
+        return None, f"{error.message} ({error.value})"
+    if content is None:
+        return None, _why_not_here(run_dir, row["step"])
+    if content["id"] != row["id"]:
+        return None, f"the file of step {row['step']} is of another attempt"
+    return content, ""
+
+
+def _from_replay(row: dict[str, Any], replay: Replay, why: str) -> dict[str, Any]:
+    """Raises NotFound, which says where it is not and why."""
+    there = "there is no replay store, or the group has left it"
+    try:
+        if (group := replay.group(row["id"])) is not None:
+            return group_json(group)
+    except (ServiceError, OSError) as error:
+        there = error.message if isinstance(error, ServiceError) else str(error)
+    raise NotFound(
+        f"the group is known, but not in full: {why}; {there}",
+        code="evicted",
+        field="id",
+        value=row["id"],
+        remedy="for runs to come raise trainer.keep_groups_mb and replay.capacity; while a run goes on look at it there",
+    )
+
+
+def _why_not_here(run_dir: Path, step: int) -> str:
+    steps = recorded_steps(run_dir)
+    if not steps:
+        return "the run directory has no groups in full (trainer.keep_groups_mb is 0, or the run is of an older version)"
+    if step < min(steps):
+        return f"the groups of step {step} left to make room (trainer.keep_groups_mb); the oldest kept are of step {min(steps)}"
+    if step > max(steps):
+        return f"the groups of step {step} are not written yet, or the run was ended before they were"
+    return f"the file of step {step} is missing"

@@ -1,0 +1,83 @@
+"""Groups that the run directory does not have: in the replay-buffer while it runs, in its file afterwards."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.clients import ReplayClient
+from common.errors import NotFound, ServiceError
+from common.schemas import Group
+from services.replay.archive import Archive
+from services.replay.buffer import unpack_groups
+from trainer.background import LoopThread
+
+_PATIENCE_S = 3.0
+"""A page that is looked at does not wait longer for the replay-buffer."""
+_WAITING = ("leased", "fresh")
+
+
+class Replay(Protocol):
+    """A replay store to look into. Its calls raise ServiceError when it cannot be read, and come from any thread."""
+
+    def listing(self) -> list[dict[str, Any]] | None:
+        """What its groups are, as `GET /groups` of the replay-buffer says; None when that is as it was the last time."""
+
+    def group(self, group_id: str) -> Group | None:
+        """One of them; None when it is not there."""
+
+
+class LiveReplay:
+    """The replay-buffer of a run that goes on: the groups that wait to be trained on. All others are in the run directory.
+
+    Args:
+        client: of the trainer, used in `loop` alone.
+    """
+
+    def __init__(self, client: ReplayClient, loop: LoopThread) -> None:
+        self._client, self._loop = client, loop
+
+    def listing(self) -> list[dict[str, Any]] | None:
+        return [row for state in _WAITING for row in self._loop.call(self._client.listing(state, deadline_s=_PATIENCE_S))]
+
+    def group(self, group_id: str) -> Group | None:
+        return _found(lambda: self._loop.call(self._client.group(group_id, deadline_s=_PATIENCE_S)))
+
+
+class StoredReplay:
+    """The file of a replay-buffer that does not run.
+
+    Args:
+        path: of the file; None while there is none.
+    """
+
+    def __init__(self, path: Callable[[], Path | None]) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+
+    def listing(self) -> list[dict[str, Any]] | None:
+        path = self._path()
+        if path is None:
+            return []
+        status = path.stat()
+        if self._seen == (seen := (status.st_mtime_ns, status.st_size)):
+            return None
+        with Archive(path) as archive:
+            rows = archive.listing(-1, 0)
+        self._seen = seen
+        return rows
+
+    def group(self, group_id: str) -> Group | None:
+        path = self._path()
+        if path is None:
+            return None
+        with Archive(path) as archive:
+            return _found(lambda: unpack_groups([archive.blob(group_id)])[0])
+
+
+def _found(read: Callable[[], Group]) -> Group | None:
+    try:
+        return read()
+    except ServiceError as error:
+        if error.status != NotFound.status:
+            raise
+        return None
