@@ -2,18 +2,18 @@
 
 import asyncio
 import threading
-from typing import Annotated
+from functools import partial
+from typing import Annotated, get_args
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
-from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
+from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from services.openapi import described, errors
 from services.server import Server, create_app, listen
 from trainer.publish import WeightBoard
-from trainer.record import StepRecord
 
 _FILE = {"type": "string", "format": "binary"}
 
@@ -21,6 +21,9 @@ _FILE = {"type": "string", "format": "binary"}
 def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024) -> FastAPI:
     """The app of rank 0."""
     app = create_app("ppo-trainer", metrics=metrics, max_body_bytes=1 << 20, max_requests=max_requests)
+    nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
+    for state in get_args(WorkerState):
+        nodes.labels(state).set_function(partial(board.count, state))
 
     @app.get("/weights/latest", responses=errors(404))
     async def latest(
@@ -57,26 +60,6 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
         return board.workers()
 
     return app
-
-
-class TrainerMetrics:
-    """The numbers of the newest step as Prometheus gauges."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.step = metrics.gauge("step", "Optimiser steps done; also the weight version")
-        self.reward = metrics.gauge("reward_mean", "Mean reward of the newest batch")
-        self.accuracy = metrics.gauge("accuracy", "Share of correct completions in the newest batch")
-        self.update = metrics.gauge("update", "Metrics of the newest update", ["name"])
-        self.critic = metrics.gauge("critic", "Metrics of the critic's newest update", ["name"])
-        self.seconds = metrics.gauge("step_seconds", "Seconds of the newest step by stage", ["stage"])
-
-    def record(self, record: StepRecord) -> None:
-        self.step.set(record.step)
-        self.reward.set(record.reward)
-        self.accuracy.set(record.accuracy)
-        for gauge, values in ((self.update, record.update), (self.critic, record.critic or {}), (self.seconds, record.seconds)):
-            for name, value in values.items():
-                gauge.labels(name).set(value)
 
 
 class BackgroundServer:

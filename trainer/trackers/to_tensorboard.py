@@ -1,0 +1,40 @@
+"""TensorBoard: event files in the run directory."""
+
+import json
+from collections.abc import Sequence
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from trainer.trackers.base import Cell, RunInfo
+
+
+class Made:
+    """`tensorboard --logdir RUN_DIR/trackers`, or a folder of many runs."""
+
+    def __init__(self, run: RunInfo) -> None:
+        directory = run.directory / "tensorboard" / run.id
+        self.where = f"tensorboard --logdir {directory}"
+        # Later steps of an interrupted attempt are hidden.
+        self._writer = SummaryWriter(str(directory), purge_step=run.step + 1)
+        self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.step)
+        for summary in hparams(run.parameters, {"reward": 0.0, "evaluation/accuracy": 0.0}):
+            self._writer.file_writer.add_summary(summary)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
+        lines: list[Sequence[Cell]] = [columns, ["---"] * len(columns), *rows]
+        self._writer.add_text(name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
+        self._writer.flush()
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()
+
+
+def _cell(value: Cell) -> str:
+    """In a Markdown table."""
+    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
