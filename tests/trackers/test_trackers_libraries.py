@@ -51,7 +51,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard" / "a1b2c3d4e5f6"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(step, step / 8) for step in range(1, 6)]
-    text = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
+    text = events.Tensors("samples")[-1].tensor_proto.string_val[0].decode()
     assert "| 1 \\| 2? | three<br>four | 0.5 | True |" in text
     plugins = events.summary_metadata
     assert any(metadata.plugin_data.plugin_name == "hparams" for metadata in plugins.values())
