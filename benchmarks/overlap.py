@@ -43,10 +43,10 @@ from trainer.learner import Learner
 from trainer.loop import train
 from trainer.metrics import Sums, UpdateMetrics
 from trainer.model import load_tokenizer
+from trainer.prometheus import TrainerMetrics
 from trainer.prompts import Prompter
 from trainer.publish import Weights, write_version
 from trainer.record import Recorder, read_lines
-from trainer.server import TrainerMetrics
 
 GROUPS, COMPLETIONS, ROWS = 16, 4, 32
 TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400

@@ -32,6 +32,7 @@ from common.sections import (
     RewardSection,
     RolloutSection,
     SamplingSection,
+    TrackersSection,
     TrainerSection,
 )
 
@@ -82,6 +83,7 @@ class Config(BaseSettings):
     critic: CriticSection = CriticSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
+    trackers: TrackersSection = TrackersSection()
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
@@ -173,7 +175,7 @@ class Config(BaseSettings):
         """Settings that other settings make pointless, and why."""
         unread = {
             f"{section}.{name}": reason
-            for section in ("data", "reward")
+            for section in ("data", "reward", "trackers")
             for name, reason in getattr(self, section).unread().items()
         }
         if not self.algorithm.needs_critic:

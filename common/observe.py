@@ -2,15 +2,24 @@
 
 import logging
 import os
+import platform
 import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from math import nan
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
 from common.security import Hider
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+PREFIX = "rlhf_"
+DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
+"""Upper ends of the buckets of all histograms, in seconds."""
 
 
 class _LogFile(logging.FileHandler):
@@ -55,22 +64,88 @@ def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
 
 
 class Metrics:
-    """Prometheus metrics of one service in a registry of its own (several services can share a process)."""
+    """Prometheus metrics of one service in a registry of its own (several services can share a process).
+
+    All names begin with `rlhf_`; those of the process (`process_…`) are the ones that every Prometheus client has.
+
+    Args:
+        service: its name in `rlhf_build_info`.
+    """
 
     def __init__(self, service: str) -> None:
         self.registry = CollectorRegistry()
-        self._prefix = f"rlhf_{service}_"
+        self.labels: dict[str, list[str]] = {}
+        """Of every metric that has some, by its name."""
+        ProcessCollector(registry=self.registry)
+        build = self.gauge("build_info", "1; which code this is", ["service", "version", "python"])
+        build.labels(service, _version(), platform.python_version()).set(1)
+        self.healthy = self.gauge("healthy", "1 when /health answers 200")
         self.requests = self.counter("http_requests_total", "Requests by route and status", ["route", "status"])
-        self.latency = self.histogram("http_request_seconds", "Seconds from request to response, by route", ["route"])
-        self.in_work = self.gauge("in_work", "Requests, and bytes of their bodies, in work now", ["what"])
-        self.limit = self.gauge("in_work_limit", "How much may be in work at once", ["what"])
-        self.refused = self.counter("refused_total", "Requests refused because the limit was reached", ["what"])
+        self.latency = self.histogram("http_request_duration_seconds", "From request to response, by route", ["route"])
+        self.in_progress = self.gauge("http_requests_in_progress", "Requests in work now")
+        self.in_progress_limit = self.gauge("http_requests_in_progress_limit", "Requests that may be in work at once")
+        self.bodies = self.gauge("http_request_bodies_bytes", "Bodies of requests in work now")
+        self.bodies_limit = self.gauge("http_request_bodies_limit_bytes", "How much they may be at once")
+        self.refused = self.counter(
+            "http_requests_refused_total", "Requests answered 503 because a limit was reached", ["limit"]
+        )
 
     def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
-        return Counter(self._prefix + name, help_text, labels or [], registry=self.registry)
+        """A number that only rises; its name ends with `_total`."""
+        return Counter(*self._named(name, help_text, labels), registry=self.registry)
 
     def gauge(self, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
-        return Gauge(self._prefix + name, help_text, labels or [], registry=self.registry)
+        """A number that rises and falls."""
+        return Gauge(*self._named(name, help_text, labels), registry=self.registry)
+
+    def newest(self, name: str, help_text: str) -> Gauge:
+        """What was measured last; NaN until something was."""
+        made = self.gauge(name, help_text)
+        made.set(nan)
+        return made
 
     def histogram(self, name: str, help_text: str, labels: list[str] | None = None) -> Histogram:
-        return Histogram(self._prefix + name, help_text, labels or [], registry=self.registry)
+        """Durations in seconds, from a millisecond (a health check) to half an hour (a generation)."""
+        return Histogram(*self._named(name, help_text, labels), registry=self.registry, buckets=DURATIONS)
+
+    def counted(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """A counter whose number is kept elsewhere and read when it is asked for."""
+        self.registry.register(_Read(*self._named(name, help_text, None)[:2], read))
+
+    def _named(self, name: str, help_text: str, labels: list[str] | None) -> tuple[str, str, list[str]]:
+        if labels:
+            self.labels[f"{PREFIX}{name}"] = labels
+        return f"{PREFIX}{name}", help_text, labels or []
+
+
+class _Read(Collector):
+    """A counter that is read from a function."""
+
+    def __init__(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        self._name, self._help, self._read = name, help_text, read
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(self._name, self._help, value=self._read())
+
+
+def _version() -> str:
+    try:
+        return version("rlhf-math")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def critic_gauges(metrics: Metrics, owner: str) -> dict[str, Gauge]:
+    """A gauge for each number of a critic's newest update, by its name in `CriticMetrics`; NaN until there is one."""
+    names = {
+        "value_loss": ("value_loss", "mean value loss"),
+        "grad_norm": ("gradient_norm", "gradient norm before clipping"),
+        "clip_fraction": ("clip_ratio", "share of tokens that were clipped"),
+        "explained_variance": ("explained_variance_ratio", "1 - Var(returns - values) / Var(returns)"),
+        "value_mean": ("value_mean", "mean value before it"),
+        "return_mean": ("return_mean", "mean return"),
+    }
+    return {
+        field: metrics.newest(f"{owner}_{name}", f"Newest update of the critic: {text}")
+        for field, (name, text) in names.items()
+    }

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 RewardName = Annotated[str, StringConstraints(pattern=r"^(math|code|format|reward_model|judge|length|repetition|[\w.]+:\w+)$")]
 
+TrackerName = Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb|mlflow|trackio|[\w.]+:\w+)$")]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
@@ -429,3 +431,38 @@ class TrainerSection(Section):
     """Stop after this many groups in a row were dropped because of errors."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one trainer process; torch decides when unset."""
+
+
+class TrackersSection(Section):
+    """Experiment trackers: they get what `metrics.jsonl` gets, and never hold up a step (docs/trackers.md)."""
+
+    names: list[TrackerName] = []
+    """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of one's own."""
+    project: str = Field("rlhf-math", min_length=1)
+    """Project of wandb and trackio, experiment of mlflow."""
+    run_name: str = ""
+    """Name of the run there; the name of its directory when empty."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`online` needs WANDB_API_KEY in the environment; `offline` writes into the run directory, for `wandb sync`."""
+    mlflow_uri: str = ""
+    """Tracking server of mlflow. Empty: MLFLOW_TRACKING_URI of the environment, or else an SQLite file in the run directory."""
+    sample_every: int = Field(10, ge=0)
+    """Steps from one table of samples to the next, each the completions of one group; 0: no tables."""
+    flush_timeout_s: float = Field(60.0, gt=0)
+    """Seconds for what is still on its way to the trackers when the run ends; then it is lost, and said to be."""
+
+    def unread(self) -> dict[str, str]:
+        """Settings that no tracker in use reads, and why."""
+        if not self.names:
+            return dict.fromkeys((name for name in type(self).model_fields if name != "names"), "trackers.names is empty")
+        needed = {"wandb_mode": "wandb", "mlflow_uri": "mlflow"}
+        return {name: f"trackers.names has no {one}" for name, one in needed.items() if one not in self.names}
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> "TrackersSection":
+        if "@" in self.mlflow_uri.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "mlflow_uri has credentials, and a run saves its settings: put them into MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, instead"
+            )
+        return self

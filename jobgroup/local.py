@@ -12,11 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config import fail
 from common.errors import ConfigError
-from jobgroup import spec
+from common.security import token
+from jobgroup import scrape, spec
 from jobgroup.launcher import why_no_hosts_file
 from jobgroup.output import Screen
 from jobgroup.places import Places, choose, gpus_of_machine, share_gpus
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error)
     names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
     screen = Screen(names, follow=follow, quiet=options.quiet)
-    for line in _notices(tasks, log_dir, setup=options.setup):
+    for line in [*_notices(tasks, log_dir, setup=options.setup), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
     runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s, fail_fast=options.fail_fast, hosts_file=hosts_file)
@@ -167,6 +169,18 @@ def _notices(tasks: Sequence[Task], log_dir: Path, *, setup: bool) -> list[str]:
         f"{task.name}: {' and '.join(task.ignored)} are for a cluster and not mounted here" for task in tasks if task.ignored
     ]
     return lines
+
+
+def _scraped(group: JobGroup, tasks: Sequence[Task], places: Places, log_dir: Path) -> list[str]:
+    """Writes `prometheus.yml` for the services of this product among the tasks; what cannot be read is no reason to stop."""
+    try:
+        token_file = "api_token" if token() else None  # beside it; put there by whoever starts Prometheus
+        chosen = replace(group, tasks=tuple(tasks))
+        text = scrape.configuration(chosen, {"JOBGROUP_HOSTS": places.text()}, token_file)
+        (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        return [f"there is no {log_dir / 'prometheus.yml'}: {error}"]
+    return []
 
 
 def _summary(runner: Runner) -> list[list[str]]:

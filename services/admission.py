@@ -43,10 +43,10 @@ class Admission:
 
     def __init__(self, app: ASGIApp, load: Load, max_body_bytes: int, metrics: Metrics) -> None:
         self.app, self.load, self.max_body_bytes, self._metrics = app, load, max_body_bytes, metrics
-        metrics.in_work.labels("requests").set_function(lambda: load.requests)
-        metrics.in_work.labels("body_bytes").set_function(lambda: load.body_bytes)
-        metrics.limit.labels("requests").set(load.request_limit)
-        metrics.limit.labels("body_bytes").set(load.body_bytes_limit)
+        metrics.in_progress.set_function(lambda: load.requests)
+        metrics.in_progress_limit.set(load.request_limit)
+        metrics.bodies.set_function(lambda: load.body_bytes)
+        metrics.bodies_limit.set(load.body_bytes_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _NEVER_REFUSED:

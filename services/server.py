@@ -63,7 +63,7 @@ def create_app(
         fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
         open_paths: GET needs no token there, as on `/health`: files that hold nothing of a run.
     """
-    metrics = metrics or Metrics(name.replace("-", "_"))
+    metrics = metrics or Metrics(name)
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -85,10 +85,15 @@ def create_app(
     app.add_middleware(_Measured, metrics=metrics)
     add_error_handlers(app)
 
+    def problem() -> str | None:
+        return "draining: the process is ending" if app.state.draining else not_ready()
+
+    metrics.healthy.set_function(lambda: problem() is None)
+
     @app.get("/health", **described(answer=_HEALTH, statuses=(200, 503)))
     async def health(request: Request) -> Response:
         """200 with `"status": "healthy"` when the service can serve, else 503; the reason is told to who has the token."""
-        reason = "draining: the process is ending" if app.state.draining else not_ready()
+        reason = problem()
         if not request.scope["known"]:
             return JSONResponse({"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200)
         if reason is None:

@@ -19,6 +19,7 @@ from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
 from tests.conftest import ROOT
+from trainer.prometheus import TrainerMetrics
 from trainer.publish import WeightBoard, write_version
 from trainer.server import create_trainer_app
 
@@ -50,8 +51,10 @@ def make(service: str, config: Config) -> FastAPI:
     if service == "engine":
         return make_app(Engine(Model(Path(config.model.name), 64), max_running=8))
     if service == "agent":
-        metrics = Metrics("rollout_server")
+        metrics = Metrics("rollout-server")
         return create_agent_app(Agent(config, Topology(), metrics), metrics)
     board = WeightBoard(config.state_dir / "weights")
     board.announce(write_version([("weight", torch.zeros(4))], [], board.directory, "run", 1))
-    return create_trainer_app(board, Metrics("ppo_trainer"))
+    metrics = Metrics("ppo-trainer")
+    TrainerMetrics(metrics)
+    return create_trainer_app(board, metrics)

@@ -194,7 +194,7 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
     `settings` are of the rollout section.
     """
     worker_urls = [worker_url] if isinstance(worker_url, str) else worker_url
-    section = RolloutSection(router_port=free_port(), router_metrics_port=free_port(), **settings)
+    section = RolloutSection(**{"router_port": free_port(), "router_metrics_port": free_port(), **settings})
     url = f"http://127.0.0.1:{section.router_port}"
     command = router_command(Config(rollout=section), Topology())
     process = start(command, log, lambda: answers(f"{url}/health"))

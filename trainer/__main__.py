@@ -31,10 +31,12 @@ from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.learner import Learner
 from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
+from trainer.prometheus import TrainerMetrics
 from trainer.prompts import Prompter
 from trainer.publish import Publisher, WeightBoard
 from trainer.record import Recorder, console
-from trainer.server import BackgroundServer, TrainerMetrics, create_trainer_app
+from trainer.server import BackgroundServer, create_trainer_app
+from trainer.trackers.check import check
 from trainer.transfer import BackendName, Meeting
 
 
@@ -73,6 +75,8 @@ def run(config: Config, topology: Topology) -> None:
         ExitStack() as stack,
     ):
         setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
+        if ranks.first:
+            check(config.trackers)
         watchdog.at("loading the model")
         learner, progress, saved = resumed_learner(config, ranks, run_dir)
         checkpoints = open_checkpoints(config, ranks, run_dir)
@@ -137,10 +141,11 @@ def _lead(
     stack: ExitStack,
 ) -> tuple[Lead, WeightBoard]:
     """HTTP server and publisher of rank 0; `stack` ends them."""
-    recorder = Recorder(run_dir, config, console(), learner.step)
+    metrics = Metrics("ppo-trainer")
+    numbers = TrainerMetrics(metrics)
+    recorder = stack.enter_context(Recorder(run_dir, config, console(), learner.step, numbers.tracked))
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
     board = WeightBoard(run_dir / "weights")
-    metrics = Metrics("ppo_trainer")
     health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
     app = create_trainer_app(board, metrics, config.trainer.max_requests, health)
     stack.enter_context(BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
@@ -160,7 +165,7 @@ def _lead(
         stack.callback(broadcaster.close)
     publisher: Publishes = Publisher(
         *(board, static, run_id, timeout_s, fence, recorder.say),
-        metrics=metrics,
+        published=numbers.published,
         shared=sync == "shared",
         broadcaster=broadcaster,
     )
@@ -176,7 +181,7 @@ def _lead(
         publisher,
         loop,
         recorder,
-        TrainerMetrics(metrics),
+        numbers,
         progress,
         run_id,
     )

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STAGES = ("update", "publish", "evaluation", "generation", "reward", "replay")
@@ -14,9 +14,14 @@ WAITING = "waiting"
 
 
 class StageClock:
-    """Splits wall time into stages that may overlap and come from several threads; the parts add up to the whole."""
+    """Splits wall time into stages that may overlap and come from several threads; the parts add up to the whole.
 
-    def __init__(self) -> None:
+    Args:
+        took: is told the stage and the seconds of every single activity.
+    """
+
+    def __init__(self, took: Callable[[str, float], None] = lambda stage, seconds: None) -> None:
+        self._took = took
         self._lock = threading.Lock()
         self._active = dict.fromkeys((*STAGES, PUBLISHING), 0)
         self._seconds = dict.fromkeys((*STAGES, WAITING), 0.0)
@@ -25,6 +30,7 @@ class StageClock:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Counts the time inside for `name`, one of `STAGES` or `PUBLISHING`."""
+        began = time.perf_counter()
         with self._lock:
             self._attribute()
             self._active[name] += 1
@@ -34,6 +40,7 @@ class StageClock:
             with self._lock:
                 self._attribute()
                 self._active[name] -= 1
+            self._took(name, time.perf_counter() - began)
 
     def active(self) -> str:
         """What is going on now, for people: `generation 12, reward 1`."""

@@ -37,11 +37,12 @@ from trainer.critic import value_function
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.loop import save_last, train
 from trainer.model import load_tokenizer, stop_token_ids
+from trainer.prometheus import TrainerMetrics
 from trainer.prompts import Prompter
 from trainer.publish import Weights, version_name, write_version
 from trainer.record import Recorder
 from trainer.record import console as standard_console
-from trainer.server import TrainerMetrics
+from trainer.trackers.check import check
 
 _BASE = "http://in-process"
 _RUN = "in-process"
@@ -75,6 +76,7 @@ def train_in_process(
 
     Raises ConfigError, or another ServiceError with the reason when training cannot go on.
     """
+    check(config.trackers)
     run_dir = config.trainer.run_dir or Path("runs") / "local"
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -84,9 +86,9 @@ def train_in_process(
     learner, progress, saved = resumed_learner(config, ranks, run_dir)
     checkpoints = open_checkpoints(config, ranks, run_dir)
     tokenizer = load_tokenizer(config.model)
-    recorder = Recorder(run_dir, config, console or standard_console(), learner.step)
     static = static_files(config, learner.policy, tokenizer, run_dir / "model")
     with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(run_dir, config, console or standard_console(), learner.step))
         loop = stack.enter_context(LoopThread())
         direct = _DirectPublisher(run_dir / "weights", static, loop, config)
         if config.lora.publishes_adapter:
@@ -103,7 +105,7 @@ def train_in_process(
         stack.callback(lambda: loop.call(apps.aclose()))
         services, direct.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi, problems, rewards))
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
-        metrics = TrainerMetrics(Metrics("ppo_trainer"))
+        metrics = TrainerMetrics(Metrics("ppo-trainer"))
         run_id = new_run_id("in-process")
         publisher = AdapterPublisher(direct, services.rollout, _RUN, sglang=False) if config.lora.publishes_adapter else direct
         critic = value_function(config, ranks, services.critic, loop.call, run_id)

@@ -34,9 +34,9 @@ from trainer.metrics import UpdateMetrics
 from trainer.mixing import failed_prompts, mix_successes, mixed_in
 from trainer.plots import plot_curves
 from trainer.priorities import MIN_PRIORITY, load_priority
+from trainer.prometheus import TrainerMetrics
 from trainer.prompts import Prompter
 from trainer.record import Recorder, StepRecord
-from trainer.server import TrainerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Lead:
         publisher: brings weights to the engines.
         loop: event loop in a thread of its own.
         recorder: of the run directory.
-        metrics: gauges of the trainer's `/metrics`.
+        metrics: of the trainer's `/metrics`.
         progress: in the prompt stream, from the checkpoint.
         run_id: of this attempt.
     """
@@ -75,7 +75,7 @@ class Lead:
         run_id: str,
     ) -> None:
         self.config, self.learner, self.recorder, self.services = config, learner, recorder, services
-        self.clock, self._cpu = StageClock(), CpuClock()
+        self.clock, self._cpu = StageClock(metrics.took), CpuClock()
         self.run_dir = recorder.directory
         self._tokenizer, self._prompter, self._publisher, self._loop = tokenizer, prompter, publisher, loop
         self._metrics, self._run_id, self._critic = metrics, run_id, critic
@@ -143,6 +143,7 @@ class Lead:
         """The collector and the progress bar run while inside."""
         done = self.learner.step
         left = self.total_steps - done
+        self._metrics.begin(done, self.total_steps)
         with (
             self.recorder.progress(done, self.total_steps),
             self._collector.running(left * fresh_groups(self.config)),
@@ -230,7 +231,7 @@ class Lead:
         record = self._record(experience, update, critic)
         self._groups.step(step, recorded(experience, batch), self._dropped())
         self.recorder.step(record, experience.groups)
-        self._metrics.record(record)
+        self._metrics.record(record, experience.fresh)
 
     def conclude(self, save: Callable[[], Path]) -> Path:
         """Final evaluation, checkpoint and report; returns the checkpoint's path. `save` is a call of all ranks."""
@@ -258,6 +259,7 @@ class Lead:
             )
         self.last_evaluation = evaluation
         self.recorder.evaluation(evaluation)
+        self._metrics.evaluated(evaluation)
 
     def state(self) -> checkpoint.TrainerState:
         """What the next checkpoint says beside the tensors."""

@@ -32,6 +32,7 @@ _RUN = (
     "model",
     "base",
     "state",
+    "trackers",
     "config.json",
     "metrics.jsonl",
     "groups.jsonl",

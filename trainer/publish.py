@@ -26,8 +26,7 @@ from torch import Tensor
 
 from common import watchdog
 from common.errors import NotFound, ServiceError, TooLarge
-from common.observe import Metrics
-from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
+from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from common.storing import storing
 from trainer.model import is_adapter
 
@@ -255,6 +254,10 @@ class WeightBoard:
         with self._lock:
             return max((report.num_nodes for report, _ in self._workers.values()), default=1)
 
+    def count(self, state: WorkerState) -> int:
+        """Workers that are alive and in this state."""
+        return sum(worker.state == state for worker in self.workers())
+
     def _silent(self) -> list[WorkerReport]:
         """The last reports of the workers that were alive and are not, and were not returned yet."""
         alive = {worker.name for worker in self.workers()} | self._left_behind
@@ -326,7 +329,7 @@ class Publisher:
         timeout_s: for all nodes to confirm.
         fence: called for a node that did not confirm in time.
         say: tells a person what is awaited.
-        metrics: get seconds and bytes of the newest version.
+        published: is told bytes and seconds of every version.
         shared: tell the nodes where the files are, for those that see the same disk.
         broadcaster: sends the tensors; None: versions are written to files.
     """
@@ -340,16 +343,14 @@ class Publisher:
         fence: Fence,
         say: Callable[[str], None],
         *,
-        metrics: Metrics | None = None,
+        published: Callable[[int, float], None] | None = None,
         shared: bool = False,
         broadcaster: Broadcasts | None = None,
     ) -> None:
         self._board, self._static_files, self.run_id = board, static_files, run_id
         self._timeout_s, self._fence, self._say = timeout_s, fence, say
         self._shared, self._broadcaster = shared, broadcaster
-        metrics = metrics or Metrics("ppo_trainer")
-        self._bytes = metrics.gauge("publish_bytes", "Bytes of the newest weight version, as one engine gets them")
-        self._seconds = metrics.gauge("publish_seconds", "Seconds until the engines served the newest weight version")
+        self._published = published
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
@@ -367,8 +368,8 @@ class Publisher:
         if self._broadcaster is not None:
             self._broadcaster.settle()
         seconds = time.monotonic() - begin
-        self._bytes.set(size)
-        self._seconds.set(seconds)
+        if self._published:
+            self._published(size, seconds)
         way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
         rate = size / seconds / 1e6
         level = logging.INFO if seconds >= 1 else logging.DEBUG  # the line of a step has its seconds anyway

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from prometheus_client import Counter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -25,6 +26,7 @@ from common.storing import storing
 from common.wire import group_json
 from trainer.clock import STAGES, WAITING
 from trainer.evaluate import Evaluation
+from trainer.trackers.trackers import Trackers
 
 _SHOWN_PROBLEMS = 3
 _ALARM_EVERY = 20
@@ -72,9 +74,12 @@ class Recorder:
         config: resolved.
         console: standard output.
         step: the run goes on after this step; later lines of an earlier attempt are removed.
+        tracked: counts records for trackers.
     """
 
-    def __init__(self, directory: Path, config: Config, console: Console, step: int = 0) -> None:
+    def __init__(
+        self, directory: Path, config: Config, console: Console, step: int = 0, tracked: Counter | None = None
+    ) -> None:
         self.directory, self.console = directory, console
         with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
@@ -85,6 +90,13 @@ class Recorder:
         self._progress: Progress | None = None
         self._total = 0
         self._alarmed: dict[str, int] = {}
+        self._trackers = Trackers(config, directory, step, self.say, tracked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._trackers.close(finished=kind is None)
 
     def say(self, text: str) -> None:
         """One line for the person."""
@@ -104,6 +116,7 @@ class Recorder:
         """A step was done on these groups."""
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         self._append("metrics", {"time": time.time(), "total_steps": self._total, **record.__dict__})
+        self._trackers.step(record.__dict__, groups[0])
         training = record.seconds["update"] + record.seconds["publish"]
         self.say(
             f"step {record.step:>4}/{self._total}  reward {record.reward:.3f}  accuracy {record.accuracy:.3f}  "
@@ -122,6 +135,7 @@ class Recorder:
         _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # of an attempt that was killed at its end
         answers = [answer.__dict__ for answer in evaluation.answers]
         self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
+        self._trackers.evaluation(evaluation)
         passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.say(
             f"evaluation at step {evaluation.step}: held-out accuracy {evaluation.accuracy:.3f} "

@@ -2,21 +2,21 @@
 
 import asyncio
 import threading
-from typing import Annotated
+from functools import partial
+from typing import Annotated, get_args
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
-from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
+from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from services.openapi import described, errors
 from services.server import Server, create_app, listen
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.runs import Run
 from trainer.publish import WeightBoard
-from trainer.record import StepRecord
 
 _FILE = {"type": "string", "format": "binary"}
 
@@ -32,6 +32,9 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
         open_paths=PAGES,
     )
     add_dashboard(app, Run(board.directory.parent, live=True), health)
+    nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
+    for state in get_args(WorkerState):
+        nodes.labels(state).set_function(partial(board.count, state))
 
     @app.get("/weights/latest", responses=errors(404))
     async def latest(
@@ -68,26 +71,6 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
         return board.workers()
 
     return app
-
-
-class TrainerMetrics:
-    """The numbers of the newest step as Prometheus gauges."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.step = metrics.gauge("step", "Optimiser steps done; also the weight version")
-        self.reward = metrics.gauge("reward_mean", "Mean reward of the newest batch")
-        self.accuracy = metrics.gauge("accuracy", "Share of correct completions in the newest batch")
-        self.update = metrics.gauge("update", "Metrics of the newest update", ["name"])
-        self.critic = metrics.gauge("critic", "Metrics of the critic's newest update", ["name"])
-        self.seconds = metrics.gauge("step_seconds", "Seconds of the newest step by stage", ["stage"])
-
-    def record(self, record: StepRecord) -> None:
-        self.step.set(record.step)
-        self.reward.set(record.reward)
-        self.accuracy.set(record.accuracy)
-        for gauge, values in ((self.update, record.update), (self.critic, record.critic or {}), (self.seconds, record.seconds)):
-            for name, value in values.items():
-                gauge.labels(name).set(value)
 
 
 class BackgroundServer:

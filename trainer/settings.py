@@ -81,6 +81,10 @@ class TrainerConfig(BaseModel):
     """Evaluate on the trainer's eval_dataset every so many steps; 0: only before and after training."""
     seed: int = Field(0, ge=0)
     """Of data order and sampling. A run on one seed repeats."""
+    report_to: str = ""
+    """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio; none when empty (docs/trackers.md)."""
+    run_name: str = ""
+    """Name of the run there; that of output_dir when empty."""
     verbose: bool = True
     """Print a line per step, and what was reached at the end."""
     settings: dict[str, Any] = {}
@@ -169,6 +173,8 @@ class TrainerConfig(BaseModel):
             optional["model.reference"] = self.ref_model_name_or_path
         if self.critic_learning_rate is not None:
             optional["critic.learning_rate"] = self.critic_learning_rate
+        if self.run_name:
+            optional["trackers.run_name"] = self.run_name
         return optional | {
             "seed": self.seed,
             "model.name": self.model_name_or_path,
@@ -193,6 +199,7 @@ class TrainerConfig(BaseModel):
             "trainer.checkpoint_every": self.save_steps,
             "trainer.keep_checkpoints": self.save_total_limit,
             "trainer.eval_every": self.eval_steps,
+            "trackers.names": [name.strip() for name in self.report_to.split(",") if name.strip()],
         }
 
     # ------------------------------------------------------------ checks
@@ -201,6 +208,13 @@ class TrainerConfig(BaseModel):
     @classmethod
     def _all_steps(cls, value: Any) -> Any:
         return None if value == -1 else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _as_in_trl(cls, value: Any) -> Any:
+        """TRL takes a list too, and `none` for no tracker."""
+        value = ",".join(value) if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value) else value
+        return "" if value in ("none", None) else value
 
     @model_validator(mode="wrap")
     @classmethod

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from common.config import Config
 from common.critic_wire import decode_update_request, decode_value_request, encode_values
 from common.fields import MSGPACK
-from common.observe import Metrics
+from common.observe import Metrics, critic_gauges
 from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest
 from services.critic.keeper import CriticKeeper
 from services.critic.shapes import UPDATE_REQUEST, VALUE_REQUEST, VALUES
@@ -43,7 +43,7 @@ def create_critic_app(config: Config) -> FastAPI:
         finally:
             await asyncio.to_thread(thread.shutdown)
 
-    metrics = Metrics("critic_server")
+    metrics = Metrics("critic-server")
     app = create_app(
         "critic-server",
         flush=lambda: call(keeper.status),  # what was to be kept is on disk; a running update is waited for
@@ -88,13 +88,12 @@ def create_critic_app(config: Config) -> FastAPI:
 
 def _gauges(metrics: Metrics, keeper: CriticKeeper) -> Callable[[CriticMetrics], None]:
     """A function that puts the metrics of an update on /metrics."""
-    metrics.gauge("step", "Batches the critic was trained on").set_function(lambda: keeper.status().step)
-    gauges = {
-        name: metrics.gauge(name, f"Of the last update: {name.replace('_', ' ')}")
-        for name in CriticMetrics.__dataclass_fields__
-    }
+    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(lambda: keeper.status().step)
+    skipped = metrics.counter("critic_skipped_updates_total", "Updates not applied because the gradient was not finite")
+    gauges = critic_gauges(metrics, "critic")
 
     def tell(result: CriticMetrics) -> None:
+        skipped.inc(result.skipped)
         for name, gauge in gauges.items():
             gauge.set(getattr(result, name))
 

@@ -106,7 +106,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         max_body_bytes=config.max_body_mb << 20,
         max_requests=config.data.max_requests,
     )
-    answered = app.state.metrics.counter("prompts_total", "Prompts answered, repeated requests included", ["shuffle"])
+    answered = app.state.metrics.counter("data_prompts_total", "Prompts answered, repeated requests included", ["shuffle"])
 
     @app.get("/prompts")
     def prompts(batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None) -> PromptBatch:

@@ -67,7 +67,7 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         finally:
             await worker.close()
 
-    metrics = Metrics("replay_buffer")
+    metrics = Metrics("replay-buffer")
     _gauges(metrics, buffer)
     app = create_app(
         "replay-buffer",
@@ -242,8 +242,8 @@ async def _unwanted(request: Request) -> None:
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
     """What /metrics says of the buffer, read when it is asked for."""
-    groups = metrics.gauge("groups", "Groups stored", ["state"])
-    completions = metrics.gauge("completions", "Completions stored; lone: experiences without tokens", ["state"])
+    groups = metrics.gauge("replay_groups", "Groups stored", ["state"])
+    completions = metrics.gauge("replay_completions", "Completions stored; lone: experiences without tokens", ["state"])
 
     def read(state: str, column: int) -> float:
         return buffer.store.committed[state][column]
@@ -251,5 +251,5 @@ def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
     for state in buffer.store.committed:
         groups.labels(state).set_function(partial(read, state, 0))
         completions.labels(state).set_function(partial(read, state, 1))
-    metrics.gauge("capacity_completions", "Completions that may be stored").set(buffer.capacity)
-    metrics.gauge("store_bytes", "Size of the file and its log on disk").set_function(buffer.store.size)
+    metrics.gauge("replay_completions_limit", "Completions that may be stored").set(buffer.capacity)
+    metrics.gauge("replay_store_bytes", "The file and its log on disk").set_function(buffer.store.size)

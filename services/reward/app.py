@@ -31,7 +31,7 @@ def create_reward_app(
 
     Raises ConfigError for a function that does not exist or cannot work here, with the remedy.
     """
-    metrics = Metrics("reward_server")
+    metrics = Metrics("reward-server")
     scorer = Scorer(config, metrics, functions)
 
     @asynccontextmanager

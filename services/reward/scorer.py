@@ -40,13 +40,13 @@ class Scorer:
         self, config: RewardSection, metrics: Metrics | None = None, functions: Sequence[RewardFunction] | None = None
     ) -> None:
         self.config = config
-        metrics = metrics or Metrics("reward_server")
-        self._graded = metrics.counter("graded_total", "Answers by status", ["status"])
-        self._seconds = metrics.histogram("grade_seconds", "Seconds from request to verdicts, of one batch")
-        self._restarts = metrics.counter("worker_restarts_total", "Grader processes that were replaced")
+        metrics = metrics or Metrics("reward-server")
+        self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
+        self._seconds = metrics.histogram("reward_batch_duration_seconds", "From request to verdicts, of one batch")
+        self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
         self._queue = BATCHES_QUEUED * config.max_batch_items
-        metrics.gauge("unfinished_items", "Answers that wait or are scored now").set_function(self._unfinished)
-        metrics.gauge("unfinished_items_limit", "Answers that may wait for one function").set(self._queue)
+        metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
+        metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(self._queue)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
         self._hosts: dict[str, Host]

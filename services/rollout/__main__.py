@@ -20,7 +20,7 @@ def run(config: Config) -> None:
     engine_command(config, topology, config.model.name, "default")  # a wrong setting ends the start, not the first child
     if topology.node_rank == 0:
         router_command(config, topology)
-    metrics = Metrics("rollout_server")
+    metrics = Metrics("rollout-server")
     agent = Agent(config, topology, metrics)
     serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port))
     if agent.fatal is not None:

@@ -104,9 +104,10 @@ class Agent:
             name=self.name,
             metrics=metrics,
         )
-        self._version = metrics.gauge("weight_version", "Weights the engine serves; -1 is the base model")
-        metrics.gauge("engine_starts", "How often the engine was started").set_function(lambda: self.engine.starts)
-        metrics.gauge("in_traffic", "1 when the router sends requests here").set_function(lambda: self._registered)
+        self._version = metrics.gauge("rollout_weight_version", "Weights the engine serves; -1 is the base model")
+        self._version.set(-1)
+        metrics.counted("rollout_engine_starts_total", "How often the engine was started", lambda: self.engine.starts)
+        metrics.gauge("rollout_in_traffic", "1 when the router sends requests here").set_function(lambda: self._registered)
 
     def _supervised_router(self) -> Supervised:
         def launch() -> list[str]:

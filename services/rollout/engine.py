@@ -72,7 +72,7 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     if on_cpu:
         options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    flags = [*(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_words(config), *rollout.engine_args]
+    flags = ["--enable-metrics", *(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_words(config), *rollout.engine_args]
     tls_options = {"ssl-certfile": files.certificate, "ssl-keyfile": files.key} if (files := tls()).certificate else {}
     return [*run_module(str(_sglang_python(rollout)), "sglang.launch_server"), *_words(options | tls_options), *flags]
 

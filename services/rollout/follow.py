@@ -73,8 +73,8 @@ class WeightFollower:
         self._refused: tuple[str, int] | None = None  # group and version of a broadcast that failed here
         self._wake = asyncio.Event()
         self._quiet = Quiet()
-        self._updates = metrics.counter("weight_updates_total", "Attempts to get to a new weight version", ["result"])
-        self._seconds = metrics.gauge("weight_update_seconds", "Seconds of the newest update by stage", ["stage"])
+        self._updates = metrics.counter("rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"])
+        self._seconds = metrics.histogram("rollout_weight_update_duration_seconds", "Of new weights, by stage", ["stage"])
 
     def engine_up(self) -> None:
         """The engine answers: what it does not serve yet can be loaded."""
@@ -132,7 +132,7 @@ class WeightFollower:
                 wanted = WeightId.of(manifest)
                 self._state.found(wanted)
             path = await shared_directory(manifest) or await self._store.fetch(manifest, self._trainer)
-            self._seconds.labels(stage).set(time.monotonic() - begin)
+            self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest, self._lost = (manifest, path), 0
             stage = "load"
             if not self._engine.up or not await self._load_into_engine(manifest, path):
@@ -215,7 +215,7 @@ class WeightFollower:
         finally:
             self._load.cancel()
             self._load = None
-        self._seconds.labels(stage).set(time.monotonic() - begin)
+        self._seconds.labels(stage).observe(time.monotonic() - begin)
         return result
 
     def _download_lost(self, wanted: WeightId, error: Exception) -> None:

@@ -56,18 +56,18 @@ async def client(port: int) -> AsyncIterator[Client]:
 
 async def metric(client: Client, name: str) -> float:
     page = (await client.http.get("/metrics")).text
-    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"rlhf_busy_server_{name} "))
+    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"rlhf_http_{name} "))
 
 
-async def held(client: Client, what: str, count: float) -> None:
+async def held(client: Client, name: str, count: float) -> None:
     async with asyncio.timeout(60):
-        while await metric(client, f'in_work{{what="{what}"}}') != count:  # noqa: ASYNC110 - another process
+        while await metric(client, name) != count:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)
 
 
 async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visible(client: Client) -> None:
     first = [asyncio.create_task(client.http.post("/hold", content=b"x" * 100, timeout=60)) for _ in range(4)]
-    await held(client, "requests", 4)
+    await held(client, "requests_in_progress", 4)
     answers = await asyncio.gather(*(client.http.post("/hold", content=b"x" * 900, timeout=60) for _ in range(20)))
     assert {answer.status_code for answer in answers} == {503}
     error = answers[0].json()["error"]
@@ -75,23 +75,23 @@ async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visib
     assert answers[0].headers["retry-after"] == "1"
     assert "max_requests" in error["remedy"]
     assert (await client.http.get("/health")).status_code == 200
-    assert await metric(client, 'refused_total{what="requests"}') == 20
-    assert await metric(client, 'in_work_limit{what="requests"}') == 4
-    assert await metric(client, 'in_work{what="body_bytes"}') == 400
+    assert await metric(client, 'requests_refused_total{limit="requests"}') == 20
+    assert await metric(client, "requests_in_progress_limit") == 4
+    assert await metric(client, "request_bodies_bytes") == 400
     for task in first[:1]:  # a client that goes away gives its place back
         task.cancel()
     await client.request("POST", "/open")  # refused until then, and repeated
     for answer in await asyncio.gather(*first[1:]):
         assert answer.json() == {"size": 100}
     assert (await client.request("POST", "/hold", content=b"y")).json() == {"size": 1}
-    await held(client, "requests", 0)
-    await held(client, "body_bytes", 0)
+    await held(client, "requests_in_progress", 0)
+    await held(client, "request_bodies_bytes", 0)
 
 
 async def test_a_refused_body_is_not_waited_for(client: Client, port: int) -> None:
     """The answer is there although not a byte of the body is."""
     tasks = [asyncio.create_task(client.http.post("/hold", timeout=60)) for _ in range(4)]
-    await held(client, "requests", 4)
+    await held(client, "requests_in_progress", 4)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /hold HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
     status = await asyncio.wait_for(reader.readline(), 30)

@@ -174,9 +174,9 @@ async def test_metrics_count_by_route_never_by_path(http: httpx.AsyncClient) -> 
     answer = await http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     page = answer.text
-    assert 'rlhf_thing_server_http_requests_total{route="/things/{name}",status="404"} 2.0' in page
+    assert 'rlhf_http_requests_total{route="/things/{name}",status="404"} 2.0' in page
     assert 'route="/things/{name}",status="500"} 1.0' in page
-    assert 'http_request_seconds_count{route="/things/{name}"} 3.0' in page
+    assert 'http_request_duration_seconds_count{route="/things/{name}"} 3.0' in page
     assert "absent-1" not in page
 
 

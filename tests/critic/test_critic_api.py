@@ -50,8 +50,8 @@ async def test_a_run_is_that_of_a_critic_in_process(client: CriticClient, config
     assert (status.run_id, status.step) == ("a", 3)
     assert status.parameters == sum(parameter.numel() for parameter in local.model.module.parameters())
     metrics = (await client.request("GET", "/metrics")).text
-    assert "rlhf_critic_server_step 3.0" in metrics
-    assert "rlhf_critic_server_value_loss " in metrics
+    assert "rlhf_critic_step 3.0" in metrics
+    assert "rlhf_critic_value_loss " in metrics
     await client.flush()
     assert await client.unhealthy_reason() is None
 

@@ -118,7 +118,7 @@ async def test_a_request_id_with_another_size_is_refused(client: DataClient) -> 
 async def test_metrics_count_prompts(client: DataClient) -> None:
     await client.prompts(4, "a")
     page = (await client.http.get("/metrics")).text
-    assert 'rlhf_data_server_prompts_total{shuffle="true"} 4.0' in page
+    assert 'rlhf_data_prompts_total{shuffle="true"} 4.0' in page
     assert 'route="/prompts",status="200"' in page
 
 

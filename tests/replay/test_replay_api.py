@@ -249,8 +249,8 @@ async def test_answers_of_100_000_characters_are_kept(client: ReplayClient, make
 async def test_metrics_show_the_buffer(client: ReplayClient, make_group: MakeGroup) -> None:
     await client.add([make_group("a"), make_group("b")])
     text = (await client.request("GET", "/metrics")).text
-    assert 'rlhf_replay_buffer_groups{state="fresh"} 2.0' in text
-    assert 'rlhf_replay_buffer_completions{state="fresh"} 4.0' in text
+    assert 'rlhf_replay_groups{state="fresh"} 2.0' in text
+    assert 'rlhf_replay_completions{state="fresh"} 4.0' in text
 
 
 async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:

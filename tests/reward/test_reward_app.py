@@ -65,9 +65,9 @@ async def test_stats_and_metrics_count_by_status(http: httpx.AsyncClient) -> Non
     assert stats["graded"] == {"ok": 2, "unparsable": 1, "timeout": 1, "died": 0, "error": 0}
     assert stats["worker_restarts"] == 1
     page = (await http.get("/metrics")).text
-    assert 'rlhf_reward_server_graded_total{status="timeout"} 1.0' in page
-    assert "rlhf_reward_server_worker_restarts_total 1.0" in page
-    assert "rlhf_reward_server_grade_seconds_count 1.0" in page
+    assert 'rlhf_reward_answers_total{status="timeout"} 1.0' in page
+    assert "rlhf_reward_worker_restarts_total 1.0" in page
+    assert "rlhf_reward_batch_duration_seconds_count 1.0" in page
 
 
 def raw(text: str | bytes) -> dict[str, Any]:

@@ -55,12 +55,12 @@ class Engine:
         on_crash: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.max_waiting, self.on_crash = model, max_waiting, on_crash
-        self.metrics = metrics or Metrics("rollout")
-        generated = self.metrics.counter("generated_tokens_total", "Tokens generated")
-        prefilled = self.metrics.counter("prefilled_tokens_total", "Prompt tokens computed")
-        self.metrics.gauge("running_sequences", "Rows in the batch").set_function(lambda: self.running)
-        self.metrics.gauge("waiting_sequences", "Sequences that wait").set_function(lambda: self.waiting)
-        self.metrics.gauge("waiting_sequences_limit", "Sequences that may wait").set(max_waiting)
+        self.metrics = metrics or Metrics("rollout-engine")
+        generated = self.metrics.counter("engine_generated_tokens_total", "Tokens generated")
+        prefilled = self.metrics.counter("engine_prefilled_tokens_total", "Prompt tokens computed")
+        self.metrics.gauge("engine_running_sequences", "Rows in the batch").set_function(lambda: self.running)
+        self.metrics.gauge("engine_waiting_sequences", "Sequences that wait").set_function(lambda: self.waiting)
+        self.metrics.gauge("engine_waiting_sequences_limit", "Sequences that may wait").set(max_waiting)
         self.failure: str | None = None
         self._scheduler = Scheduler(model, max_running, weight_version, generated, prefilled)
         self._random = random.Random(seed)

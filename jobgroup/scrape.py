@@ -1,0 +1,100 @@
+"""`python -m jobgroup.scrape YAML`: prints the Prometheus configuration that scrapes every node of a job group.
+
+Every service, agent and engine, and the router. Names are those of the job group, which its pods resolve; where
+`JOBGROUP_HOSTS` is set they are the addresses of that local run. `jobgroup.local` writes the same beside its logs.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config import fail, load
+from common.errors import ConfigError
+from common.security import tls
+from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
+from jobgroup import spec
+
+INTERVAL_S = 10
+ENGINE, ROUTER = "rollout-engine", "router"
+"""Jobs of Prometheus beside those that are called like their task; the agents are `rollout-server`."""
+
+
+def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: str | None) -> str:
+    """The text of a `prometheus.yml` with a job for every kind of service.
+
+    Args:
+        group: whose tasks are scraped; one of another name is left out.
+        hosts: the environment with `JOBGROUP_HOSTS` of a local run; empty on a cluster.
+        token_file: has the run's API_TOKEN. The router's page takes none, so it gets none.
+
+    Raises ConfigError when the settings of a task cannot be read.
+    """
+    local = parse_hosts(hosts.get("JOBGROUP_HOSTS", ""))
+    topology, files = Topology(group=group.name, local_hosts=local), tls()
+    jobs: dict[str, list[dict[str, Any]]] = {}
+    for task in group.tasks:
+        for rank in range(task.num_nodes):
+            for job, port in _ports(task, rank):
+                target = topology.url(task.name, port, rank).partition("://")[2]
+                jobs.setdefault(job, []).append({"targets": [target], "labels": {"node": f"{task.name}-{rank}"}})
+
+    def access(job: str) -> dict[str, Any]:
+        if job == ROUTER:
+            return {}
+        found: dict[str, Any] = {"authorization": {"credentials_file": token_file}} if token_file else {}
+        if files.certificate:
+            found["scheme"] = "https"
+        if files.certificate and files.authority:
+            found["tls_config"] = {"ca_file": files.authority}
+        return found
+
+    scraped = [{"job_name": job, **access(job), "static_configs": nodes} for job, nodes in jobs.items()]
+    return str(yaml.safe_dump({"global": {"scrape_interval": f"{INTERVAL_S}s"}, "scrape_configs": scraped}, sort_keys=False))
+
+
+def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
+    """Jobs and ports of a node, as the task's own environment sets them."""
+    if task.name not in (DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER):
+        return
+    env = {**os.environ, **task.env}
+    if file := env.get("RUN_CONFIG"):
+        env["RUN_CONFIG"] = str(task.workdir / file)
+    config = load([], env)
+    if task.name == ROLLOUT:
+        yield ROLLOUT, config.rollout.agent_port
+        yield ENGINE, config.rollout.engine_port
+        if rank == 0:
+            yield ROUTER, config.rollout.router_metrics_port
+    elif task.name != TRAINER or rank == 0:
+        port = {
+            DATA: config.data.port,
+            REWARD: config.reward.port,
+            REPLAY: config.replay.port,
+            CRITIC: config.critic.port,
+            TRAINER: config.trainer.port,
+        }
+        yield task.name, port[task.name]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints it. A wrong YAML or setting ends with status 2."""
+    parser = argparse.ArgumentParser(prog="python -m jobgroup.scrape", description=__doc__, allow_abbrev=False)
+    parser.add_argument("yaml", type=Path, metavar="YAML", help="the job group")
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task")
+    parser.add_argument("--token-file", metavar="FILE", help="on Prometheus' machine: holds the API_TOKEN of the run")
+    options = parser.parse_args(argv)
+    try:
+        overrides = {name: value for name, _, value in (text.partition("=") for text in options.env)}
+        group = spec.load(options.yaml, overrides, {}, {})
+        sys.stdout.write(configuration(group, os.environ, options.token_file))
+    except ConfigError as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""The metrics of every service, read once."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.metrics.pages import Family, pages
+
+
+@pytest.fixture(scope="session")
+def found(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Family]]:
+    """By service and name, from the real pages."""
+    return asyncio.run(pages(base_model, tmp_path_factory.mktemp("pages")))

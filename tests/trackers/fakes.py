@@ -1,0 +1,65 @@
+"""Trackers of one's own, as `trackers.names` takes them: one that keeps everything, and all the ways to fail."""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+from trainer.trackers.base import Cell, RunInfo
+
+
+class Keeps:
+    """Writes every call to `trackers/kept.jsonl` in the run directory."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run, self.where = run, "kept.jsonl"
+        self._keep("start", asdict(run) | {"directory": str(run.directory), "parameters": run.parameters})
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self._keep("metrics", {"step": step, "values": values})
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
+        self._keep("table", {"step": step, "name": name, "columns": columns, "rows": rows})
+
+    def close(self, finished: bool) -> None:
+        self._keep("close", {"finished": finished, "token": os.environ.get("API_TOKEN")})
+
+    def _keep(self, call: str, content: dict[str, Any]) -> None:
+        with (self.run.directory / "kept.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps([call, content]) + "\n")
+
+
+class Hangs(Keeps):
+    """Takes the start, and never another call."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        time.sleep(3600)
+
+
+class NeverStarts(Keeps):
+    """Hangs before it says where it is."""
+
+    def __init__(self, run: RunInfo) -> None:
+        time.sleep(3600)
+
+
+class Raises(Keeps):
+    """Refuses metrics and takes tables."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        raise ConnectionError(f"no way to {os.environ.get('WANDB_API_KEY')}")
+
+
+class Dies(Keeps):
+    """Its process ends at the first call."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        os._exit(9)
+
+
+class Refuses(Keeps):
+    """Cannot begin."""
+
+    def __init__(self, run: RunInfo) -> None:
+        raise ValueError("there is no such project")

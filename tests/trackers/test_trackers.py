@@ -1,0 +1,185 @@
+"""Trackers get what a run records; one that hangs, raises or dies loses records and touches nothing else."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common.config import Config, load
+from common.errors import ConfigError
+from common.sections import TrackersSection
+from tests.apps import tiny
+from tests.conftest import ROOT
+from trainer import TrainerConfig, train_in_process
+from trainer.record import read_lines
+from trainer.trackers.base import LIBRARIES
+from trainer.trackers.check import check
+from trainer.trackers.outlet import Outlet
+
+pytestmark = pytest.mark.timeout(240)
+FAKES = "tests.trackers.fakes"
+
+
+def settings(model: Path, directory: Path, *names: str, more: tuple[str, ...] = ()) -> Config:
+    """Settings of a run of two steps with these fakes."""
+    words = [word for name in names for word in ("--trackers.names", f"{FAKES}:{name}")]
+    return tiny(model, directory, *words, "--trackers.sample_every", "2", *more)
+
+
+def kept(config: Config) -> list[list[Any]]:
+    """What `Keeps` was told."""
+    assert config.trainer.run_dir is not None
+    return read_calls(config.trainer.run_dir / "trackers")
+
+
+def read_calls(directory: Path) -> list[list[Any]]:
+    lines = (directory / "kept.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "0123456789abcdef")
+    config = settings(base_model, tmp_path, "Keeps", more=("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "0"))
+    train_in_process(config, Console(quiet=True))
+    assert config.trainer.run_dir is not None
+    calls = kept(config)
+    assert [call for call, _ in calls] == [
+        *("start", "metrics", "table", "metrics"),  # the evaluation before training, step 1
+        *("metrics", "table", "metrics", "table", "close"),  # step 2, the evaluation after it
+    ]
+    start = calls[0][1]
+    assert (start["name"], start["project"], start["step"]) == ("run", "rlhf-math", 0)
+    assert start["config"]["trainer"]["batch_size"] == start["parameters"]["trainer.batch_size"] == 4
+    lines = read_lines(config.trainer.run_dir / "metrics.jsonl")
+    steps = [content for call, content in calls if call == "metrics" and "reward" in content["values"]]
+    assert [content["step"] for content in steps] == [1, 2]
+    for line, content in zip(lines, steps, strict=True):
+        values = content["values"]
+        assert values["reward"] == line["reward"]
+        assert values["update/kl_reference"] == line["update"]["kl_reference"]
+        assert values["seconds/generation"] == line["seconds"]["generation"]
+    evaluation = read_lines(config.trainer.run_dir / "evaluations.jsonl")[-1]
+    assert calls[6][1] == {"step": 2, "values": calls[6][1]["values"]}
+    assert calls[6][1]["values"]["evaluation/standard_error"] == evaluation["standard_error"]
+    samples = calls[5][1]
+    first = read_lines(config.trainer.run_dir / "samples.jsonl")[-1]
+    assert (samples["name"], samples["step"]) == ("samples", 2)
+    shown = [dict(zip(samples["columns"], row, strict=True)) for row in samples["rows"]]
+    assert [row["completion"] for row in shown] == [completion["text"] for completion in first["completions"]]
+    assert [row["reward"] for row in shown] == pytest.approx([completion["reward"] for completion in first["completions"]])
+    assert calls[-1][1] == {"finished": True, "token": None}, "a tracker has no use for the token of the services"
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(base_model: Path, tmp_path: Path) -> None:
+    first = settings(base_model, tmp_path, "Keeps")
+    train_in_process(first, Console(quiet=True))
+    longer = settings(base_model, tmp_path, "Keeps", more=("--trainer.max_steps", "3"))
+    train_in_process(longer, Console(quiet=True))
+    anew = settings(base_model, tmp_path, "Keeps", more=("--trainer.resume", "false", "--trainer.max_steps", "1"))
+    train_in_process(anew, Console(quiet=True))
+    starts = [content for call, content in kept(first) if call == "start"]
+    assert [start["step"] for start in starts] == [0, 2, 0]
+    assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
+
+
+def test_trackers_that_hang_raise_and_die_cost_records_and_nothing_else(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-key-of-nobody")
+    broken = ("Hangs", "NeverStarts", "Raises", "Dies", "Refuses")
+    config = settings(base_model, tmp_path, *broken, "Keeps", more=("--trackers.flush_timeout_s", "10"))
+    output = io.StringIO()
+    train_in_process(config, Console(file=output, width=1000))
+    assert config.trainer.run_dir is not None
+    assert [line["step"] for line in read_lines(config.trainer.run_dir / "metrics.jsonl")] == [1, 2]
+    assert [content["step"] for call, content in kept(config) if call == "metrics" and "reward" in content["values"]] == [1, 2]
+    told = [line for line in output.getvalue().splitlines() if line.startswith("tracker ")]
+    by_name = {name: [line for line in told if f"{FAKES}:{name}" in line] for name in (*broken, "Keeps")}
+    assert "did not take what was left" in by_name["Hangs"][1]
+    assert "did not take what was left" in by_name["NeverStarts"][0]
+    assert "ConnectionError: no way to [secret]" in by_name["Raises"][1]
+    assert "its process has ended" in by_name["Dies"][1]
+    assert "ValueError: there is no such project" in by_name["Refuses"][0]
+    for name, lost in (("Hangs", "3 of 3"), ("NeverStarts", "3 of 3"), ("Raises", "2 of 3"), ("Dies", "3 of 3")):
+        assert f"{lost} records are lost" in by_name[name][-1], by_name[name]
+    assert by_name["Keeps"] == [f"tracker {FAKES}:Keeps: kept.jsonl"]
+
+
+def start(directory: Path) -> dict[str, Any]:
+    content = {"id": "abc", "name": "run", "project": "p", "config": {"seed": 0, "trackers": {}}, "step": 0}
+    return content | {"directory": str(directory)}
+
+
+def test_a_queue_that_is_full_loses_records_at_once_and_says_so_once(tmp_path: Path) -> None:
+    told, counted = list[str](), list[str]()
+    outlet = Outlet(f"{FAKES}:NeverStarts", start(tmp_path), tmp_path, told.append, counted.append, limit=2)
+    for step in range(6):
+        outlet.put("metrics", step=step, values={})
+    assert (outlet.lost, counted) == (4, ["lost"] * 4)
+    assert len(told) == 1
+    assert "too slow: 2 records wait" in told[0]
+    outlet.end(finished=True)
+    outlet.wait(time.monotonic())
+    outlet.put("metrics", step=7, values={})
+    assert (outlet.written, outlet.lost) == (0, 7)
+    assert "6 of 6 records are lost" in told[-1]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(name: str) -> None:
+    if find_spec(name) is not None:
+        pytest.skip(f"{name} is installed here")
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]") as caught:
+        check(TrackersSection(names=[name]))
+    assert caught.value.field == "trackers.names"
+
+
+def test_wandb_online_needs_its_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    check(TrackersSection(names=["wandb"], wandb_mode="offline"))
+    with pytest.raises(ConfigError, match="wandb_mode offline") as caught:
+        check(TrackersSection(names=["wandb"]))
+    assert caught.value.field == "WANDB_API_KEY"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--trackers.names", "tensorbord"], "trackers.names"),
+        (["--trackers.project", "mine"], "trackers.project is set but not read: trackers.names is empty"),
+        (["--trackers.names", "mlflow", "--trackers.wandb_mode", "offline"], "trackers.names has no wandb"),
+        (["--trackers.names", "mlflow", "--trackers.mlflow_uri", "https://me:secret@host"], "MLFLOW_TRACKING_PASSWORD"),
+    ],
+)
+def test_wrong_settings_are_refused(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        load(words, {})
+    assert "secret@" not in str(caught.value)
+
+
+def test_the_python_api_names_trackers_as_trl_does() -> None:
+    config = TrainerConfig(report_to=["tensorboard", "a.b:C"], run_name="try 3")
+    assert config.report_to == "tensorboard,a.b:C"
+    trackers = config.to_config(64, 0, Path("out")).trackers
+    assert (trackers.names, trackers.run_name) == (["tensorboard", "a.b:C"], "try 3")
+    assert TrainerConfig(report_to="none").to_config(64, 0, Path("out")).trackers.names == []
+    with pytest.raises(ConfigError, match=r"trackers\.names"):
+        TrainerConfig(report_to="tensorbord")
+
+
+def test_a_process_whose_trainer_is_gone_closes_its_tracker_and_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer.trackers.process", f"{FAKES}:Keeps"]
+    calls = [["start", start(tmp_path)], ["metrics", {"step": 1, "values": {"reward": 1.0}}]]
+    lines = "".join(json.dumps(call) + "\n" for call in calls)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"done": "kept.jsonl"}, {"done": True}]
+    assert [call for call, _ in read_calls(tmp_path)] == ["start", "metrics", "close"]
+    assert read_calls(tmp_path)[-1][1]["finished"] is False

@@ -1,0 +1,29 @@
+"""Trackio: an SQLite file in the run directory, or where TRACKIO_DIR says."""
+
+import os
+
+from trainer.trackers.base import Cell, RunInfo
+
+
+class Made:
+    """A run of Trackio, found again by its name, which has the id of the run in it."""
+
+    def __init__(self, run: RunInfo) -> None:
+        directory = os.environ.setdefault("TRACKIO_DIR", str(run.directory / "trackio"))  # read when trackio is imported
+        import pandas
+        import trackio
+
+        self._trackio, self._pandas = trackio, pandas
+        name = f"{run.name}-{run.id[:6]}"
+        trackio.init(project=run.project, name=name, config=run.config, resume="allow", embed=False)
+        self.where = f"TRACKIO_DIR={directory} trackio show --project {run.project}"
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self._trackio.log(values, step=step)
+
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
+        table = self._trackio.Table(dataframe=self._pandas.DataFrame(rows, columns=columns))
+        self._trackio.log({name: table}, step=step)
+
+    def close(self, finished: bool) -> None:
+        self._trackio.finish()
