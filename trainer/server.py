@@ -7,11 +7,13 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
+from common import watchdog
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from services.openapi import described, errors
 from services.server import Server, create_app, listen
+from services.story import Work
 from trainer.publish import WeightBoard
 from trainer.record import StepRecord
 
@@ -20,7 +22,13 @@ _FILE = {"type": "string", "format": "binary"}
 
 def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024) -> FastAPI:
     """The app of rank 0."""
-    app = create_app("ppo-trainer", metrics=metrics, max_body_bytes=1 << 20, max_requests=max_requests)
+    app = create_app(
+        "ppo-trainer",
+        metrics=metrics,
+        max_body_bytes=1 << 20,
+        max_requests=max_requests,
+        work=Work(now=_waits, waits_for="rollout nodes"),
+    )
 
     @app.get("/weights/latest", responses=errors(404))
     async def latest(
@@ -59,6 +67,11 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
     return app
 
 
+def _waits() -> str:
+    """Where the training loop is and what is awaited, for the log."""
+    return "; ".join(filter(None, [watchdog.where(), *watchdog.awaited()]))
+
+
 class TrainerMetrics:
     """The numbers of the newest step as Prometheus gauges."""
 
@@ -86,6 +99,7 @@ class BackgroundServer:
         self._socket = listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._server = Server(app, host, port)
+        self.url = self._server.url
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def _run(self) -> None:

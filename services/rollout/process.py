@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import ServiceError
+from common.logs import structured
 from common.security import Hider
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class Child:
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        prefix, rest, hider, ended = f"{self.name} | ", b"", Hider(), False
+        rest, hider, ended = b"", Hider(), False
         while not ended:
             data = await self._process.stdout.read(65536)
             ended = not data
@@ -68,7 +70,17 @@ class Child:
             if not lines:
                 continue
             with contextlib.suppress(OSError):  # nobody reads our stderr any more; the log file has it all
-                print(*(prefix + line.decode("utf-8", "replace") for line in lines), sep="\n", file=sys.stderr, flush=True)
+                print(*(self._shown(line.decode("utf-8", "replace")) for line in lines), sep="\n", file=sys.stderr, flush=True)
+
+    def _shown(self, line: str) -> str:
+        """A line of the output as one of this process's log; one that is JSON already stays as it is."""
+        formatter = structured()
+        if formatter is None:
+            return f"{self.name} | {line}"
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(line), dict):
+                return line
+        return formatter.line(self.name, line)
 
     def _append(self, chunk: bytes) -> None:
         """A full disk must not stop the reading: a child whose output nobody reads stands still."""
