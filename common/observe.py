@@ -10,6 +10,9 @@ from common.errors import ConfigError
 from common.logs import JsonFormatter, TextFormatter, level, log_uncaught, wants_json
 from common.topology import Topology
 
+_OWN = ("common", "services", "trainer")
+"""Packages whose lines at DEBUG are shown: torch alone has hundreds for a checkpoint."""
+
 
 class _LogFile(logging.FileHandler):
     """Goes on without the file while its disk is full, and says so once; standard error has every line."""
@@ -55,10 +58,13 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
     formatter = JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
     for handler in handlers:
         handler.setFormatter(formatter)
-    logging.basicConfig(level=wanted_level, handlers=handlers, force=True)
+    debug = wanted_level == "DEBUG"
+    logging.basicConfig(level="INFO" if debug else wanted_level, handlers=handlers, force=True)
+    for own in _OWN:
+        logging.getLogger(own).setLevel(logging.DEBUG if debug else logging.NOTSET)
     if as_json:
         log_uncaught()
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "matplotlib", "PIL", "filelock", "urllib3", "fsspec"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(name)
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from common.security import Hider
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
 _STOP_S = 10.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROBE_S = 5.0
 """Seconds a probe may take (`Client.unhealthy_reason`)."""
 
@@ -80,7 +82,7 @@ class Child:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
                 return line
-        return formatter.line(self.name, line)
+        return formatter.line(self.name, _COLOURS.sub("", line))
 
     def _append(self, chunk: bytes) -> None:
         """A full disk must not stop the reading: a child whose output nobody reads stands still."""

@@ -8,6 +8,7 @@ import pytest
 from common.config import Config
 from tests.conftest import ROOT
 from trainer.hints import FIRST, WINDOW, hints, remember
+from trainer.record import read_lines
 
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,
@@ -168,6 +169,14 @@ def test_nothing_is_said_when_all_is_well_or_not_known_yet() -> None:
     worst = history({"truncated": 1.0, "accuracy": 0.0}, healthy=0)
     assert hints(worst[: WINDOW - 1], config()) == {}
     assert set(hints(worst, config())) == {"truncated"}
+
+
+def test_nothing_is_said_in_a_healthy_run() -> None:
+    """Lines of a real one: the tiny task on two busy cores (`jobgroup.local` with jobgroup/configs/tiny-cpu.yaml)."""
+    lines = read_lines(ROOT / "tests" / "golden" / "healthy_metrics.jsonl")
+    assert len(lines) > WINDOW
+    for count in range(1, len(lines) + 1):
+        assert hints(lines[:count], config(trainer__batch_size=32)) == {}
 
 
 def test_what_gets_better_by_itself_is_no_trouble() -> None:
