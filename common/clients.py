@@ -17,7 +17,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, ValidationError
 
-from common import watchdog, wire
+from common import logs, watchdog, wire
 from common.errors import ServiceError, Unauthorized, shorten
 from common.schemas import (
     BatchRewardRequest,
@@ -71,6 +71,11 @@ async def _not_compressed(response: httpx.Response) -> None:
         raise ServiceError("the answer is compressed, which was not asked for", field="content-encoding", value=encoding)
 
 
+async def _with_id(request: httpx.Request) -> None:
+    """Every call has the id of what it is made for, so that the logs of both sides have the same one."""
+    request.headers.update(logs.sent_headers())
+
+
 class Client:
     """HTTP to one service: retries with backoff and jitter until an overall deadline, errors as ServiceError.
 
@@ -97,7 +102,7 @@ class Client:
         self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
         self._said = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
-        hooks = {"response": [_not_compressed]}
+        hooks: dict[str, list[Callable[..., Any]]] = {"request": [_with_id], "response": [_not_compressed]}
         self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network(), headers=sent, event_hooks=hooks)
 
     async def __aenter__(self) -> Self:
@@ -112,9 +117,11 @@ class Client:
     async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
         """One call, repeated until it succeeds or its deadline passes; not sooner than the service asks for (Retry-After).
 
-        Raises Unreachable at the deadline and ServiceError for any other answer that is not 2xx.
+        All attempts have the request id of the work that they are part of (`common.logs`), or one of their own. Raises
+        Unreachable at the deadline and ServiceError for any other answer that is not 2xx.
         """
-        with watchdog.waiting(f"{method} {path}", self.service):
+        identifier = logs.request_id() or logs.new_request_id()
+        with logs.request(identifier), watchdog.waiting(f"{method} {path}", self.service):
             return await self._repeat(method, path, self.deadline_s if deadline_s is None else deadline_s, arguments)
 
     async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
@@ -131,6 +138,7 @@ class Client:
                 reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
+                    log.debug("%s %s: %d of %s", method, path, response.status_code, self.service)
                     return response
                 if not self._is_passing(response):
                     raise self._error(response)
@@ -150,6 +158,7 @@ class Client:
             field="url",
             value=self.base_url,
             remedy=f"look at the log of {self.service}",
+            request=logs.request_id(),
         )
 
     def _is_passing(self, response: httpx.Response) -> bool:
@@ -164,7 +173,8 @@ class Client:
             message, rest = f"HTTP {response.status_code}: {shorten(response.text)}", {}
             if response.status_code == Unauthorized.status:
                 rest = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
-        return ServiceError(f"{self.service}: {message}", status=response.status_code, **rest)
+        request = response.request.headers.get(logs.REQUEST_HEADER)
+        return ServiceError(f"{self.service}: {message}", status=response.status_code, request=request, **rest)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
         """A call whose answer is a pydantic model. Raises ServiceError when the answer is something else."""
@@ -213,7 +223,8 @@ def _retry_after_s(response: httpx.Response) -> float:
 async def wait_healthy(
     clients: Sequence[Client], timeout_s: float, say: Callable[[str], None] = log.info, every_s: float = 10.0
 ) -> None:
-    """Waits until every service is healthy, saying what is awaited from whom and for how long.
+    """Waits until every service is healthy, saying what is awaited from whom and for how long: after `every_s` seconds, then
+    after twice as long, once a minute in the end.
 
     Raises Unreachable naming the services that are not, after `timeout_s` seconds, and ServiceError at once for a wrong token.
     """
@@ -232,7 +243,7 @@ async def wait_healthy(
             raise Unreachable(f"not healthy after {timeout_s:.0f} s: {text}", remedy="look at the logs of these tasks")
         if now - said > every_s:
             say(f"waiting since {now - start:.0f} s for {text}")
-            said = now
+            said, every_s = now, min(60.0, 2 * every_s)
         await asyncio.sleep(0.25)
 
 

@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from common.algorithm import AlgorithmSection
 from common.errors import ConfigError, shorten
+from common.logs import last_words
 from common.sections import (
     CriticSection,
     DataSection,
@@ -251,8 +252,8 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints an error for people and exits."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    """Tells a person the error and exits."""
+    last_words(f"error: {error}")
     raise SystemExit(status)
 
 

@@ -17,7 +17,8 @@ class ServiceError(Exception):
     """An error with a code for programs and a message, field, value and remedy for people.
 
     Domain code raises one of the subclasses and knows nothing of HTTP; `services.server` turns it into the status and
-    `{"error": {code, message, field?, value?, remedy?}}`; `common.clients` turns that body back into this exception.
+    `{"error": {code, message, field?, value?, remedy?}}`; `common.clients` turns that body back into this exception, with the
+    id of the `request`, under which the logs of both sides have it.
     """
 
     status = 500
@@ -32,6 +33,7 @@ class ServiceError(Exception):
         remedy: str | None = None,
         code: str | None = None,
         status: int | None = None,
+        request: str | None = None,
     ) -> None:
         self.message = shorten(message, _MAX_TEXT_CHARS)
         self.field = None if field is None else shorten(field)
@@ -39,6 +41,7 @@ class ServiceError(Exception):
         self.remedy = None if remedy is None else shorten(remedy, _MAX_TEXT_CHARS)
         self.code = code or type(self).code
         self.status = status or type(self).status
+        self.request = request
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -49,6 +52,8 @@ class ServiceError(Exception):
             parts.append(f"value: {self.value}")
         if self.remedy is not None:
             parts.append(f"remedy: {self.remedy}")
+        if self.request is not None:
+            parts.append(f"request: {self.request}")
         return " · ".join(parts)
 
     def body(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Logs and metrics, the same way in every process."""
 
 import logging
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterable
@@ -14,12 +13,14 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
-from common.security import Hider
+from common.logs import JsonFormatter, TextFormatter, level, log_uncaught, wants_json
+from common.topology import Topology
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PREFIX = "rlhf_"
 DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
 """Upper ends of the buckets of all histograms, in seconds."""
+_OWN = ("common", "services", "trainer")
+"""Packages whose lines at DEBUG are shown: torch alone has hundreds for a checkpoint."""
 
 
 class _LogFile(logging.FileHandler):
@@ -30,23 +31,30 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
             self._failed = True
-            print(f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+            text = f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}"
+            if isinstance(self.formatter, JsonFormatter):
+                text = self.formatter.line(__name__, text, logging.ERROR)
+            print(text, file=sys.stderr, flush=True)
 
 
-class _Formatter(logging.Formatter):
-    """Shows no secret of the environment, wherever a message or a traceback has it from."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return Hider().text(super().format(record))
-
-
-def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
+def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None) -> logging.Logger:
     """Logs of this process go to stderr and, when `log_dir` is given, to `log_dir/name.log` too.
 
     SkyPilot deletes the logs of auxiliary tasks when a job group ends; a file on a volume outlives it. The level is
-    `LOG_LEVEL` (INFO when unset). Raises ConfigError when `log_dir` cannot be written.
+    `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: see docs/operations.md).
+
+    Args:
+        name: of the process, and its logger.
+        log_dir: gets the file.
+        service: in lines of JSON; `name` when empty.
+        rank: of a process of several, in lines of JSON.
+
+    Raises ConfigError when `log_dir` cannot be written or one of the variables cannot be used.
     """
+    as_json, wanted_level = wants_json(), level()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if not as_json:
+        handlers[0].addFilter(lambda record: not getattr(record, "shown", False))
     if log_dir is not None:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -55,9 +63,16 @@ def setup_logging(name: str, log_dir: Path | None = None) -> logging.Logger:
             raise ConfigError(
                 f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set another folder"
             ) from None
+    node = Topology.from_env().node_rank
+    formatter = JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
     for handler in handlers:
-        handler.setFormatter(_Formatter(_FORMAT))
-    logging.basicConfig(level=os.environ.get("LOG_LEVEL", "INFO").upper(), handlers=handlers, force=True)
+        handler.setFormatter(formatter)
+    debug = wanted_level == "DEBUG"
+    logging.basicConfig(level="INFO" if debug else wanted_level, handlers=handlers, force=True)
+    for own in _OWN:
+        logging.getLogger(own).setLevel(logging.DEBUG if debug else logging.NOTSET)
+    if as_json:
+        log_uncaught()
     for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(name)

@@ -122,9 +122,20 @@ def start() -> None:
     threading.Thread(target=_watch, args=(_asked[0],), name="watchdog", daemon=True).start()
 
 
+def awaited() -> list[str]:
+    """What is awaited from whom and since when, a line for each kind of call, the longest first."""
+    return list(_awaited())
+
+
+def where() -> str:
+    """Where the training loop is and since when; empty outside of one."""
+    stage = _stage
+    return f"at {stage.text} since {time.monotonic() - stage.since:.0f} s" if stage else ""
+
+
 def report() -> str:
     """What is awaited, and the stacks of all threads and tasks of this process."""
-    return "\n".join([*_awaited(), *_threads(), *_tasks()])
+    return "\n".join([*(f"awaited: {call}" for call in _awaited()), *_threads(), *_tasks()])
 
 
 def stacks() -> str:
@@ -154,7 +165,7 @@ def _awaited() -> Iterator[str]:
         count[call] += 1
     for (what, whom), seconds in sorted(longest.items(), key=lambda item: -item[1]):
         several = f", {count[what, whom]} times" if count[what, whom] > 1 else ""
-        yield f"awaited: {what} from {whom} since {seconds:.0f} s{several}"
+        yield f"{what} from {whom} since {seconds:.0f} s{several}"
 
 
 def _threads() -> Iterator[str]:

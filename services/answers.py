@@ -2,13 +2,16 @@
 
 import logging
 import math
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from common import logs
 from common.errors import InvalidInput, ServiceError
+from services.tracing import note_failure
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def error_response(error: ServiceError) -> JSONResponse:
     """The response of an error: its status and the one error shape."""
+    note_failure(error)
     headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
     return JSONResponse(error.body(), error.status, headers)
 
@@ -58,8 +62,12 @@ async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_crash(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service"))
+    identifier = request.scope.get("request_id", "")
+    with logs.request(identifier):
+        log.error("%s %s failed", request.method, quote(request.scope["path"]), exc_info=error)
+    response = error_response(ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service"))
+    response.headers[logs.REQUEST_HEADER] = identifier
+    return response
 
 
 def not_json(reason: str) -> InvalidInput:

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import orjson
@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common import watchdog
+from common import VERSION, watchdog
 from common.errors import ConfigError, NotReady
 from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
@@ -27,6 +27,8 @@ from services.answers import add_error_handlers, not_json
 from services.bodies import TextRoute
 from services.connections import BoundedConnection
 from services.openapi import EVERYWHERE, described, errors
+from services.story import Story, Work
+from services.tracing import Traced
 
 log = logging.getLogger(__name__)
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
@@ -48,6 +50,7 @@ def create_app(
     max_requests: int = 256,
     fails: tuple[int, ...] = (),
     open_paths: frozenset[str] = frozenset(),
+    work: Work = Work(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """A FastAPI app with what every service has.
 
@@ -62,27 +65,33 @@ def create_app(
             `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
         fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
         open_paths: GET needs no token there, as on `/health`: files that hold nothing of a run.
+        work: what the service's log says every minute, beside the requests (`services.story`).
     """
     metrics = metrics or Metrics(name)
+    load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
+    story = Story(name, not_ready, load, work)
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         app.state.draining = False
         watchdog.follow(asyncio.get_running_loop())
-        if lifespan is None:
-            yield
-        else:
-            async with lifespan():
+        async with lifespan() if lifespan else nullcontext():
+            telling = asyncio.create_task(story.run())
+            try:
                 yield
+            finally:
+                telling.cancel()
+        story.ends()
 
-    app = FastAPI(title=name, version="0.1.0", lifespan=run, responses=EVERYWHERE | errors(*fails))
+    app = FastAPI(title=name, version=VERSION, lifespan=run, responses=EVERYWHERE | errors(*fails))
     app.router.route_class = TextRoute
     app.state.draining = False
     app.state.metrics = metrics
-    app.state.load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
-    app.add_middleware(Admission, load=app.state.load, max_body_bytes=max_body_bytes, metrics=metrics)
+    app.state.load = load
+    app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
     app.add_middleware(Guarded, open_paths=open_paths)  # outside of the former: a stranger's body is not read
     app.add_middleware(_Measured, metrics=metrics)
+    app.add_middleware(Traced, answered=story.answered)
     add_error_handlers(app)
 
     def problem() -> str | None:

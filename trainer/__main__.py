@@ -1,8 +1,8 @@
 """`torchrun … -m trainer`: one process per GPU (or per node on CPUs) of the ppo-trainer task."""
 
 import gc
+import logging
 import signal
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config, fail, load
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
+from common.logs import last_words, set_run
 from common.observe import Metrics, setup_logging
 from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport
 from common.topology import Topology
 from services.learning.liveness import Liveness
 from services.learning.ranks import Ranks, end
+from services.story import starts, told
 from trainer.adapters import AdapterPublisher, static_files
 from trainer.background import LoopThread
 from trainer.broadcast import Broadcaster
@@ -39,6 +41,8 @@ from trainer.server import BackgroundServer, create_trainer_app
 from trainer.trackers.check import check
 from trainer.transfer import BackendName, Meeting
 
+log = logging.getLogger(__name__)
+
 
 def main() -> None:
     """Runs this rank; a wrong setting ends with status 2, any other named error with 1, Ctrl-C with 130."""
@@ -51,7 +55,7 @@ def main() -> None:
     except ServiceError as error:
         fail(error, status=1)
     except KeyboardInterrupt:
-        print("interrupted; start again with the same run directory to go on from its newest checkpoint", file=sys.stderr)
+        last_words("interrupted; start again with the same run directory to go on from its newest checkpoint")
         raise SystemExit(130) from None
 
 
@@ -67,14 +71,16 @@ def run(config: Config, topology: Topology) -> None:
     torch.manual_seed(config.seed)
     run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
+    ranks = Ranks.from_env(patience, settings.device, settings.shard_size)
+    setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs", service=names.TRAINER, rank=ranks.rank)
+    _say_start(config, ranks, topology, run_dir)
     watchdog.start()
     with (
         watchdog.stalls(settings.stall_dump_s),
-        Ranks.from_env(patience, settings.device, settings.shard_size) as ranks,
+        ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
     ):
-        setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs")
         if ranks.first:
             check(config.trackers)
         watchdog.at("loading the model")
@@ -83,6 +89,7 @@ def run(config: Config, topology: Topology) -> None:
         lead, board, services, loop = None, None, None, None
         run_id = new_run_id(topology.group or "local")
         if ranks.first:
+            set_run(run_id)
             loop = stack.enter_context(LoopThread())
             services = _services(config, topology, loop, stack)
         critic = value_function(config, ranks, services.critic if services else None, loop.call if loop else None, run_id)
@@ -109,6 +116,15 @@ def run(config: Config, topology: Topology) -> None:
             assert board is not None
             lead.goodbye(_agents(config, topology, board))
         ranks.barrier()
+
+
+def _say_start(config: Config, ranks: Ranks, topology: Topology, run_dir: Path) -> None:
+    """The first lines of the log. Every rank has one; that the ranks meet can take as long as the slowest of their nodes."""
+    settings = ("model.name", "algorithm.name", "trainer.batch_size", "sampling.group_size", "trainer.max_staleness", "seed")
+    place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(names.TRAINER)} ({ranks.device})"
+    starts(names.TRAINER, f"{place}, run directory {run_dir}, {told(config, *settings)}")
+    if ranks.world_size > 1:
+        log.info("waiting for the other ranks to meet at %s", topology.node_ips[0])
 
 
 def _services(config: Config, topology: Topology, loop: LoopThread, stack: ExitStack) -> Services:
@@ -148,7 +164,8 @@ def _lead(
     board = WeightBoard(run_dir / "weights")
     health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
     app = create_trainer_app(board, metrics, config.trainer.max_requests, health)
-    stack.enter_context(BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
+    stack.enter_context(server := BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
+    recorder.say(f"run {run_id}; weights, health and metrics on {server.url}")
     stack.callback(board.close)
     recorder.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
     tokenizer = load_tokenizer(config.model)

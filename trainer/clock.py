@@ -25,7 +25,8 @@ class StageClock:
         self._lock = threading.Lock()
         self._active = dict.fromkeys((*STAGES, PUBLISHING), 0)
         self._seconds = dict.fromkeys((*STAGES, WAITING), 0.0)
-        self._since = time.perf_counter()
+        self._since = self._lap_since = time.perf_counter()
+        self._generating = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -54,8 +55,18 @@ class StageClock:
             seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
             return seconds
 
+    def generating(self) -> float:
+        """Share of the wall time since it was last asked in which something was generated, whatever went on beside it."""
+        with self._lock:
+            self._attribute()
+            share = self._generating / max(1e-9, self._since - self._lap_since)
+            self._generating, self._lap_since = 0.0, self._since
+            return share
+
     def _attribute(self) -> None:
         now = time.perf_counter()
+        if self._active["generation"]:
+            self._generating += now - self._since
         stage = next((name for name, count in self._active.items() if count), WAITING)
         self._seconds["publish" if stage == PUBLISHING else stage] += now - self._since
         self._since = now

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from common import watchdog
+from common import logs, watchdog
 from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
@@ -194,7 +194,9 @@ class Collector:
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < self.config.trainer.wait_timeout_s:
             if now - said > _SAY_EVERY_S:
-                log.warning("waiting since %.0f s for %d groups; active now: %s", now - start, count, self._clock.active())
+                calls = "; ".join(watchdog.awaited()) or "no call is under way"
+                active = self._clock.active()
+                log.warning("waiting since %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
                 said = now
             self.check()
             self._asked += 1
@@ -362,9 +364,14 @@ class Collector:
 
     async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
         """One group, from prompt to the replay buffer; on failure its slot tries again, then draws another prompt."""
+        group_id = str(uuid.uuid4())
+        with logs.request(group_id):  # what any service logs about the group has its id
+            await self._collect_group(group_id, drawn, prompt_ids)
+
+    async def _collect_group(self, group_id: str, drawn: Drawn, prompt_ids: list[int]) -> None:
         position, prompt, epoch = drawn
         group = Group(
-            id=str(uuid.uuid4()),
+            id=group_id,
             prompt_id=prompt.id,
             prompt=prompt.prompt,
             ground_truth=prompt.ground_truth,

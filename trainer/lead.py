@@ -149,6 +149,7 @@ class Lead:
             self._collector.running(left * fresh_groups(self.config)),
         ):
             self.clock.lap()
+            self.clock.generating()
             self._cpu.lap()
             try:
                 yield
@@ -281,18 +282,23 @@ class Lead:
         completions = [c for group in groups for c in group.completions[: len(group.completions) - mixed_in(group)]]
         ages = [self.learner.step - 1 - completion.weight_version for group in groups for completion in group.completions]
         fresh = sum(len(group.completions) for group in groups[: experience.fresh])
+        equal = [group for group in groups if (group.rewards == group.rewards[0]).all()]
         return StepRecord(
             step=self.learner.step,
             reward=float(np.mean([completion.reward for completion in completions])),
             accuracy=float(np.mean([completion.correct for completion in completions])),
-            equal_groups=sum(bool((group.rewards == group.rewards[0]).all()) for group in groups),
+            equal_groups=len(equal),
+            solved_groups=sum(all(completion.correct for completion in group.completions) for group in equal),
+            failed_groups=sum(not any(completion.correct for completion in group.completions) for group in equal),
             reused_groups=len(groups) - experience.fresh,
             mixed_completions=sum(map(mixed_in, groups)),
             staleness=float(np.mean(ages[:fresh])),
             completion_tokens=float(np.mean([len(completion.token_ids) for completion in completions])),
             truncated=float(np.mean([completion.finish_reason == "length" for completion in completions])),
+            unparsable=float(np.mean([completion.status == "unparsable" for completion in completions])),
             dropped=dict(self._collector.counts.dropped),
             seconds=self.clock.lap(),
+            generating=self.clock.generating(),
             cpu_seconds=self._cpu.lap(),
             update=asdict(update),
             critic=asdict(critic) if critic else None,

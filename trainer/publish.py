@@ -276,6 +276,7 @@ class WeightBoard:
         on old weights. Raises PublishFailed when nobody serves the manifest.
         """
         start = said = time.monotonic()
+        say_after_s = 10.0
         while True:
             workers = self.workers()
             current = {
@@ -298,9 +299,9 @@ class WeightBoard:
                 log.error("after %.0f s %s; training goes on without them until they catch up", timeout_s, waited)
                 self._met = True
                 return self._leave_behind([*awaited, *self._silent()])
-            if now - said > 10:
+            if now - said > say_after_s:
                 say(f"waiting since {now - start:.0f} s: {waited}")
-                said = now
+                said, say_after_s = now, min(60.0, 2 * say_after_s)
             with self._lock:
                 self._lock.wait(timeout=0.2)
 

@@ -5,12 +5,14 @@ trained on: `trainer.group_files`), `evaluations.jsonl`, `samples.jsonl` (one gr
 `checkpoints/`, `weights/`.
 """
 
+import io
 import json
+import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,16 +23,19 @@ from rich.table import Table
 
 from common.config import Config
 from common.errors import ConfigError
+from common.logs import SHOWN, structured
 from common.schemas import Group
 from common.storing import storing
 from common.wire import group_json
 from trainer.clock import STAGES, WAITING
 from trainer.evaluate import Evaluation
+from trainer.hints import hints, remember
 from trainer.trackers.trackers import Trackers
 
+log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
-_ALARM_EVERY = 20
-"""Steps until the same alarm is said again; `metrics.jsonl` has every one."""
+_AGAIN_AFTER = 20
+"""Steps until the same alarm or hint is said again; `metrics.jsonl` has every one."""
 
 
 @dataclass
@@ -44,6 +49,10 @@ class StepRecord:
     """Share of correct completions."""
     equal_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
+    solved_groups: int
+    """Of them, those whose answers are all right."""
+    failed_groups: int
+    """Of them, those whose answers are all wrong."""
     reused_groups: int
     mixed_completions: int
     """Completions of fresh groups that were replaced by earlier successes (`replay.mix_successes`)."""
@@ -53,10 +62,14 @@ class StepRecord:
     """Mean length of a completion."""
     truncated: float
     """Share of completions cut at `sampling.max_new_tokens`."""
+    unparsable: float
+    """Share of completions in which the grader found no answer."""
     dropped: dict[str, int]
     """Groups dropped since the run began, by reason."""
     seconds: dict[str, float]
     """Of this step and the checkpoint before it, by stage; their sum is the wall time."""
+    generating: float
+    """Share of the wall time in which something was generated, also beside the update."""
     cpu_seconds: float
     """CPU time of this process in the step, without evaluations. In one process that is all but the grader processes."""
     update: dict[str, float]
@@ -64,6 +77,8 @@ class StepRecord:
     """What the critic's update measured; None without a critic."""
     alarms: dict[str, str]
     """What is out of its bounds, by metric, with the likely cause."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """What the last steps mean together, by name (`trainer.hints`); the recorder finds them."""
 
 
 class Recorder:
@@ -80,7 +95,7 @@ class Recorder:
     def __init__(
         self, directory: Path, config: Config, console: Console, step: int = 0, tracked: Counter | None = None
     ) -> None:
-        self.directory, self.console = directory, console
+        self.directory, self.console, self._config = directory, console, config
         with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -89,7 +104,10 @@ class Recorder:
         _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         self._progress: Progress | None = None
         self._total = 0
-        self._alarmed: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._history: list[Mapping[str, Any]] = []
+        for line in self.metrics():
+            remember(self._history, line)
         self._trackers = Trackers(config, directory, step, self.say, tracked)
 
     def __enter__(self) -> Self:
@@ -98,16 +116,27 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._trackers.close(finished=kind is None)
 
-    def say(self, text: str) -> None:
-        """One line for the person."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """One line for the person: on the console and in the log file. Where logs are JSON it is a line of the log alone."""
+        log.log(level, "%s", text, extra=SHOWN)
+        if structured() is None:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _show(self, table: Table) -> None:
+        if structured() is None:
+            self.console.print(table)
+            return
+        text = io.StringIO()
+        Console(file=text, width=120).print(table)
+        log.info("%s", text.getvalue(), extra=SHOWN)
 
     @contextmanager
     def progress(self, done: int, total: int) -> Iterator[None]:
         """A progress bar while inside; only on a terminal."""
         self._total = total
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+        hidden = structured() is not None or not self.console.is_terminal
+        with Progress(*columns, console=self.console, disable=hidden) as progress:
             self._progress, self._task = progress, progress.add_task("training", completed=done, total=total)
             yield
         self._progress = None
@@ -115,20 +144,22 @@ class Recorder:
     def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
         """A step was done on these groups."""
         self._append("samples", {"step": record.step, **group_json(groups[0])})
+        remember(self._history, asdict(record))
+        record.hints = hints(self._history, self._config)
         self._append("metrics", {"time": time.time(), "total_steps": self._total, **record.__dict__})
         self._trackers.step(record.__dict__, groups[0])
-        training = record.seconds["update"] + record.seconds["publish"]
-        self.say(
-            f"step {record.step:>4}/{self._total}  reward {record.reward:.3f}  accuracy {record.accuracy:.3f}  "
-            f"generation {record.seconds['generation']:.2f} s  training {training:.2f} s  "
-            f"staleness {record.staleness:.1f}  dropped {sum(record.dropped.values())}"
-        )
-        for name, text in record.alarms.items():
-            if record.step - self._alarmed.get(name, -_ALARM_EVERY) >= _ALARM_EVERY:
-                self._alarmed[name] = record.step
-                self.say(f"alarm: {text}")
+        self.say(step_line(record, self._total))
+        self._warn("alarm", record.step, record.alarms)
+        self._warn("hint", record.step, record.hints)
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step)
+
+    def _warn(self, kind: str, step: int, texts: Mapping[str, str]) -> None:
+        """Says what has begun, and again what goes on for long."""
+        for name, text in texts.items():
+            if step - self._told.get(f"{kind} {name}", -_AGAIN_AFTER) >= _AGAIN_AFTER:
+                self._told[f"{kind} {name}"] = step
+                self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """An evaluation was done."""
@@ -152,11 +183,11 @@ class Recorder:
 
     def report(self, checkpoint: Path, curves: Path) -> None:
         """What is said at the end: where the seconds went, before and after, sample problems, paths."""
-        self.console.print(_seconds_table(self.metrics()))
+        self._show(_seconds_table(self.metrics()))
         evaluations = self.evaluations()
         if len(evaluations) >= 2:
             before, after = evaluations[0], evaluations[-1]
-            self.console.print(_comparison_table(before, after))
+            self._show(_comparison_table(before, after))
             for old, new in _interesting(before["answers"], after["answers"]):
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
@@ -170,6 +201,28 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
     """Adds a line to a JSONL file of the run. Raises StorageFailed when there is no room."""
     with storing_run(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def step_line(record: StepRecord, total: int) -> str:
+    """What a person sees of a step, in 120 columns. What is at its end is only there when there is something to tell."""
+    seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
+    line = (
+        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  acc {record.accuracy:.3f}  "
+        f"tokens {record.completion_tokens:.0f}  {_short(sum(seconds.values()))} s "
+        f"(gen {_short(seconds['generation'])}, train {_short(training)})"
+    )
+    if record.truncated >= 0.005:
+        line += f"  cut {record.truncated:.0%}"
+    if record.staleness:
+        line += f"  stale {record.staleness:.1f}"
+    if dropped := sum(record.dropped.values()):
+        line += f"  dropped {dropped}"
+    return line
+
+
+def _short(seconds: float) -> str:
+    """Three digits, as far as there are more than that before the point."""
+    return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
 
 
 def console() -> Console:

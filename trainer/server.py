@@ -8,11 +8,13 @@ from typing import Annotated, get_args
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
+from common import watchdog
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from services.openapi import described, errors
 from services.server import Server, create_app, listen
+from services.story import Work
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.runs import Run
@@ -30,6 +32,7 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
         max_body_bytes=1 << 20,
         max_requests=max_requests,
         open_paths=PAGES,
+        work=Work(now=_waits, waits_for="rollout nodes"),
     )
     add_dashboard(app, Run(board.directory.parent, live=True), health)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
@@ -73,6 +76,11 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
     return app
 
 
+def _waits() -> str:
+    """Where the training loop is and what is awaited, for the log."""
+    return "; ".join(filter(None, [watchdog.where(), *watchdog.awaited()]))
+
+
 class BackgroundServer:
     """Serves an app from a thread of its own while the training loop computes."""
 
@@ -80,6 +88,7 @@ class BackgroundServer:
         self._socket = listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._server = Server(app, host, port)
+        self.url = self._server.url
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def _run(self) -> None:

@@ -7,6 +7,7 @@ from common.observe import setup_logging
 from common.topology import CRITIC, Topology
 from services.critic.app import create_critic_app
 from services.server import serve
+from services.story import starts, told
 
 
 def run(config: Config) -> None:
@@ -14,7 +15,8 @@ def run(config: Config) -> None:
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
-    setup_logging(CRITIC, config.state_dir / "logs")
+    setup_logging(CRITIC, config.state_dir / "logs", service=CRITIC)
+    starts(CRITIC, told(config, "critic.model", "model.name", "algorithm.gamma", "algorithm.gae_lambda", "state_dir"))
     serve(create_critic_app(config), host, port)
 
 

@@ -1,6 +1,7 @@
 """critic-server over HTTP."""
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from services.critic.keeper import CriticKeeper
 from services.critic.shapes import UPDATE_REQUEST, VALUE_REQUEST, VALUES
 from services.openapi import described, errors
 from services.server import create_app
+from services.story import Work
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -34,7 +36,8 @@ def create_critic_app(config: Config) -> FastAPI:
 
     async def call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """In the thread. Once begun it is finished, also when the client has gone."""
-        return await asyncio.get_running_loop().run_in_executor(thread, lambda: function(*args, **kwargs))
+        run = contextvars.copy_context().run  # what it logs is of this request
+        return await asyncio.get_running_loop().run_in_executor(thread, lambda: run(function, *args, **kwargs))
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -51,6 +54,7 @@ def create_critic_app(config: Config) -> FastAPI:
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=config.critic.max_requests,
+        work=Work(now=lambda: _whose(keeper)),
     )
     tell = _gauges(metrics, keeper)
 
@@ -84,6 +88,12 @@ def create_critic_app(config: Config) -> FastAPI:
         return keeper.status()
 
     return app
+
+
+def _whose(keeper: CriticKeeper) -> str:
+    """For the log."""
+    status = keeper.status()
+    return f"the critic of run {status.run_id} at step {status.step}" if status.run_id else "the critic of no run yet"
 
 
 def _gauges(metrics: Metrics, keeper: CriticKeeper) -> Callable[[CriticMetrics], None]:

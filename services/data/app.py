@@ -11,11 +11,13 @@ from pydantic import Field
 
 from common.config import Config
 from common.errors import ConfigError, NotFound
+from common.observe import Metrics
 from common.schemas import PassRateReport, Prompt, PromptBatch, Wire
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream
 from services.openapi import errors
 from services.server import create_app
+from services.story import Work, count
 
 MAX_POSITION = 2**53
 BatchSize = Annotated[int, Query(ge=1, le=256)]
@@ -99,14 +101,17 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         yield
         stream.close()
 
+    metrics = Metrics("data-server")
+    answered = metrics.counter("data_prompts_total", "Prompts answered, repeated requests included", ["shuffle"])
     app = create_app(
         "data-server",
         flush=lambda: asyncio.to_thread(stream.flush),
         lifespan=lifespan,
+        metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=config.data.max_requests,
+        work=Work(lambda: {"prompts served": count(answered)}),
     )
-    answered = app.state.metrics.counter("data_prompts_total", "Prompts answered, repeated requests included", ["shuffle"])
 
     @app.get("/prompts")
     def prompts(batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None) -> PromptBatch:

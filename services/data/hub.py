@@ -1,6 +1,7 @@
 """Rows of a data set on the Hugging Face hub, or an error within seconds when the hub cannot be reached."""
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,8 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
     import datasets
     import huggingface_hub
 
+    if not sys.stderr.isatty():  # its bars would be endless lines of the log
+        datasets.disable_progress_bars()
     api = huggingface_hub.HfApi()
     try:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:

@@ -5,13 +5,15 @@ from common.observe import setup_logging
 from common.topology import REPLAY, Topology
 from services.replay.app import create_replay_app
 from services.server import serve
+from services.story import starts, told
 
 
 def run(config: Config) -> None:
     """Serves until SIGTERM."""
     host, port = Topology.from_env().bind(REPLAY, config.replay.port)
+    setup_logging(REPLAY, config.state_dir / "logs", service=REPLAY)
+    starts(REPLAY, told(config, "replay.capacity", "replay.lease_s", "replay.reuse_ratio", "state_dir"))
     app = create_replay_app(config.replay, config.state_dir, config.max_body_mb << 20)
-    setup_logging(REPLAY, config.state_dir / "logs")
     serve(app, host, port)
 
 

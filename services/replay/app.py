@@ -22,6 +22,7 @@ from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, u
 from services.replay.shapes import EXPERIENCES, FOUND, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
 from services.server import create_app
+from services.story import Work
 
 _T = TypeVar("_T")
 _JSON = "application/json"
@@ -76,6 +77,7 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         max_requests=config.max_requests,
+        work=Work(now=partial(_holds, buffer)),
     )
     app.state.worker = worker
     _queue_routes(app, worker)
@@ -238,6 +240,13 @@ async def _unwanted(request: Request) -> None:
         if request.app.state.draining:
             return
         await asyncio.sleep(_WATCH_S)
+
+
+def _holds(buffer: ReplayBuffer) -> str:
+    """Groups by state, for the log."""
+    groups = {state: groups for state, (groups, _) in buffer.store.committed.items()}
+    held = ", ".join(f"{groups[state]} {state}" for state in ("fresh", "leased", "consumed"))
+    return f"groups: {held}; {buffer.store.size() / 1e6:.1f} MB"
 
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:

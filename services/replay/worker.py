@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
@@ -25,7 +26,8 @@ class Worker:
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """`function(*args, **kwargs)` in the thread. Once begun it is finished, also when the caller is cancelled."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        run = contextvars.copy_context().run  # what it logs is of this request
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(function, *args, **kwargs))
 
     async def add(self, groups: list[Group]) -> Added:
         """`ReplayBuffer.add`, then wakes the takes that wait."""

@@ -4,11 +4,13 @@ from common import config, topology
 from common.observe import setup_logging
 from services.reward.app import create_reward_app
 from services.server import serve
+from services.story import starts, told
 
 
 def run(settings: config.Config) -> None:
     """Serves until SIGTERM."""
-    setup_logging(topology.REWARD, settings.state_dir / "logs")
+    setup_logging(topology.REWARD, settings.state_dir / "logs", service=topology.REWARD)
+    starts(topology.REWARD, told(settings, "reward.functions", "reward.tasks", "reward.workers", "reward.timeout_s"))
     host, port = topology.Topology.from_env().bind(topology.REWARD, settings.reward.port)
     serve(create_reward_app(settings.reward, settings.max_body_mb << 20), host, port)
 

@@ -14,6 +14,7 @@ from common.sections import RewardSection
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 from services.server import create_app
+from services.story import Work
 
 _T = TypeVar("_T")
 
@@ -46,6 +47,7 @@ def create_reward_app(
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         max_requests=config.max_requests,
+        work=Work(scorer.totals, scorer.now),
     )
 
     @app.post("/reward")

@@ -25,7 +25,9 @@ Make = Callable[[], Callable[[str], str]]
 def _prepared(spec: dict[str, Any]) -> Make:
     """What the module's `prepare` returns; where it raises, something that says so in every worker."""
     sys.path[:] = spec["path"]
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a model that a function loads must not draw bars into the log
     try:
+        importlib.import_module("common.logs").to_stderr("reward-server")
         module = importlib.import_module(spec["module"])
         make: Make = module.prepare(spec["arguments"])
     except Exception as error:

@@ -11,12 +11,15 @@ from services.rollout.app import create_agent_app
 from services.rollout.engine import engine_command
 from services.rollout.router import router_command
 from services.server import serve
+from services.story import starts, told
 
 
 def run(config: Config) -> None:
     """Serves until SIGTERM. Raises ConfigError when a setting or a port cannot be used."""
     topology = Topology.from_env()
-    setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs")
+    setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
+    settings = ("model.name", "rollout.engine", "rollout.device", "rollout.tensor_parallel_size", "rollout.router", "state_dir")
+    starts(ROLLOUT, f"node {topology.node_rank} of {topology.num_nodes}, {told(config, *settings)}")
     engine_command(config, topology, config.model.name, "default")  # a wrong setting ends the start, not the first child
     if topology.node_rank == 0:
         router_command(config, topology)

@@ -5,6 +5,7 @@ from fastapi import FastAPI
 from common.observe import Metrics
 from services.rollout.agent import Agent, AgentStatus
 from services.server import create_app
+from services.story import Work
 
 
 def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:
@@ -12,7 +13,14 @@ def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:
 
     `/health` says 200 when the engine is up, on the newest weights this node knows, and in the router.
     """
-    app = create_app("rollout-server", not_ready=agent.problem, lifespan=agent.running, metrics=metrics, max_body_bytes=1 << 20)
+    app = create_app(
+        "rollout-server",
+        not_ready=agent.problem,
+        lifespan=agent.running,
+        metrics=metrics,
+        max_body_bytes=1 << 20,
+        work=Work(now=agent.told, busy=agent.load.worked, waits_for="groups to generate, and new weights of the trainer"),
+    )
 
     @app.get("/status")
     async def status() -> AgentStatus:

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 _ENV = {
     # SGLang's /health generates a token otherwise, so a paused engine would look dead to router and agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Its output is a pipe and goes to logs: a progress bar would be one endless line.
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _CPU_ENV = {
     "SGLANG_PLATFORM": "torch_cpu",  # jobgroup/sglang-cpu/plugin

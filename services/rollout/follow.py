@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from common import logs
 from common.clients import Unreachable
 from common.errors import ServiceError
 from common.observe import Metrics
@@ -117,7 +118,14 @@ class WeightFollower:
         return None
 
     async def _adopt(self, manifest: WeightManifest) -> None:
-        """One attempt to get to this version; afterwards the state says whether it worked."""
+        """One attempt to get to this version; afterwards the state says whether it worked.
+
+        The calls and lines of all nodes, engines and the trainer about a version have one request id.
+        """
+        with logs.request(f"{manifest.run_id}-v{manifest.version}", manifest.run_id):
+            await self._try(manifest)
+
+    async def _try(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
         self._state.found(wanted)
         self._state.update_began()

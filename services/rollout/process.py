@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import ServiceError
+from common.logs import structured
 from common.security import Hider
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
 _STOP_S = 10.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROBE_S = 5.0
 """Seconds a probe may take (`Client.unhealthy_reason`)."""
 
@@ -54,7 +58,7 @@ class Child:
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        prefix, rest, hider, ended = f"{self.name} | ", b"", Hider(), False
+        rest, hider, ended = b"", Hider(), False
         while not ended:
             data = await self._process.stdout.read(65536)
             ended = not data
@@ -68,7 +72,17 @@ class Child:
             if not lines:
                 continue
             with contextlib.suppress(OSError):  # nobody reads our stderr any more; the log file has it all
-                print(*(prefix + line.decode("utf-8", "replace") for line in lines), sep="\n", file=sys.stderr, flush=True)
+                print(*(self._shown(line.decode("utf-8", "replace")) for line in lines), sep="\n", file=sys.stderr, flush=True)
+
+    def _shown(self, line: str) -> str:
+        """A line of the output as one of this process's log; one that is JSON already stays as it is."""
+        formatter = structured()
+        if formatter is None:
+            return f"{self.name} | {line}"
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(line), dict):
+                return line
+        return formatter.line(self.name, _COLOURS.sub("", line))
 
     def _append(self, chunk: bytes) -> None:
         """A full disk must not stop the reading: a child whose output nobody reads stands still."""

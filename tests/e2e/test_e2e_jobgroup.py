@@ -50,6 +50,8 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "STATE_DIR": str(directory / "state"),
         "RLHF_TRAINER__CHECKPOINT_EVERY": "10",
         "OMP_NUM_THREADS": "1",
+        "LOG_FORMAT": "json",
+        "LOG_LEVEL": "DEBUG",
     }
     command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(directory / "logs")]
     for name, value in settings.items():
@@ -101,6 +103,38 @@ def test_both_engines_and_both_trainer_ranks_worked(run: Run) -> None:
         assert node in names
     assert "rollout-server-0" in run.output
     assert "rollout-server-1" in run.output
+
+
+def test_every_component_tells_its_story_in_json(run: Run) -> None:
+    names = {
+        **{"data-server-0": "data-server", "rollout-server-0": "rollout-server", "rollout-server-1": "rollout-server"},
+        **{"reward-server-0": "reward-server", "replay-buffer-0": "replay-buffer"},
+    }
+    for name, service in names.items():
+        lines = [json.loads(line) for line in (run.directory.parent / "logs" / f"{name}.log").read_text().splitlines()]
+        own = [line["message"] for line in lines if line["service"] == service]
+        assert own[0].startswith(f"{service} 0.1.0 starts")
+        assert any("ready after" in message for message in own), name
+        assert any(f"{service} listens on http://" in line["message"] for line in lines), name
+    assert '"message": "ppo-trainer 0.1.0 starts' in run.output
+    waits = {"generation_bound", "rollout_idle", "reward_bound", "replay_bound", "publish_bound", "nothing_active"}
+    assert {name for line in run.lines("metrics") for name in line["hints"]} <= waits  # whose seconds are the machine's
+
+
+def test_one_id_tells_the_story_of_a_group_in_every_log(run: Run) -> None:
+    logs = {path.name: path.read_text().splitlines() for path in (run.directory.parent / "state" / "logs").iterdir()}
+    group = run.lines("groups")[10]["groups"][3]["id"]
+
+    def found(identifier: str) -> set[str]:
+        return {name for name, lines in logs.items() if any(f'"request": "{identifier}"' in line for line in lines)}
+
+    trainer = [json.loads(line) for line in logs["ppo-trainer-rank0.log"]]
+    calls = [line["request"] for line in trainer if line["message"].startswith("one call for ") and group in line["message"]]
+    everywhere = found(group).union(*map(found, calls))
+    assert {"ppo-trainer-rank0.log", "reward-server.log", "replay-buffer.log"} <= everywhere
+    assert any(name.endswith(".engine.log") for name in found(group))
+    versions = [line["request"] for line in trainer if line.get("request", "").endswith("-v12")]
+    assert {"rollout-server-0.log", "rollout-server-1.log"} <= found(versions[0])
 
 
 def test_the_checkpoint_is_a_hugging_face_model(run: Run) -> None:

@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from common.clients import Client
+from common.logs import REQUEST_HEADER, request, usable_id
 from common.rollout_client import RolloutClient
 from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
@@ -40,6 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.other: list[str] = []
+        self.ids: list[str | None] = []
         self.app = FastAPI()
         for path in ("/health", "/server_info", "/model_info", "/v1/loads"):
             self.app.get(path)(self.info)
@@ -57,6 +59,7 @@ class Recorder:
     async def generate(self, request: Request) -> list[dict[str, Any]]:
         body = await request.json()
         self.bodies.append(body)
+        self.ids.append(request.headers.get(REQUEST_HEADER))
         meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.1, 1, None]], "weight_version": "7"}
         if body.get("lora_path"):
             meta["weight_version"] = "default"
@@ -156,6 +159,23 @@ async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str
         assert [len(group) for group in groups] == [8] * 256
         assert [len(engine.bodies) for engine in engines] == [256 // count] * count  # round robin: exactly
         assert {body["sampling_params"]["n"] for engine in engines for body in engine.bodies} == {8}
+
+
+async def test_the_request_id_reaches_the_engine_and_comes_back(router: str, tmp_path: Path) -> None:
+    with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
+        async with RolloutClient("router", url, deadline_s=60) as client:
+            returned: list[str] = []
+
+            async def keep(response: httpx.Response) -> None:
+                returned.append(response.headers.get(REQUEST_HEADER, ""))
+
+            client.http.event_hooks["response"].append(keep)
+            with request("4f1c3a52-group"):
+                await generate(client)
+            await generate(client)
+        assert engine.ids[0] == "4f1c3a52-group"
+        assert usable_id(engine.ids[1] or "")
+        assert returned == engine.ids
 
 
 async def test_control_calls_are_not_forwarded(router: str, tmp_path: Path) -> None:

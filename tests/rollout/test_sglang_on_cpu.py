@@ -35,7 +35,8 @@ def test_on_a_cpu_the_arguments_that_need_no_gpu_are_there_and_a_person_has_the_
 def test_on_a_gpu_nothing_of_that_is_there(tmp_path: Path) -> None:
     config = Config(rollout=rollout(tmp_path))
     assert "--device" not in engine_command(config, Topology(), "m", "3")
-    assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"}
+    quiet = {"TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"}
+    assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"} | quiet
 
 
 def test_for_adapters_sglang_is_told_their_size_and_starts_with_the_model(tmp_path: Path) -> None:

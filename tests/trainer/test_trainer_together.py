@@ -1,9 +1,11 @@
 """Calls made as one: what goes together, what goes alone, and whose an error is."""
 
 import asyncio
+import logging
 
 import pytest
 
+from common import logs
 from common.clients import Unreachable
 from trainer.together import Together
 
@@ -72,6 +74,32 @@ async def test_a_service_that_did_not_answer_in_time_is_not_asked_again_by_each(
     results = await asyncio.gather(*map(together, [1, 2, 3]), return_exceptions=True)
     assert calls == [[1, 2, 3]]
     assert all(isinstance(result, Unreachable) for result in results)
+
+
+async def test_a_call_alone_has_the_id_of_its_item_and_one_of_several_says_whose_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[tuple[str, list[int]]] = []
+
+    async def invert(items: list[int]) -> list[float]:
+        calls.append((logs.request_id(), items))
+        return [1 / item for item in items]
+
+    caplog.set_level(logging.DEBUG, "trainer.together")
+    together = Together(invert, most=10)
+
+    async def of(item: int) -> float:
+        with logs.request(f"item-{item}"):
+            return await together(item)
+
+    await of(5)
+    await asyncio.gather(of(0), of(1), of(2), return_exceptions=True)
+    alone, several, *again = calls
+    assert alone == ("item-5", [5])
+    assert several[1] == [0, 1, 2]
+    assert not several[0].startswith("item")
+    assert sorted(again) == [("item-0", [0]), ("item-1", [1]), ("item-2", [2])]
+    assert caplog.messages == ["one call for item-0, item-1, item-2"]
 
 
 async def test_who_was_cancelled_does_not_disturb_the_others() -> None:

@@ -15,6 +15,7 @@ from services.rollout.embedded.app import make_app
 from services.rollout.embedded.engine import Engine
 from services.rollout.embedded.model import Model
 from services.server import serve
+from services.story import starts
 
 _CRASHED = 70  # EX_SOFTWARE
 
@@ -47,9 +48,11 @@ def _die() -> None:
 def main() -> None:
     """Serves until SIGTERM."""
     arguments = parse()
-    log = setup_logging("rollout-engine")
     transformers.utils.logging.disable_progress_bar()
     try:
+        log = setup_logging("rollout-engine")
+        shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        starts("rollout-engine", ", ".join(f"{name} {value}" for name, value in shown.items()))
         model = Model(arguments.model_path, arguments.max_context_tokens)
         engine = Engine(
             model,
@@ -59,7 +62,6 @@ def main() -> None:
             on_crash=_die,
         )
         log.info("loaded %s, weight version %s, %d threads", model.path, engine.weight_version, torch.get_num_threads())
-        shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         serve(make_app(engine, shown), arguments.host, arguments.port)
     except (ConfigError, NotReady) as error:
         fail(error)

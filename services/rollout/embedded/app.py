@@ -21,6 +21,7 @@ from services.rollout.embedded.openai import ChatBody, CompletionBody, chat_answ
 from services.rollout.embedded.protocol import GenerateBody, answer, answers
 from services.rollout.embedded.stops import texts
 from services.server import create_app
+from services.story import Work
 
 
 def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
@@ -45,6 +46,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         metrics=engine.metrics,
         max_requests=engine.max_waiting + 1024,  # the queue bounds what generates; agents have to get through beside it
         fails=(400,),
+        work=Work(engine.totals, engine.now, lambda: engine.running > 0, "requests that the router sends"),
     )
     add_control(app, engine)
     add_distributed(app, engine)

@@ -24,6 +24,7 @@ from services.rollout.embedded.jobs import Job, Sequence
 from services.rollout.embedded.model import Model
 from services.rollout.embedded.scheduler import PauseMode, Scheduler
 from services.rollout.embedded.weights import own_tensors
+from services.story import count
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -93,6 +94,16 @@ class Engine:
     def waiting(self) -> int:
         """Sequences that are not in the batch yet, or not any more."""
         return self._incoming + self._scheduler.waiting
+
+    def totals(self) -> dict[str, float]:
+        """Tokens since the start, for the log."""
+        scheduler = self._scheduler
+        return {"tokens generated": count(scheduler.generated), "prompt tokens computed": count(scheduler.prefilled)}
+
+    def now(self) -> str:
+        """What it serves and has in work, for the log."""
+        paused = ", paused" if self.paused else ""
+        return f"weights {self.weight_version}, {self.running} sequences running, {self.waiting} waiting{paused}"
 
     @property
     def paused(self) -> bool:

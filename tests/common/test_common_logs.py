@@ -1,0 +1,371 @@
+"""Logs: JSON by a switch, request ids through clients and services, and what a service tells of itself."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from common import VERSION, logs
+from common.clients import Client, Unreachable
+from common.errors import ConfigError, NotFound, NotReady, Overloaded, ServiceError
+from common.observe import setup_logging
+from services.admission import Load
+from services.server import create_app
+from services.story import EVERY_S, Story, Work, span
+from tests.conftest import ROOT
+from tests.rollout_engines import free_port
+
+TOLD = [sys.executable, str(Path(__file__).with_name("told_service.py"))]
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """What a test sets up is gone afterwards."""
+    root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
+    before, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        if handler not in before:
+            handler.close()
+    root.handlers[:] = before
+    root.setLevel(level)
+    sys.excepthook, threading.excepthook = hooks
+    logging.captureWarnings(False)
+    logs.set_run("")
+
+
+# ------------------------------------------------------------ JSON
+
+
+def test_a_line_has_everything_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, own_logging: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOG_FORMAT", "json")
+    monkeypatch.setenv("HF_TOKEN", 'secret"with\\quotes')
+    log = setup_logging("thing-3", tmp_path, service="thing", rank=2)
+    logs.set_run("run-1")
+    with logs.request("r-1"):
+        try:
+            raise ValueError('first secret"with\\quotes\nsecond line')
+        except ValueError:
+            log.exception("it failed: %s", "ä\nö\ud800")
+    log.debug("not shown")
+    logs.last_words("error: the end")
+    written = (tmp_path / "thing-3.log").read_text()
+    assert written == capfd.readouterr().err
+    failed, ended = (json.loads(line) for line in written.splitlines())
+    assert datetime.fromisoformat(failed.pop("time")).utcoffset() is not None
+    assert failed.pop("exception").splitlines()[-2:] == ["ValueError: first [secret]", "second line"]
+    expected = {"level": "ERROR", "logger": "thing-3", "message": "it failed: ä\nö?", "service": "thing"}
+    assert failed == expected | {"node": 0, "rank": 2, "run": "run-1", "request": "r-1"}
+    assert (ended["level"], ended["message"]) == ("CRITICAL", "error: the end")
+    assert "request" not in ended
+
+
+def test_as_text_what_a_person_has_seen_goes_to_the_file_alone(
+    monkeypatch: pytest.MonkeyPatch, own_logging: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LOG_FORMAT", raising=False)
+    log = setup_logging("thing", tmp_path)
+    with logs.request("r-1"):
+        log.info("to both")
+    log.info("step 1", extra=logs.SHOWN)
+    logs.last_words("error: the end")
+    both, step, ended = (tmp_path / "thing.log").read_text().splitlines()
+    assert both.endswith("INFO thing [r-1]: to both")
+    assert step.endswith("INFO thing: step 1")
+    assert ended.endswith("CRITICAL end: error: the end")
+    assert capfd.readouterr().err == f"{both}\nerror: the end\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("LOG_FORMAT", "yaml"), ("LOG_LEVEL", "loud")])
+def test_a_wrong_switch_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"field: {name} · value: {value} · remedy: set"):
+        setup_logging("thing")
+
+
+def run_data_server(tmp_path: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    command = [*TOLD, "services.data", "--state_dir", str(tmp_path), *arguments]
+    env = {**os.environ, "LOG_FORMAT": "json", **environment}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_real_service_tells_its_story_in_json(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with run_data_server(tmp_path, "--data.source", "tiny", "--data.port", str(port)) as process:
+        assert process.stderr is not None
+        story: list[dict[str, Any]] = []
+
+        def told(*phrases: str) -> dict[str, Any]:
+            """The next line that has all the phrases; the test ends by its own limit when there is none."""
+            for line in process.stderr or ():
+                story.append(json.loads(line))
+                if all(phrase in story[-1]["message"] for phrase in phrases):
+                    return story[-1]
+            raise AssertionError(f"{phrases} are not in {story}")
+
+        told(f"data-server {VERSION} starts", "data.source tiny", "data.curriculum none", f"state_dir {tmp_path}")
+        told("loading tiny")
+        told("loaded tiny", "training")
+        told(f"listens on {url}")
+        told("ready after")
+        told("idle for", "waiting for the trainer")
+        with httpx.Client(base_url=url, trust_env=False, headers={"x-request-id": "story-1", "x-run-id": "run-7"}) as client:
+            answer = client.get("/prompts", params={"batch_size": 3})
+            assert answer.headers["x-request-id"] == "story-1"
+            refused = client.get("/prompts", params={"batch_size": 0})
+        line = told("GET /prompts: 422", "batch_size")
+        assert (line["request"], line["run"]) == ("story-1", "run-7")
+        assert refused.status_code == 422
+        told("in the last", "× GET /prompts (", "answered with 422 1 ×", "3 prompts served")
+        told("idle for", "last request GET /prompts at")
+        process.send_signal(signal.SIGTERM)
+        told("data-server ends after", "2 requests answered")
+        assert all((line["service"], line["node"]) == ("data-server", 0) for line in story)
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+        assert all(json.loads(rest) for rest in process.stderr)
+
+
+def test_a_start_that_fails_tells_so_in_json(tmp_path: Path) -> None:
+    for argument, phrase in (("--data.source=/absent", "/absent"), ("--data.no_such", "there is no setting")):
+        with run_data_server(tmp_path, argument) as process:
+            _, errors = process.communicate()
+        last = json.loads(errors.splitlines()[-1])
+        assert process.returncode == 2
+        assert last["level"] == "CRITICAL"
+        assert phrase in last["message"] or "no_such" in last["message"]
+
+
+# ------------------------------------------------------------ request ids
+
+
+class Chain:
+    """Two services, the first of which asks the second; what arrives and what is logged."""
+
+    def __init__(self) -> None:
+        self.refusals = 0
+        self.arrived: list[tuple[str, str]] = []
+        self.back = create_app("back")
+        self.front = create_app("front")
+        self.back.get("/things/{name}")(self.thing)
+        self.front.get("/through/{name}")(self.through)
+        self.to_back = Client("back", "http://back", transport=self.transport(self.back), deadline_s=20)
+        self.to_front = Client("front", "http://front", transport=self.transport(self.front), deadline_s=20)
+
+    def transport(self, app: FastAPI) -> httpx.ASGITransport:
+        return httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    async def thing(self, name: str) -> dict[str, str]:
+        self.arrived.append((logs.request_id(), logs.run_id()))
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise NotReady("not yet")
+        if name == "crash":
+            raise RuntimeError("boom")
+        if name == "absent":
+            raise NotFound("there is none", field="name", value=name)
+        if name == "busy":
+            raise Overloaded("too much")
+        await asyncio.to_thread(logging.getLogger("back").info, "work in a thread")
+        return {}
+
+    async def through(self, name: str) -> dict[str, str]:
+        await self.to_back.request("GET", f"/things/{name}")
+        return {}
+
+
+@pytest.fixture
+async def chain() -> AsyncIterator[Chain]:
+    chain = Chain()
+    yield chain
+    await chain.to_back.close()
+    await chain.to_front.close()
+
+
+class Caught(logging.Handler):
+    """Every line as JSON, with what is in work at that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formatter = logs.JsonFormatter()
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(json.loads(self.format(record)))
+
+    def of(self, identifier: str) -> list[str]:
+        return [f"{line['logger']}: {line['message']}" for line in self.lines if line.get("request") == identifier]
+
+
+@pytest.fixture
+def caught(own_logging: None) -> Caught:
+    handler = Caught()
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.DEBUG)
+    return handler
+
+
+async def test_an_id_goes_through_retries_threads_and_services(chain: Chain, caught: Caught) -> None:
+    chain.refusals = 2
+    logs.set_run("run-1")
+    with logs.request("story"):
+        answer = await chain.to_front.request("GET", "/through/x")
+    assert chain.arrived == [("story", "run-1")] * 3
+    assert answer.headers["x-request-id"] == "story"
+    told = "\n".join(caught.of("story"))
+    for phrase in ("/things/x: 503", "not yet", "back: work in a thread", "/things/x: 200", "/through/x: 200", "200 of front"):
+        assert phrase in told
+    assert logs.request_id() == ""
+
+
+async def test_every_call_has_an_id_of_its_own_outside_of_a_request(chain: Chain) -> None:
+    chain.refusals = 1
+    await chain.to_back.request("GET", "/things/x")
+    await chain.to_back.http.get("/things/x")
+    first, again, other = (identifier for identifier, _ in chain.arrived)
+    assert first == again != other
+    assert all(logs.usable_id(identifier) for identifier in (first, other))
+
+
+async def test_an_error_names_the_id_that_both_logs_have(chain: Chain, caught: Caught) -> None:
+    with pytest.raises(ServiceError) as raised:
+        await chain.to_back.request("GET", "/things/absent")
+    assert raised.value.request
+    assert f"request: {raised.value.request}" in str(raised.value)
+    assert any("404" in line and "there is none" in line for line in caught.of(raised.value.request))
+    with pytest.raises(Unreachable) as lost:
+        await chain.to_back.request("GET", "/things/busy", deadline_s=0.2)
+    assert lost.value.request
+    assert any("GET /things/busy: 503" in line for line in caught.of(lost.value.request))
+
+
+async def test_a_crash_is_logged_and_answered_with_its_id(chain: Chain, caught: Caught) -> None:
+    with logs.request("crashed"), pytest.raises(ServiceError, match="request: crashed"):
+        await chain.to_back.request("GET", "/things/crash")
+    (line,) = [line for line in caught.lines if "exception" in line]
+    assert (line["request"], line["message"]) == ("crashed", "GET /things/crash failed")
+    assert "RuntimeError: boom" in line["exception"]
+
+
+@pytest.mark.parametrize("given", ["", "with space", 'q"uote', "x" * 129, "line\tend", "ü"])
+async def test_an_id_that_could_not_be_one_is_replaced(chain: Chain, given: str) -> None:
+    async with httpx.AsyncClient(transport=chain.transport(chain.back), base_url="http://back") as plain:
+        answer = await plain.get("/things/x", headers=[(b"X-Request-Id", given.encode())])
+        twice = await plain.get("/things/x", headers=[("x-request-id", "one"), ("x-request-id", "two")])
+    for each, (arrived, _) in zip((answer, twice), chain.arrived, strict=True):
+        assert each.headers["x-request-id"] == arrived
+        assert logs.usable_id(arrived)
+        assert arrived not in (given, "one", "two")
+
+
+async def test_errors_do_not_flood_the_log(chain: Chain, caught: Caught) -> None:
+    async with httpx.AsyncClient(transport=chain.transport(chain.back), base_url="http://back") as plain:
+        for _ in range(50):
+            await plain.post("/things/x%0aforged")
+            await plain.get("/things/busy")
+    said = [line["message"] for line in caught.lines if line["logger"] == "services.tracing" and line["level"] != "DEBUG"]
+    assert sum("405" in message for message in said) == 10
+    assert sum("503" in message for message in said) == 1
+    assert not any("\n" in message for message in said)
+
+
+# ------------------------------------------------------------ the story
+
+
+class Life:
+    """A service whose clock and state a test turns."""
+
+    def __init__(self) -> None:
+        self.now, self.problem, self.graded = 100.0, "the model is loading", 0.0
+        self.load = Load(10, 10)
+        work = Work(lambda: {"answers graded": self.graded}, lambda: "2 wait")
+        self.story = Story("life", lambda: self.problem or None, self.load, work, lambda: self.now)
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.story.look()
+
+
+def test_a_service_says_what_it_waits_for_then_what_it_does_then_that_it_idles(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "life")
+    life = Life()
+
+    def said() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    life.after(1)
+    assert said() == ["not ready: the model is loading"]
+    for problem in ("still", "soon"):
+        life.problem = problem
+        life.after(2)
+    assert said() == []  # it changes too often to be told each time
+    life.after(8)
+    assert said() == ["not ready: soon"]
+    life.after(EVERY_S)
+    (idle,) = said()
+    assert idle == "idle for 73 s; waiting for the trainer; not ready since 73 s: soon; 2 wait"
+    life.problem = ""
+    life.after(1)
+    assert said() == ["ready after 74 s"]
+
+    for seconds in (0.010, 0.030):
+        life.story.answered("POST", "/grade", 200, seconds)
+    life.story.answered("GET", "/health", 200, 1.0)
+    life.story.answered("POST", "/other", 422, 0.001)
+    life.graded, life.load.refused, life.load.requests = 16, 3, 1
+    life.after(EVERY_S)
+    (work,) = said()
+    assert work == (
+        "in the last 61 s: 2 × POST /grade (20 ms, at most 30 ms); 1 × POST /other (1 ms, at most 1 ms); "
+        "answered with 422 1 ×; 16 answers graded; 3 refused because too much was in work; 1 in work; 2 wait"
+    )
+    life.load.requests = 0
+    for _ in range(30):  # no more than a line a minute, however often somebody looks
+        life.after(EVERY_S / 10)
+    idle, again, last = said()
+    assert idle.startswith("idle for 60 s; last request POST /other at ")
+    assert again.startswith("idle for 2 min; ")
+    assert last.startswith("idle for 3 min; ")
+    life.story.ends()
+    assert said() == ["life ends after 5 min: 3 requests answered"]
+
+
+def test_spans_are_for_people() -> None:
+    assert [span(seconds) for seconds in (0.4, 59, 119, 120, 3600, 7200, 90_000)] == [
+        *("0 s", "59 s", "119 s", "2 min", "60 min", "2 h 0 min", "25 h 0 min")
+    ]
+
+
+async def test_every_app_tells_its_story_while_it_lives(caplog: pytest.LogCaptureFixture) -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        yield
+
+    caplog.set_level(logging.INFO, "short")
+    app = create_app("short", lifespan=lifespan)
+    async with app.router.lifespan_context(app):
+        while "ready after" not in caplog.text:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    assert "short ends after" in caplog.text
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text()
