@@ -59,7 +59,7 @@ def run(recorder: Recorder, steps: int, truncated: float) -> None:
     with recorder.progress(0, steps):
         for step in range(1, steps + 1):
             record = replace(STEP, step=step, truncated=truncated, accuracy=0.2, alarms={"kl_rollout": "too far"})
-            recorder.step(record, [GROUP], 1)
+            recorder.step(record, [GROUP])
 
 
 def test_hints_and_alarms_are_said_when_they_begin_and_again_after_a_while(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_hints_and_alarms_are_said_when_they_begin_and_again_after_a_while(tmp_p
     assert [sorted(line["hints"]) for line in written] == [[]] * 9 + [["truncated"]] * 26
 
     resumed = Recorder(tmp_path, Config(), Console(file=said), step=30)  # it knows the steps before
-    resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP], 1)
+    resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP])
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
 
 
