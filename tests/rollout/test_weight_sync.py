@@ -228,5 +228,6 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Clust
     done.start()
     done.join(60)
     latest = both.announced()
+    assert not done.is_alive()
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
-    assert both.serving("late", 4)
+    both.until(lambda: both.serving("late", 4), "weights 4 everywhere")
