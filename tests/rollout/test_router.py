@@ -338,7 +338,7 @@ async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(
 
 
 async def test_an_answer_about_an_engine_that_is_lost_changes_nothing(pool: Pool) -> None:
-    """Last: smg spreads requests otherwise for a while after an engine has come back."""
+    """Last, since it changes the list of engines that the other tests share."""
     first, second = (engine.url for engine in pool.engines)
     proxy = LossyProxy(int(pool.router_url.rpartition(":")[2]))
     async with proxy.running() as url, RouterClient("router", url) as registry:
