@@ -280,6 +280,7 @@ async def test_a_paused_engine_stays_and_its_requests_wait(pool: Pool, client: R
 
 async def test_engines_come_and_go_while_requests_run(pool: Pool, client: RolloutClient) -> None:
     first, second = pool.engines
+    begun = second.answered()
     first.control("/pause_generation", mode="retract")
     running = groups(client, 8)
     await until(lambda: first.waiting() == 8, "four requests of two completions wait in the first engine")
@@ -287,7 +288,7 @@ async def test_engines_come_and_go_while_requests_run(pool: Pool, client: Rollou
     async with RouterClient("router", pool.router_url) as registry:
         await reconciled(registry, third.url, wanted=True)
         running += groups(client, 12)
-        await until(lambda: third.answered() == 4, "requests in the third engine")
+        await until(lambda: (second.answered(), third.answered()) == (begun + 8, 4), "every third request in the third engine")
 
         await reconciled(registry, first.url, wanted=False)
     await until(lambda: pool.routed() == {second.url, third.url}, "the first engine is out")
