@@ -161,7 +161,7 @@ def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, 
     assert published == [0, 1, 2, 3, 4, 5]
     lines = metrics(config)
     assert max(line["staleness"] for line in lines) == 2
-    assert all(len(line["dropped"]) == 0 for line in lines)
+    assert all(set(line["dropped"]) <= {"stale"} for line in lines)  # groups of version 1 that those of version 2 overtook
 
 
 def test_weights_that_the_engine_refuses_stop_the_run_with_the_reason(
