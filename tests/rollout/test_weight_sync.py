@@ -215,6 +215,7 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Clust
     publisher.publish(both.weights().items(), 1)
     both.nodes[1].end()
     publisher.publish(both.weights().items(), 2)  # by HTTP to the one that is left
+    both.until(lambda: list(both.reports()) == ["rollout-server-0"], "the other one is counted as gone")
     new = both.weights()
     publisher.publish(new.items(), 3)
     latest = both.announced()
@@ -228,5 +229,6 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Clust
     done.start()
     done.join(60)
     latest = both.announced()
+    assert not done.is_alive()
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
-    assert both.serving("late", 4)
+    both.until(lambda: both.serving("late", 4), "weights 4 everywhere")
