@@ -28,6 +28,7 @@ from trainer.broadcast import Broadcaster
 from trainer.collect import Progress, Services
 from trainer.critic import ValueFunction, value_function
 from trainer.dashboard.health import Health
+from trainer.dashboard.replay import LiveReplay
 from trainer.deliver import Publishes
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.learner import Learner
@@ -163,7 +164,7 @@ def _lead(
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
     board = WeightBoard(run_dir / "weights")
     health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
-    app = create_trainer_app(board, metrics, config.trainer.max_requests, health)
+    app = create_trainer_app(board, metrics, config.trainer.max_requests, health, LiveReplay(services.replay, loop))
     stack.enter_context(server := BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
     recorder.say(f"run {run_id}; weights, health and metrics on {server.url}")
     stack.callback(board.close)

@@ -17,14 +17,25 @@ from services.server import Server, create_app, listen
 from services.story import Work
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
+from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import Run
 from trainer.publish import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
 
 
-def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int = 1024, health: Health | None = None) -> FastAPI:
-    """The app of rank 0, with the dashboard of its run (where the board's directory is); `health` asks the other tasks."""
+def create_trainer_app(
+    board: WeightBoard, metrics: Metrics, max_requests: int = 1024, health: Health | None = None, replay: Replay | None = None
+) -> FastAPI:
+    """The app of rank 0, with the dashboard of its run (where the board's directory is).
+
+    Args:
+        board: what the rollout nodes ask and tell.
+        metrics: of `/metrics`.
+        max_requests: at once.
+        health: asks the other tasks, for the dashboard.
+        replay: the replay-buffer, for the dashboard.
+    """
     app = create_app(
         "ppo-trainer",
         lifespan=health.running if health else None,
@@ -34,7 +45,7 @@ def create_trainer_app(board: WeightBoard, metrics: Metrics, max_requests: int =
         open_paths=PAGES,
         work=Work(now=_waits, waits_for="rollout nodes"),
     )
-    add_dashboard(app, Run(board.directory.parent, live=True), health)
+    add_dashboard(app, Run(board.directory.parent, live=True), health, replay)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
     for state in get_args(WorkerState):
         nodes.labels(state).set_function(partial(board.count, state))

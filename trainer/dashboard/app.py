@@ -14,7 +14,9 @@ from pydantic import BaseModel
 from common.errors import NotFound
 from services.openapi import OBJECT, described, errors
 from services.server import create_app
+from trainer.dashboard.groups import add_groups
 from trainer.dashboard.health import Health, ServiceHealth
+from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import Run
 
 STATIC = Path(__file__).parent / "static"
@@ -60,17 +62,25 @@ class ServicesHealth(BaseModel):
 def create_dashboard_app(runs: Sequence[Run]) -> FastAPI:
     """The app that shows run directories; where the run still trains elsewhere, it shows new steps as they are written."""
     app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES)
-    _add(app, runs, None)
+    _add(app, runs, None, None)
     return app
 
 
-def add_dashboard(app: FastAPI, run: Run, health: Health | None = None) -> None:
-    """Adds the page to the app of the process that trains this run; the app has `PAGES` as open paths."""
-    _add(app, [run], health)
+def add_dashboard(app: FastAPI, run: Run, health: Health | None = None, replay: Replay | None = None) -> None:
+    """Adds the page to the app of the process that trains this run; the app has `PAGES` as open paths.
+
+    Args:
+        app: of the trainer.
+        run: that it trains.
+        health: asks the other tasks.
+        replay: its replay-buffer.
+    """
+    _add(app, [run], health, replay)
 
 
-def _add(app: FastAPI, runs: Sequence[Run], health: Health | None) -> None:
+def _add(app: FastAPI, runs: Sequence[Run], health: Health | None, replay: Replay | None) -> None:
     _add_page(app)
+    add_groups(app, runs, replay)
 
     async def chosen(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> Run:
         if run >= len(runs):
