@@ -73,7 +73,8 @@ class Page:
         return tuple(int(part) for part in colour[4:-1].split(","))
 
     def charts(self) -> dict[str, dict[str, Any]]:
-        """By title of a visible chart: the values that it says, and how many pixels of its plot have been drawn on."""
+        """By title of a visible chart: the values that it says, and how many pixels of its plot have been drawn on, and how
+        many colours have an area of their own."""
         found: dict[str, dict[str, Any]] = self.run(_CHARTS)
         return found
 
@@ -92,15 +93,16 @@ return Object.fromEntries([...document.querySelectorAll(".chart")].filter((c) =>
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
   copy.drawImage(canvas, 0, 0);
   const data = copy.getImageData(...at).data;
-  const colours = new Set();
+  const colours = new Map();
   let drawn = 0;
   for (let i = 0; i < data.length; i += 4) {
     if (data[i + 3] < 200) continue;
     drawn++;
-    colours.add(data.slice(i, i + 3).join());
+    const colour = data.slice(i, i + 3).join();
+    colours.set(colour, (colours.get(colour) ?? 0) + 1);
   }
   const title = chart.querySelector("figcaption b").textContent;
-  return [title, { values: chart.querySelector(".values").innerText, drawn, colours: colours.size }];
+  return [title, { values: chart.querySelector(".values").innerText, drawn, areas: [...colours.values()].filter((n) => n > 200).length }];
 }));
 """
 

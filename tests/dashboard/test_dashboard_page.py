@@ -44,7 +44,7 @@ def test_every_chart_of_a_real_run_is_drawn(page: Page, tiny_run: Path, width: i
         for title, chart in charts.items():
             assert "–" not in chart["values"], title
             assert chart["drawn"] > 30, (title, chart)
-        assert charts["A step"]["colours"] > charts["Reward"]["colours"] > 0
+        assert charts["A step"]["areas"] > 3 > charts["Reward"]["areas"]
         assert "step 4 of 4" in page.text("header")
         assert "of 4" in page.text(".figures")  # groups
         assert "± " in page.text(".figures")  # of the evaluation
