@@ -60,7 +60,9 @@ async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastA
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             for method, path in seen:
                 for header in (None, f"Basic {TOKEN}", f"Bearer {TOKEN}x"):
-                    answer = await http.request(method, path, headers={} if header is None else {"authorization": header})
+                    answer = await http.request(
+                        method, f"http://x{path}", headers={} if header is None else {"authorization": header}
+                    )
                     where = f"{name}: {method} {path} with {header}"
                     if (method, path, header) == ("GET", "/health", None):  # a probe
                         assert answer.status_code in (200, 503), where
