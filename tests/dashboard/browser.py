@@ -102,7 +102,8 @@ return Object.fromEntries([...document.querySelectorAll(".chart")].filter((c) =>
     colours.set(colour, (colours.get(colour) ?? 0) + 1);
   }
   const title = chart.querySelector("figcaption b").textContent;
-  return [title, { values: chart.querySelector(".values").innerText, drawn, areas: [...colours.values()].filter((n) => n > 200).length }];
+  const areas = [...colours.values()].filter((pixels) => pixels > 200).length;
+  return [title, { values: chart.querySelector(".values").innerText, drawn, areas }];
 }));
 """
 
