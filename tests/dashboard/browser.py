@@ -103,7 +103,7 @@ return Object.fromEntries([...document.querySelectorAll(".chart")].filter((c) =>
   }
   const title = chart.querySelector("figcaption b").textContent;
   const areas = [...colours.values()].filter((pixels) => pixels > 200).length;
-  return [title, { values: chart.querySelector(".values").innerText, drawn, areas }];
+  return [title, { values: chart.querySelector(".values").innerText, drawn, areas, colours: colours.size }];
 }));
 """
 
