@@ -111,11 +111,16 @@ def test_mlflow_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_trackio_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio", reason="trackio is not installed: pip install -e '.[trackio]'")
-    twice("trackio", tmp_path, monkeypatch)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     assert "trackio" not in sys.modules, "its folder is read when it is imported"
-    import trackio
-
-    run = trackio.Api().runs("math")[0]
+    trackio = pytest.importorskip("trackio", reason="trackio is not installed: pip install -e '.[trackio]'")
+    twice("trackio", tmp_path, monkeypatch)
+    (run,) = trackio.Api().runs("math")
     assert run.name == "first try-a1b2c3"
+    assert run.config["trainer"]["batch_size"] == 4
+    from trackio.sqlite_storage import SQLiteStorage
+
+    lines = SQLiteStorage.get_logs("math", run.name, run_id=run.id)
+    values = sorted((line["step"], line["reward"]) for line in lines if "reward" in line)
+    assert values == [(step, step / 8) for step in (1, 2, 3, 3, 4, 4, 5)]
+    assert [line["samples"]["_type"] for line in lines if "samples" in line] == ["trackio.table"] * 7
