@@ -113,9 +113,9 @@ def test_a_micro_batch_has_at_most_so_many_completions(
     passes: list[int] = []
     backward = Learner._backward
 
-    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> None:
+    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> torch.Tensor:
         passes.append(micro.count)
-        backward(learner, micro, *more)
+        return backward(learner, micro, *more)
 
     monkeypatch.setattr(Learner, "_backward", counted)
     batch = whole(groups, config)
