@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The same examples on every run; `make fuzz` looks for new ones.
 settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
 settings.load_profile("repeatable")
+# torch writes hundreds of lines of DEBUG for every checkpoint, which would hide what failed.
+logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
 
 
 @pytest.fixture(scope="session")
