@@ -7,7 +7,9 @@ its bound. What a run writes by design (a line per step, checkpoints, logs) is s
 
 import argparse
 import json
+import os
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -120,13 +122,16 @@ def sample(group: Group, at: float, samples: Samples) -> None:
 def _bytes(path: Path) -> float:
     """Of a file, or of all files below; a hard link counts once."""
     sizes = {}
-    for file in [path, *path.rglob("*")]:
+    inside = [
+        Path(folder) / name for folder, _, names in os.walk(path) for name in names
+    ]  # leaves out what is removed meanwhile
+    for file in inside or [path]:
         try:
-            stat = file.stat()
+            found = file.stat()
         except OSError:  # removed just now
             continue
-        if file.is_file():
-            sizes[stat.st_ino] = stat.st_size
+        if stat.S_ISREG(found.st_mode):
+            sizes[found.st_ino] = found.st_size
     return float(sum(sizes.values()))
 
 

@@ -38,12 +38,14 @@ class Node:
     logs: Path
 
 
-@pytest.fixture(params=["embedded", "sglang"])
+@pytest.fixture(params=["embedded behind sglang-router", "embedded behind smg", "sglang behind sglang-router"])
 def node_config(request: pytest.FixtureRequest, tmp_path: Path) -> Config:
-    if request.param == "sglang" and not sglang_is_installed():
+    engine, _, router = request.param.split()
+    if engine == "sglang" and not sglang_is_installed():
         pytest.skip("SGLang is not installed: `make sglang-cpu` does it")
     rollout = RolloutSection(
-        engine=request.param,
+        engine=engine,
+        router=router,
         device="cpu",
         engine_python=str(SGLANG / "bin" / "python"),
         router_port=free_port(),
@@ -129,7 +131,8 @@ async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Nod
             for path in ("/model_info", "/server_info", "/v1/models", "/weights_checker"):
                 assert (await http.get(path)).status_code == 401, path
         async with stranger(node.router, key) as http:
-            for path in ("/generate", "/workers", "/flush_cache", "/v1/completions", "/v1/chat/completions"):
+            for path in ("/generate", "/workers", "/flush_cache", "/v1/completions", "/v1/chat/completions", "/v1/tokenizers",
+                         "/wasm", "/parse/reasoning", "/v1/responses", "/v1/conversations", "/v1/rerank"):  # fmt: skip
                 assert (await http.post(path, json=body)).status_code == 401, path
             listed = (await node.router.request("GET", "/workers")).json()["workers"]
             assert (await http.get("/workers")).status_code == 401
