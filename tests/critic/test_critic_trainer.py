@@ -1,11 +1,7 @@
 """What the training loop calls: the critic in its own process, and the one behind HTTP."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,8 +15,9 @@ from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
 from common.schemas import CriticMetrics
 from services.learning.ranks import Ranks
-from tests.critic.conftest import ROOT, Start
+from tests.critic.conftest import Start
 from tests.critic.rows import make_rows, make_sequences
+from tests.ranks import run_ranks
 from trainer.background import LoopThread
 from trainer.critic import CriticLost, LocalCritic, ValueFunction, value_function
 
@@ -123,20 +120,8 @@ def test_both_ranks_of_a_trainer_get_the_answers_of_the_critic_server(
     start: Start, port: int, config: Config, settings: list[str], tmp_path: Path
 ) -> None:
     start()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        master = probe.getsockname()[1]
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(master)),
-            *(str(Path(__file__).with_name("remote_worker.py")), str(tmp_path), *settings),
-            *("--critic.location", "server", "--critic.port", str(port)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=200,
-    )
+    words = ("--critic.location", "server", "--critic.port", str(port))
+    run_ranks(2, Path(__file__).with_name("remote_worker.py"), str(tmp_path), *settings, *words)
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1]
     local = restored(LocalCritic(config, Ranks()))

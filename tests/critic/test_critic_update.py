@@ -1,9 +1,5 @@
 """The critic: what it computes, and that it does not depend on how the batch is cut or on being saved in between."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +14,7 @@ from services.critic.critic import Critic
 from services.learning.optimizer import NotFinite
 from services.learning.ranks import Ranks
 from tests.critic.rows import VOCABULARY, make_rows, make_sequences
+from tests.ranks import run_ranks
 
 
 def parameters(critic: Critic) -> dict[str, torch.Tensor]:
@@ -99,20 +96,7 @@ def test_two_processes_give_the_update_of_one(config: Config, settings: list[str
     """Copies, with mini-batches of one row, which leave a rank without any; and shards, with as many passes on either rank."""
     config.critic.mini_batches = int(cut[1])
     one = trained(config, batches=2)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    worker, root = str(Path(__file__).with_name("ranks_worker.py")), str(Path(__file__).resolve().parents[2])
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *(worker, str(tmp_path), *settings, *cut),
-        ],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=120,
-    )
+    run_ranks(2, Path(__file__).with_name("ranks_worker.py"), str(tmp_path), *settings, *cut)
     assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
     shared = [np.load(tmp_path / f"values{rank}.npy") for rank in (0, 1)]
     assert np.array_equal(*shared), "every rank has the same values"

@@ -1,9 +1,5 @@
 """The update: what it computes, and that it does not depend on how the batch is cut."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ from services.learning.cutting import micro_batches
 from services.learning.layout import Packing, Padded
 from services.learning.optimizer import NotFinite
 from services.learning.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.trainer.groups import make_group, weighed, whole
 from trainer.batch import Batch, MicroBatch
 from trainer.learner import Learner, learning_rate
@@ -163,21 +160,8 @@ def test_two_trainer_processes_give_the_update_of_one(
 ) -> None:
     """Trap: trainer nodes beyond the first slept. Here both ranks hold a share, and the result is that of one process."""
     (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    here = Path(__file__)
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *(str(here.with_name("ranks_worker.py")), str(tmp_path), "--model.name", config.model.name),
-            *("--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings),
-        ],
-        check=True,
-        cwd=here.parents[2],
-        env={**os.environ, "PYTHONPATH": str(here.parents[2]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
+    words = ("--model.name", config.model.name, "--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings)
+    run_ranks(2, Path(__file__).with_name("ranks_worker.py"), str(tmp_path), *words)
     config.algorithm = load(settings, {}).algorithm
     learner = Learner(config, Ranks())
     metrics = learner.update(whole(groups, config))

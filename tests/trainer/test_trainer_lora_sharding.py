@@ -14,12 +14,12 @@ from common.errors import ConfigError
 from services.learning.ranks import Ranks
 from tests.trainer.groups import save
 from tests.trainer.sharding_worker import learned
-from tests.trainer.test_trainer_sharding import One, run_ranks
+from tests.trainer.test_trainer_sharding import One, run_cases
 from trainer.checkpoint import newest
 from trainer.lead import resumed_learner
 from trainer.learner import Learner
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 SETTINGS = {
     "trainer.learning_rate": "1e-2",
     "trainer.warmup_steps": "0",
@@ -70,7 +70,7 @@ def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy
         "merged": {"settings": words(policy_dir, lora__publish="merged")},
         "low": {"settings": sharded, "low": True},
     }
-    run_ranks(2, tmp_path, cases)
+    run_cases(2, tmp_path, cases)
     for name in ("sharded", "replicated", "offload", "from_one", "to_replicated", "hidden"):
         one.check(tmp_path, name, 2)
     for rank in range(2):

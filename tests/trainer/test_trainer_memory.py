@@ -1,10 +1,6 @@
 """`common/memory.py` against what torch really holds and keeps, on a CPU."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +11,7 @@ from torch import Tensor
 from common.config import Config, load
 from common.memory import ModelShape, trainer_memory
 from services.learning.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.trainer.groups import VOCABULARY, make_group, off_policy_groups, whole
 from tests.trainer.memory_worker import held
 from trainer.learner import Learner
@@ -32,20 +29,7 @@ def test_one_process_holds_what_is_estimated(config: Config) -> None:
 
 
 def test_two_sharded_processes_hold_it_together(config: Config, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    worker = Path(__file__).with_name("memory_worker.py")
-    root = str(worker.parents[2])
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(port), str(worker), str(tmp_path), config.model.name),
-        ],
-        check=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
+    run_ranks(2, Path(__file__).with_name("memory_worker.py"), str(tmp_path), config.model.name)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     estimate = trainer_memory(shape_of(config), load(["--model.name", config.model.name], {}), 2, width=4)
     for name in ("weights", "gradients", "optimizer"):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +18,13 @@ from common.errors import ConfigError
 from services.learning.loading import Pretrained, fill, materialise
 from services.learning.ranks import Ranks
 from services.learning.sharding import named_tensors
+from tests.ranks import run_ranks
 from tests.trainer.groups import VOCABULARY, save
 from tests.trainer.sharding_worker import learned
 from trainer.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.learner import Learner
 
+pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
     "trainer.learning_rate": "1e-3",
     "trainer.warmup_steps": "0",
@@ -40,21 +41,9 @@ def arguments(policy_dir: Path, **more: Any) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
 
-def run_ranks(count: int, directory: Path, cases: dict[str, dict[str, Any]]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    worker, root = str(Path(__file__).with_name("sharding_worker.py")), str(Path(__file__).resolve().parents[2])
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)),
-            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *(worker, str(directory), json.dumps(cases)),
-        ],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=200,
-    )
+def run_cases(count: int, directory: Path, cases: dict[str, dict[str, Any]]) -> None:
+    worker = Path(__file__).with_name("sharding_worker.py")
+    run_ranks(count, worker, str(directory), json.dumps(cases), limit_s=570)
 
 
 class One:
@@ -115,7 +104,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         "hidden": {"settings": settings, "resume": "alone", "updates": 1, "hidden": True},
         "hidden_replicated": {"settings": replicated, "resume": "two", "updates": 1, "hidden": True},
     }
-    run_ranks(2, directory, cases)
+    run_cases(2, directory, cases)
     for name, case in cases.items():
         if "save" not in case:
             one.check(directory, name, 2)
@@ -123,7 +112,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
     assert shares == {".metadata", "__0_0.distcp", "__1_0.distcp"}, "every rank writes its share"
     assert not list((directory / "alone").rglob("__1_0.distcp"))
     back = {"settings": settings, "updates": 1}
-    run_ranks(1, directory, {f"back_{name}": back | {"resume": name} for name in ("two", "two_replicated", "alone")})
+    run_cases(1, directory, {f"back_{name}": back | {"resume": name} for name in ("two", "two_replicated", "alone")})
     for name in ("two", "two_replicated", "alone"):
         one.check(directory, f"back_{name}", 1)
         path = newest(directory / name / "checkpoints")
@@ -132,7 +121,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
 
 
 def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, one: One) -> None:
-    run_ranks(4, directory, {"hsdp": {"settings": arguments(policy_dir, shard_size=2)}})
+    run_cases(4, directory, {"hsdp": {"settings": arguments(policy_dir, shard_size=2)}})
     one.check(directory, "hsdp", 4)
 
 
@@ -194,7 +183,7 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    run_ranks(2, tmp_path, {"peak": {"settings": ["--model.name", str(tmp_path / "model")], "peak": True}})
+    run_cases(2, tmp_path, {"peak": {"settings": ["--model.name", str(tmp_path / "model")], "peak": True}})
     for rank in (0, 1):
         peak = int((tmp_path / f"peak-{rank}.txt").read_text())
         assert size / 2 < peak < 1.5 * size, (peak, size)
