@@ -175,6 +175,8 @@ class Broadcast(Wire):
     backend: Literal["gloo", "nccl"]
     ranks: dict[str, int]
     """By worker: the rank of its engine's first GPU; the others of the engine follow it."""
+    epochs: dict[str, str]
+    """By worker: the life in which its engine is a member (`WorkerReport.epoch`); one that was started again since is none."""
     buckets: list[Bucket]
 
 

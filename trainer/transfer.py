@@ -69,6 +69,7 @@ class EngineGroup:
             world_size=self.world_size,
             backend=self.meeting.backend,
             ranks=ranks,
+            epochs={worker.name: worker.epoch for worker in self.members},
             buckets=buckets,
         )
 

@@ -6,7 +6,6 @@ trainer is told. On node 0 a fifth keeps the router alive.
 
 import asyncio
 import logging
-import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -72,7 +71,6 @@ class Agent:
         self.url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
         self.state = NodeState()
         self.fatal: ServiceError | None = None
-        self._life = secrets.token_hex(4)
         self._config, self._topology, self._end = config, topology, end
         self._registered = False
         self._started_with: tuple[WeightManifest, Path] | None = None
@@ -152,7 +150,7 @@ class Agent:
             run_id=None if serves is None else serves.run_id,
             detail=shorten(self.state.detail, MAX_DETAIL_CHARS),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
-            epoch=f"{self._life}-{self.engine.starts}-{self._follower.broadcasts_failed}",
+            epoch=self._follower.epoch,
             checksum=received[1] if received and received[0] == serves else "",
         )
 

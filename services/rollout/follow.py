@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -66,16 +67,19 @@ class WeightFollower:
         """Newest weights verified in the life of this process, and their directory: what an engine is started with."""
         self._lost = 0
         self._load: asyncio.Task[str] | None = None
-        self.broadcasts_failed = 0
-        """In the life of this process."""
+        self._life, self._broadcasts_failed = secrets.token_hex(4), 0
         self.received: tuple[WeightId, str] | None = None
         """What the engine got by broadcast, and its checksum."""
         self._partial = False  # whether the engine may hold a part of a version
-        self._refused: tuple[str, int] | None = None  # group and version of a broadcast that failed here
         self._wake = asyncio.Event()
         self._quiet = Quiet()
         self._updates = metrics.counter("rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"])
         self._seconds = metrics.histogram("rollout_weight_update_duration_seconds", "Of new weights, by stage", ["stage"])
+
+    @property
+    def epoch(self) -> str:
+        """Another one after every start of agent or engine, and after a broadcast that failed: groups from before are over."""
+        return f"{self._life}-{self._engine.starts}-{self._broadcasts_failed}"
 
     def engine_up(self) -> None:
         """The engine answers: what it does not serve yet can be loaded."""
@@ -170,9 +174,9 @@ class WeightFollower:
         Failing is no end: the files follow. Until they are loaded the engine is stale, for it may hold a part of a version.
         """
         broadcast = manifest.broadcast
-        if broadcast is None or not self._engine.up or self._refused == (broadcast.group, wanted.version):
+        if broadcast is None or not self._engine.up:
             return False
-        if self._name not in broadcast.ranks:
+        if broadcast.epochs.get(self._name) != self.epoch:
             log.info("this node is not in the broadcast of weights %d: it takes them as files", wanted.version)
             return False
         life = self._engine.starts
@@ -186,8 +190,7 @@ class WeightFollower:
         except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
             self._partial = True
             self._failed(wanted, "broadcast", error)
-        self._refused = broadcast.group, wanted.version
-        self.broadcasts_failed += 1
+        self._broadcasts_failed += 1
         self._changed()
         if self._engine.up and self._engine.starts == life and not await self._receiver.abandon(broadcast):
             self._engine.restart(f"the engine hangs in the broadcast of weights {wanted.version}")

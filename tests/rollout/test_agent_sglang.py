@@ -68,8 +68,13 @@ class Rig:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         limit = time.monotonic() + 180
         while not condition():
-            assert time.monotonic() < limit, f"never: {what}\n{self.node.output.read_text()[-6000:]}"
+            assert time.monotonic() < limit, f"never: {what}\n{self.said()[-6000:]}"
             time.sleep(0.1)
+
+    def said(self) -> str:
+        """By the node, without what SGLang logs of every health check."""
+        lines = self.node.output.read_text().splitlines()
+        return "\n".join(line for line in lines if '"GET /health' not in line)
 
     def kill(self, process: psutil.Process, version: int) -> None:
         """kill -9; returns when another engine serves these weights and is in the router again."""

@@ -192,6 +192,20 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
 
 
+def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait_for_another(both: Cluster) -> None:
+    publisher = both.publisher("after", "distributed")
+    new = both.weights()
+    publisher.publish(new.items(), 1)
+    both.until(lambda: both.serving("after", 1), "weights 1 everywhere")
+    node = both.nodes[1]
+    said, starts = len(node.output.read_text()), node.status()["engine_starts"]
+    node.engine().kill()
+    both.until(lambda: node.status()["engine_starts"] == starts + 1, "another engine was started")
+    both.until(lambda: both.serving("after", 1) and both.healthy(), "weights 1 everywhere again")
+    assert both.held() == [sums(new)] * 2
+    assert "broadcast of weights 1 failed" not in node.output.read_text()[said:]  # it is over: nobody would send
+
+
 def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     publisher = both.publisher("hung", "distributed")
     publisher.publish(both.weights().items(), 1)
