@@ -141,9 +141,9 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
     seen: list[int] = []
     backward = Learner._backward
 
-    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> None:
+    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> torch.Tensor:
         seen.append(micro.count)
-        backward(learner, micro, *more)
+        return backward(learner, micro, *more)
 
     monkeypatch.setattr(Learner, "_backward", counted)
     result = run(per_device_train_batch_size=size, gradient_accumulation_steps=passes, max_steps=1, kl_coef=0.1)
