@@ -33,7 +33,7 @@ help:
 	@echo 'make bench           the benchmarks behind the figures in the docs'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
-	@echo 'make chaos           the job group while processes are killed, stopped and cut off [CHAOS_SEEDS=0,1,2]; half an hour'
+	@echo 'make chaos           the job group while processes are killed, stopped and cut off [CHAOS_SEEDS=0,1,2]; a quarter of an hour'
 	@echo 'make soak            the job group for a long time: does anything grow? [SOAK_MINUTES=30]'
 	@echo 'make clean           remove environments, caches and runs'
 

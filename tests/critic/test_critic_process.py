@@ -65,6 +65,30 @@ async def test_health_answers_and_flush_waits_while_it_computes(start: Start, po
     assert await asyncio.to_thread(process.wait, 30) in (0, -signal.SIGTERM)
 
 
+async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
+    start: Start, settings: list[str], port: int
+) -> None:
+    settings += ["--critic.max_requests", "1"]
+    start()
+    sequences = make_sequences(5)
+    async with client_of(port) as client:
+        await client.restore("a", 0)
+        update = asyncio.create_task(client.update("a", 0, seed=0, rows=make_rows(2000)))
+        await asyncio.sleep(0.3)
+        waiting = [asyncio.create_task(client.values(sequences, "a", 1)) for _ in range(4)]
+        answer = await client.http.post("/values", content=b"whatever")
+        assert not update.done()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+        await update
+        answers = await asyncio.gather(*waiting)
+        alone = await client.values(sequences, "a", 1)
+        assert all(np.array_equal(now, then) for served in answers for now, then in zip(served, alone, strict=True))
+        page = (await client.http.get("/metrics")).text.splitlines()
+        refused = [line for line in page if line.startswith('rlhf_http_requests_refused_total{limit="requests"}')]
+        assert float(refused[0].rpartition(" ")[2]) >= 5, "every call was refused at first"
+
+
 def test_a_model_that_is_not_there_ends_with_2_and_its_name(port: int, settings: list[str]) -> None:
     command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port), "--critic.model", "/nowhere"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
