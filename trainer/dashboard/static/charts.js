@@ -185,7 +185,7 @@ export class Chart {
     return {
       width,
       height: HEIGHT,
-      padding: [8, 6, 0, 0],
+      padding: [8, 16, 0, 0], // room for half of the last label
       legend: { show: false },
       scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: (u, low, high) => this.range(low, high) } },
       axes: [

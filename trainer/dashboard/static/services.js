@@ -20,7 +20,7 @@ export class Services {
     this.note.textContent = asked ? "" : "This page reads a run directory. The health of services is on the page of the running trainer.";
     fill(this.list, services.map(line));
     const dead = services.filter((service) => service.state === "dead");
-    this.tell(dead.map(({ name, text: why, since_s }) => `${name} is dead for ${duration(since_s)}: ${why}`).join(" · "));
+    this.tell(dead.map(({ name, text: why, since_s }) => `${name} is dead${since(since_s)}: ${why}`).join(" · "));
   }
 
   /** What must be seen at once; nothing when empty. */
@@ -37,6 +37,8 @@ export class Services {
   }
 }
 
+const since = (seconds) => (seconds < 1 ? "" : ` for ${seconds < 60 ? `${Math.round(seconds)} s` : duration(seconds)}`);
+
 function line(service) {
   const { name, state, version, running, waiting, tokens_per_s: speed } = service;
   const numbers = [
@@ -45,7 +47,7 @@ function line(service) {
     isNumber(waiting) ? ["waiting", waiting] : null,
     isNumber(speed) ? ["tokens/s", speed] : null,
   ].filter(Boolean);
-  const how = state === "healthy" ? "" : `${WORDS[state]} for ${duration(service.since_s)}: `;
+  const how = state === "healthy" ? "" : `${WORDS[state]}${since(service.since_s)}: `;
   return el(
     "li",
     { class: state, "data-name": name },

@@ -237,7 +237,8 @@ class Viewer {
       const { view, title } = groupView(group, await others, (other) => this.open(other), () => this.close());
       if (this.opened !== row) return;
       this.detail.replaceChildren(view);
-      title.focus();
+      title.focus({ preventScroll: true });
+      this.detail.scrollIntoView();
     } catch (error) {
       if (this.opened !== row) return;
       const close = el("button", { type: "button", class: "viewer-close", onclick: () => this.close() }, "Close");
