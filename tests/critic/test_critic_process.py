@@ -19,6 +19,11 @@ def client_of(port: int) -> CriticClient:
     return CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)
 
 
+async def metric(client: CriticClient, name: str) -> float:
+    page = (await client.http.get("/metrics")).text
+    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"{name} "))
+
+
 async def test_after_kill_9_it_says_so_and_goes_on_from_what_was_saved(start: Start, port: int) -> None:
     process = start()
     async with client_of(port) as client:
@@ -74,7 +79,9 @@ async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
     async with client_of(port) as client:
         await client.restore("a", 0)
         update = asyncio.create_task(client.update("a", 0, seed=0, rows=make_rows(2000)))
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(60):
+            while await metric(client, "rlhf_http_requests_in_progress") < 1:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
         waiting = [asyncio.create_task(client.values(sequences, "a", 1)) for _ in range(4)]
         answer = await client.http.post("/values", content=b"whatever")
         assert not update.done()
@@ -84,9 +91,7 @@ async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
         answers = await asyncio.gather(*waiting)
         alone = await client.values(sequences, "a", 1)
         assert all(np.array_equal(now, then) for served in answers for now, then in zip(served, alone, strict=True))
-        page = (await client.http.get("/metrics")).text.splitlines()
-        refused = [line for line in page if line.startswith('rlhf_http_requests_refused_total{limit="requests"}')]
-        assert float(refused[0].rpartition(" ")[2]) >= 5, "every call was refused at first"
+        assert await metric(client, 'rlhf_http_requests_refused_total{limit="requests"}') >= 5, "every call, at first"
 
 
 def test_a_model_that_is_not_there_ends_with_2_and_its_name(port: int, settings: list[str]) -> None:
