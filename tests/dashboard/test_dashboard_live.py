@@ -87,7 +87,7 @@ def test_a_dead_service_and_a_dead_node_are_red_and_so_is_a_dead_trainer(page: P
     os.kill(group.reward, signal.SIGKILL)
     page.until(lambda: page.count(f".services .dead[data-name={REWARD}]"), "reward-server is dead")
     assert page.run(_DOT, REWARD) != green
-    assert "reward-server is dead" in page.text("#alarms [role=alert]")
+    page.until(lambda: "reward-server is dead for " in page.text("#alarms [role=alert]"), "since when")
     assert page.count(".services .dead") == 1
     group.node.engine().kill()
     page.until(lambda: page.count(f".services .dead[data-name={ROLLOUT}-0]"), "the engine is dead")

@@ -136,6 +136,14 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
         assert tab.run("return document.activeElement.className") == "viewer-open"
 
 
+def test_an_opened_group_is_at_the_top_of_the_window_below_a_long_list(page: Page, tmp_path: Path) -> None:
+    record(tmp_path, [[trained(group(number, [0.0, 1.0] * 8)) for number in range(40)]])
+    with shown(page, Directory(tmp_path), width=500) as tab:
+        tab.open()
+        top, height = tab.run("return [document.querySelector('#viewer-title').getBoundingClientRect().top, innerHeight]")
+        assert 0 <= top < height / 8
+
+
 def test_a_prompt_is_compared_across_steps_by_keyboard(page: Page, tmp_path: Path) -> None:
     late = RecordedGroup(group(7, [1.0, float("nan")]), reason="reward", detail="an answer could not be graded: timeout")
     steps = [[trained(group(1, [0.0, 0.0, 1.0]))], [trained(group(4, [1.0, 1.0, 1.0])), late], [trained(group(2, [0.0, 1.0]))]]
