@@ -28,10 +28,10 @@ from common.config import Config, load
 from common.rollout_client import RolloutClient, completion_from_answer
 from common.wire import decode_groups
 from trainer.background import LoopThread
-from trainer.clock import StageClock
-from trainer.collect import Collector, Progress, Services
-from trainer.model import load_tokenizer
-from trainer.prompts import Prompter
+from trainer.policy.scorer import load_tokenizer
+from trainer.rollouts.collector import Collector, Progress, Services
+from trainer.rollouts.prompts import Prompter
+from trainer.timing import StageClock
 
 IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
 

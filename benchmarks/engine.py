@@ -26,7 +26,7 @@ import orjson
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.tiny_model import make_model, make_tokenizer
+from trainer.cli.tiny_model import make_model, make_tokenizer
 
 PROMPTS, SAMPLES = 32, 8
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +48,7 @@ def engine(directory: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "services.rollout.embedded", "--model-path", str(directory), "--port", str(port)]
+    command = [sys.executable, "-m", "services.engine", "--model-path", str(directory), "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "LOG_LEVEL": "WARNING"})
     url = f"http://127.0.0.1:{port}"
     try:

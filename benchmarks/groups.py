@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.replay import make_groups
 from trainer.dashboard.group_index import GroupIndex, Query
-from trainer.group_files import LINES, GroupRecorder, RecordedGroup, read_group, recorded_steps
+from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup, read_group, recorded_steps
 
 STEPS, EACH = 3125, 32
 

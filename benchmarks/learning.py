@@ -13,7 +13,7 @@ from rich.console import Console
 
 from common.config import Config, load
 from trainer import train_in_process
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 CONFIG = "jobgroup/configs/tiny-cpu.yaml"
 

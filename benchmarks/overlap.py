@@ -33,20 +33,20 @@ from common.clients import DataClient, ReplayClient, RewardClient
 from common.config import Config, load
 from common.observe import Metrics
 from common.rollout_client import RolloutClient
-from services.learning.ranks import Ranks
-from services.rollout.engine import EngineClient
+from learning.ranks import Ranks
+from services.rollout.engine_client import EngineClient
+from trainer.algorithms.batch import Batch
 from trainer.background import LoopThread
-from trainer.batch import Batch
-from trainer.collect import Progress, Services
 from trainer.lead import Lead
-from trainer.learner import Learner
 from trainer.loop import train
-from trainer.metrics import Sums, UpdateMetrics
-from trainer.model import load_tokenizer
-from trainer.prometheus import TrainerMetrics
-from trainer.prompts import Prompter
-from trainer.publish import Weights, write_version
-from trainer.record import Recorder, read_lines
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder, read_lines
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import load_tokenizer
+from trainer.policy.update_metrics import Sums, UpdateMetrics
+from trainer.rollouts.collector import Progress, Services
+from trainer.rollouts.prompts import Prompter
+from trainer.weights.publisher import Weights, write_version
 
 GROUPS, COMPLETIONS, ROWS = 16, 4, 32
 TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
@@ -227,7 +227,7 @@ def main() -> None:
         port, token_s, load_s = json.loads(arguments.engine)
         web.run_app(SimulatedEngine(token_s, load_s).app(), host="127.0.0.1", port=port, print=None)
         return
-    for name in ("httpx", "trainer.collect", "common.clients"):
+    for name in ("httpx", "trainer.rollouts.collector", "common.clients"):
         logging.getLogger(name).setLevel(logging.ERROR)
     table = Table(title=f"seconds of a step, and its ratio to the larger of generation and training ({arguments.steps} steps)")
     for header in ("generation : training", "seconds", *(f"staleness {s}" for s in arguments.staleness)):

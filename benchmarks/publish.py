@@ -28,14 +28,14 @@ from torch import Tensor
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WorkerReport
 from common.topology import Topology
-from services.learning.weight_group import digest, join
-from services.rollout.embedded.distributed import DistributedBody, InitBody, Updates
-from services.rollout.embedded.weights import copy_tensors, load_into, own_tensors
-from services.rollout.weights import TrainerClient, WeightId, WeightStore, shared_directory
-from trainer.broadcast import Broadcaster
-from trainer.publish import Publisher, WeightBoard
+from learning.weight_group import digest, join
+from services.engine.distributed import DistributedBody, InitBody, Updates
+from services.engine.weights import copy_tensors, load_into, own_tensors
+from services.rollout.weights.store import TrainerClient, WeightId, WeightStore, shared_directory
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.transfer import Meeting
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.transfer import Meeting
 
 WAYS = ("http", "shared", "distributed")
 HIDDEN, VOCABULARY = 1024, 16_384

@@ -109,7 +109,7 @@ class Bench:
         return url
 
     async def engine(self, model: Path, port: int) -> subprocess.Popen[bytes]:
-        words = ["-m", "services.rollout.embedded", "--model-path", str(model), "--port", str(port), "--weight-version", "1"]
+        words = ["-m", "services.engine", "--model-path", str(model), "--port", str(port), "--weight-version", "1"]
         return await self.stack.enter_async_context(process([sys.executable, *words], f"http://127.0.0.1:{port}", self.http))
 
     async def router(self, name: str, policy: str, workers: Sequence[str]) -> str:

@@ -34,12 +34,12 @@ from benchmarks.vs_trl_learning import TRL_PYTHON
 from common.config import fail, load
 from common.errors import ConfigError
 from common.schemas import Completion, Group
-from services.learning.ranks import Ranks
-from trainer.algorithms import weigh
-from trainer.batch import Batch
-from trainer.learner import Learner
-from trainer.model import load_tokenizer, quiet
-from trainer.tiny_model import make_tokenizer
+from learning.ranks import Ranks
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import weigh
+from trainer.cli.tiny_model import make_tokenizer
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import load_tokenizer, quiet
 
 SHAPES = {
     "small": {

@@ -29,7 +29,7 @@ from benchmarks.vs_trl_learning import TRL_PYTHON, job
 from common.config import Config, fail, load
 from common.errors import ConfigError
 from trainer import train_in_process
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 _CONFIG = "jobgroup/configs/tiny-cpu.yaml"
 _SETTINGS = {"trainer.eval_samples": 0, "trainer.checkpoint_every": 0}

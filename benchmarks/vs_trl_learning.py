@@ -35,10 +35,10 @@ from services.data.stream import PromptStream
 from services.replay.buffer import unpack_groups
 from services.replay.store import Store
 from trainer import train_in_process
-from trainer.learner import learning_rate
-from trainer.model import load_tokenizer, quiet, stop_token_ids
-from trainer.prompts import Prompter
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
+from trainer.policy.policy import learning_rate
+from trainer.policy.scorer import load_tokenizer, quiet, stop_token_ids
+from trainer.rollouts.prompts import Prompter
 
 TRL_PYTHON = Path(".venv-trl/bin/python")
 _TRL_EPS = "1e-4"

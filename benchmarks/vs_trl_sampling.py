@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.vs_trl_learning import padded, recorded, settings
 from common.config import Config
 from common.schemas import Group
-from services.learning.layout import Padded
-from trainer.losses import row_sum
-from trainer.model import Scorer, load_tokenizer, quiet, stop_token_ids
+from learning.layout import Padded
+from trainer.algorithms.losses import row_sum
+from trainer.policy.scorer import Scorer, load_tokenizer, quiet, stop_token_ids
 
 
 def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:

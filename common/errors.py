@@ -16,7 +16,7 @@ def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
 class ServiceError(Exception):
     """An error with a code for programs and a message, field, value and remedy for people.
 
-    Domain code raises one of the subclasses and knows nothing of HTTP; `services.server` turns it into the status and
+    Domain code raises one of the subclasses and knows nothing of HTTP; `services.http.app` turns it into the status and
     `{"error": {code, message, field?, value?, remedy?}}`; `common.clients` turns that body back into this exception, with the
     id of the `request`, under which the logs of both sides have it.
     """

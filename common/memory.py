@@ -18,7 +18,7 @@ _KNOWN = {"llama": "no", "mistral": "no", "qwen2": "qkv", "qwen3": "norm"}
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, and each of AdamW's two moments."""
 _LOGITS_BYTES = 256 << 20
-"""Of the float32 logits that exist at once (`trainer/logprobs.py`)."""
+"""Of the float32 logits that exist at once (`trainer/policy/logprobs.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30

@@ -11,17 +11,17 @@ from common.topology import Topology
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
-from services.rollout.embedded.app import make_app
-from services.rollout.embedded.engine import Engine
-from services.rollout.embedded.model import Model
 from tests.conftest import ROOT
-from trainer.prometheus import TrainerMetrics
-from trainer.publish import WeightBoard, write_version
+from trainer.observe.prometheus import TrainerMetrics
 from trainer.server import create_trainer_app
+from trainer.weights.publisher import WeightBoard, write_version
 
 SERVICES = ("data", "reward", "replay", "critic", "engine", "agent", "trainer")
 

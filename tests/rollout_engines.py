@@ -25,7 +25,7 @@ from common.config import Config
 from common.schemas import Float32
 from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
-from services.rollout.engine import engine_command, engine_env
+from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,10 +149,10 @@ def answers(url: str) -> bool:
 def engine_process(
     model: Path, log: Path, *extra: str, port: int | None = None
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """`python -m services.rollout.embedded`; yields its URL and process."""
+    """`python -m services.engine`; yields its URL and process."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "services.rollout.embedded", "--model-path", str(model), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "services.engine", "--model-path", str(model), "--host", "127.0.0.1"]
     process = start([*command, "--port", str(port), *extra], log, lambda: answers(f"{url}/health"))
     try:
         yield url, process

@@ -4,6 +4,7 @@ Names are imported when they are first used: `import trainer` and the commands' 
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
         RewardFunction,
         RewardModelFunction,
     )
-    from trainer.evaluator import EvaluationResults, ModelEvaluator, compare_evaluations
+    from trainer.api.evaluator import EvaluationResults, ModelEvaluator, compare_evaluations
+    from trainer.api.online import OnlineRLTrainer, TrainResult
+    from trainer.api.settings import TrainerConfig
     from trainer.in_process import train_in_process
-    from trainer.online import OnlineRLTrainer, TrainResult
-    from trainer.settings import TrainerConfig
+
+__path__.append(str(Path(__file__).with_name("cli")))  # `python -m trainer.train_math` is trainer/cli/train_math.py
 
 _HOMES = {
     "common.schemas": ("Prompt",),
@@ -39,10 +42,10 @@ _HOMES = {
         "RewardFunction",
         "RewardModelFunction",
     ),
-    "trainer.evaluator": ("EvaluationResults", "ModelEvaluator", "compare_evaluations"),
+    "trainer.api.evaluator": ("EvaluationResults", "ModelEvaluator", "compare_evaluations"),
     "trainer.in_process": ("train_in_process",),
-    "trainer.online": ("OnlineRLTrainer", "TrainResult"),
-    "trainer.settings": ("TrainerConfig",),
+    "trainer.api.online": ("OnlineRLTrainer", "TrainResult"),
+    "trainer.api.settings": ("TrainerConfig",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

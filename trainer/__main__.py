@@ -19,28 +19,28 @@ from common.observe import Metrics, setup_logging
 from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport
 from common.topology import Topology
-from services.learning.liveness import Liveness
-from services.learning.ranks import Ranks, end
-from services.story import starts, told
-from trainer.adapters import AdapterPublisher, static_files
+from learning.liveness import Liveness
+from learning.ranks import Ranks, end
+from services.http.story import starts, told
 from trainer.background import LoopThread
-from trainer.broadcast import Broadcaster
-from trainer.collect import Progress, Services
-from trainer.critic import ValueFunction, value_function
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
-from trainer.deliver import Publishes
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
-from trainer.learner import Learner
 from trainer.loop import save_last, train
-from trainer.model import load_tokenizer, stop_token_ids
-from trainer.prometheus import TrainerMetrics
-from trainer.prompts import Prompter
-from trainer.publish import Publisher, WeightBoard
-from trainer.record import Recorder, console
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder, console
+from trainer.policy.critic import ValueFunction, value_function
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.collector import Progress, Services
+from trainer.rollouts.prompts import Prompter
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.trackers.check import check
-from trainer.transfer import BackendName, Meeting
+from trainer.weights.adapters import AdapterPublisher, static_files
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.delivery import Publishes
+from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.transfer import BackendName, Meeting
 
 log = logging.getLogger(__name__)
 

@@ -18,31 +18,31 @@ from common.critic_client import CriticClient
 from common.observe import Metrics
 from common.rollout_client import BASE_VERSION, RolloutClient
 from common.schemas import Prompt, WeightManifest
+from learning.ranks import Ranks
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split
-from services.learning.ranks import Ranks
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
-from services.rollout.adapters import load_adapter
-from services.rollout.embedded.app import make_app
-from services.rollout.embedded.engine import Engine
-from services.rollout.embedded.model import Model
-from services.rollout.engine import EngineClient, adapters_kept
-from trainer.adapters import AdapterPublisher, base_directory, static_files
+from services.rollout.engine_client import EngineClient, adapters_kept
+from services.rollout.weights.adapters import load_adapter
 from trainer.background import LoopThread
-from trainer.collect import Services
-from trainer.critic import value_function
 from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
 from trainer.loop import save_last, train
-from trainer.model import load_tokenizer, stop_token_ids
-from trainer.prometheus import TrainerMetrics
-from trainer.prompts import Prompter
-from trainer.publish import Weights, version_name, write_version
-from trainer.record import Recorder
-from trainer.record import console as standard_console
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder
+from trainer.observe.run_dir import console as standard_console
+from trainer.policy.critic import value_function
+from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.collector import Services
+from trainer.rollouts.prompts import Prompter
 from trainer.trackers.check import check
+from trainer.weights.adapters import AdapterPublisher, base_directory, static_files
+from trainer.weights.publisher import Weights, version_name, write_version
 
 _BASE = "http://in-process"
 _RUN = "in-process"

@@ -16,27 +16,27 @@ from common.config import Config
 from common.errors import ConfigError, ServiceError
 from common.schemas import CriticMetrics, Group, Prompt
 from common.storing import storing
-from services.learning.ranks import Ranks
-from services.learning.saving import load_optimizer
-from trainer import checkpoint
-from trainer.alarms import alarms
+from learning.ranks import Ranks
+from learning.saving import load_optimizer
+from trainer.algorithms.batch import Batch
 from trainer.background import LoopThread
-from trainer.batch import Batch
-from trainer.clock import CpuClock, StageClock
-from trainer.collect import CollectFailed, Collector, Progress, Services, fresh_groups
-from trainer.critic import ValueFunction
-from trainer.deliver import Delivery, Publishes
-from trainer.evaluate import Evaluation, evaluate
-from trainer.experience import Experience
-from trainer.group_files import GroupRecorder, RecordedGroup
-from trainer.learner import Learner
-from trainer.metrics import UpdateMetrics
-from trainer.mixing import failed_prompts, mix_successes, mixed_in
-from trainer.plots import plot_curves
-from trainer.priorities import MIN_PRIORITY, load_priority
-from trainer.prometheus import TrainerMetrics
-from trainer.prompts import Prompter
-from trainer.record import Recorder, StepRecord
+from trainer.observe.alarms import alarms
+from trainer.observe.group_files import GroupRecorder, RecordedGroup
+from trainer.observe.plots import plot_curves
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder, StepRecord
+from trainer.policy import checkpoint
+from trainer.policy.critic import ValueFunction
+from trainer.policy.policy import Learner
+from trainer.policy.update_metrics import UpdateMetrics
+from trainer.rollouts.collector import CollectFailed, Collector, Progress, Services, fresh_groups
+from trainer.rollouts.evaluation import Evaluation, evaluate
+from trainer.rollouts.experience import Experience
+from trainer.rollouts.mixing import failed_prompts, mix_successes, mixed_in
+from trainer.rollouts.priorities import MIN_PRIORITY, load_priority
+from trainer.rollouts.prompts import Prompter
+from trainer.timing import CpuClock, StageClock
+from trainer.weights.delivery import Delivery, Publishes
 
 log = logging.getLogger(__name__)
 

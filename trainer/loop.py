@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from common.watchdog import at
-from services.learning.ranks import Ranks
-from trainer.algorithms import weigh
-from trainer.batch import Batch
-from trainer.checkpoint import Checkpoints, step_of
-from trainer.critic import ValueFunction
-from trainer.experience import Experience
+from learning.ranks import Ranks
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import weigh
 from trainer.lead import Lead
-from trainer.learner import Learner
+from trainer.policy.checkpoint import Checkpoints, step_of
+from trainer.policy.critic import ValueFunction
+from trainer.policy.policy import Learner
+from trainer.rollouts.experience import Experience
 
 
 def train(

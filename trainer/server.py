@@ -12,14 +12,14 @@ from common import watchdog
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
-from services.openapi import described, errors
-from services.server import Server, create_app, listen
-from services.story import Work
+from services.http.app import Server, create_app, listen
+from services.http.openapi import described, errors
+from services.http.story import Work
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import Run
-from trainer.publish import WeightBoard
+from trainer.weights.publisher import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
 

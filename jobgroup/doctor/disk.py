@@ -20,7 +20,7 @@ _MASTER = 4
 _STATE = 12
 """Bytes a parameter of a checkpoint: float32 weights and AdamW's two moments."""
 _PUBLISHED, _PULLED = 3, 4
-"""Weight versions on disk at the trainer (trainer/publish.py), and on a rollout node (services/rollout/weights.py): two kept,
+"""Weight versions on disk at the trainer (trainer/weights/) and on a rollout node (services/rollout/weights/): two kept,
 one of an engine that starts, one that arrives."""
 _TOKEN = 8
 """Bytes of a stored token: its id and its log-probability."""

@@ -129,7 +129,7 @@ def _engine(config: Config, shape: ModelShape, size: int) -> Result:
 
 
 def _shared(jobs: Sequence[Job], shape: ModelShape, size: int, gpus: int) -> Iterable[Result]:
-    """GPUs of this machine that several processes get, given in turn as `jobgroup.places.share_gpus` does."""
+    """GPUs of this machine that several processes get, given in turn as `jobgroup.local.places.share_gpus` does."""
     held: dict[int, list[tuple[str, int]]] = {}
     given = 0
     for job in jobs:

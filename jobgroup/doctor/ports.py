@@ -12,7 +12,7 @@ from jobgroup.doctor.result import Result, fail, ok, warn
 
 _LISTENING = "0A"
 _BLOCK = "127.254.251.1"
-"""As the address of a node of a local run on Linux (`jobgroup/places.py`): nobody else listens there alone."""
+"""As the address of a node of a local run on Linux (`jobgroup/local/places.py`): nobody else listens there alone."""
 
 
 def ports(job: Job) -> dict[str, int]:

@@ -6,8 +6,8 @@ from common.config import Config, main
 from common.observe import setup_logging
 from common.topology import CRITIC, Topology
 from services.critic.app import create_critic_app
-from services.server import serve
-from services.story import starts, told
+from services.http.app import serve
+from services.http.story import starts, told
 
 
 def run(config: Config) -> None:

@@ -16,9 +16,9 @@ from common.observe import Metrics, critic_gauges
 from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest
 from services.critic.keeper import CriticKeeper
 from services.critic.shapes import UPDATE_REQUEST, VALUE_REQUEST, VALUES
-from services.openapi import described, errors
-from services.server import create_app
-from services.story import Work
+from services.http.app import create_app
+from services.http.openapi import described, errors
+from services.http.story import Work
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -13,13 +13,13 @@ from torch import Tensor
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
 from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
+from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared
+from learning.layout import Layout
+from learning.optimizer import Optimizer
+from learning.ranks import Ranks
+from learning.saving import Contents, Snapshot, load_optimizer
 from services.critic.losses import value_loss
 from services.critic.model import load_value_model
-from services.learning.cutting import Indices, Sizes, micro_batches, mini_batches, score_shared
-from services.learning.layout import Layout
-from services.learning.optimizer import Optimizer
-from services.learning.ranks import Ranks
-from services.learning.saving import Contents, Snapshot, load_optimizer
 
 _STATE = "critic_state.json"
 _FORMAT = 2

@@ -18,8 +18,8 @@ from common.schemas import (
     Values,
 )
 from common.storing import storing
+from learning.ranks import Ranks
 from services.critic.critic import Critic
-from services.learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
 _OWNER = "critic_server.json"

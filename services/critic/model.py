@@ -12,9 +12,9 @@ from transformers.utils import logging as transformers_logging
 
 from common.config import Config
 from common.errors import ConfigError
-from services.learning.layout import Layout, Packing, layout_for
-from services.learning.loading import Added, Pretrained, load
-from services.learning.ranks import Ranks
+from learning.layout import Layout, Packing, layout_for
+from learning.loading import Added, Pretrained, load
+from learning.ranks import Ranks
 
 _HEADS = ("score", "classifier")
 """What transformers calls the head of a model for token classification."""

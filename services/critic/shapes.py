@@ -1,6 +1,6 @@
 """The msgpack bodies of the critic-server, for `/openapi.json`. The checks: `common.critic_wire`."""
 
-from services.openapi import Schema, fields
+from services.http.openapi import Schema, fields
 
 _TOKENS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 _NUMBERS: Schema = {"type": "array", "items": {"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}}

@@ -5,8 +5,8 @@ from common.observe import setup_logging
 from common.topology import DATA, Topology
 from services.data.app import create_data_app
 from services.data.loaders import load_split
-from services.server import serve
-from services.story import starts, told
+from services.http.app import serve
+from services.http.story import starts, told
 
 
 def run(config: Config) -> None:

@@ -15,9 +15,9 @@ from common.observe import Metrics
 from common.schemas import PassRateReport, Prompt, PromptBatch, Wire
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream
-from services.openapi import errors
-from services.server import create_app
-from services.story import Work, count
+from services.http.app import create_app
+from services.http.openapi import errors
+from services.http.story import Work, count
 
 MAX_POSITION = 2**53
 BatchSize = Annotated[int, Query(ge=1, le=256)]

@@ -3,9 +3,9 @@
 from common.config import Config, main
 from common.observe import setup_logging
 from common.topology import REPLAY, Topology
+from services.http.app import serve
+from services.http.story import starts, told
 from services.replay.app import create_replay_app
-from services.server import serve
-from services.story import starts, told
 
 
 def run(config: Config) -> None:

@@ -17,12 +17,12 @@ from common.errors import InvalidInput, NotReady, ServiceError
 from common.observe import Metrics
 from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, SuccessRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
-from services.openapi import described, errors
+from services.http.app import create_app
+from services.http.openapi import described, errors
+from services.http.story import Work
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
 from services.replay.shapes import EXPERIENCES, FOUND, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
-from services.server import create_app
-from services.story import Work
 
 _T = TypeVar("_T")
 _JSON = "application/json"

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 from common import wire
 from common.schemas import FinishReason, RewardStatus
-from services.openapi import JSON, Schema, fields
+from services.http.openapi import JSON, Schema, fields
 
 KINDS = (JSON, wire.MSGPACK)
 """In msgpack the arrays of numbers are raw bytes, little-endian, 4 bytes a number."""

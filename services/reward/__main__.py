@@ -2,9 +2,9 @@
 
 from common import config, topology
 from common.observe import setup_logging
+from services.http.app import serve
+from services.http.story import starts, told
 from services.reward.app import create_reward_app
-from services.server import serve
-from services.story import starts, told
 
 
 def run(settings: config.Config) -> None:

@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from common.sections import RewardSection
+from services.http.app import create_app
+from services.http.story import Work
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
-from services.server import create_app
-from services.story import Work
 
 _T = TypeVar("_T")
 

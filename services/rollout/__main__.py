@@ -6,12 +6,12 @@ Ends with status 2 for a wrong setting, and with 1 when the engine does not star
 from common.config import Config, fail, main
 from common.observe import Metrics, setup_logging
 from common.topology import ROLLOUT, Topology
+from services.http.app import serve
+from services.http.story import starts, told
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
-from services.rollout.engine import engine_command
+from services.rollout.engine_client import engine_command
 from services.rollout.router import router_command
-from services.server import serve
-from services.story import starts, told
 
 
 def run(config: Config) -> None:

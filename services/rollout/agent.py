@@ -20,15 +20,15 @@ from common.observe import Metrics
 from common.rollout_client import BASE_VERSION
 from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
-from services.rollout.engine import EngineClient, adapters_kept, engine_command, engine_env
-from services.rollout.follow import Quiet, WeightFollower, wait_event
+from services.http.app import listen
+from services.rollout.engine_client import EngineClient, adapters_kept, engine_command, engine_env
 from services.rollout.load import EngineLoad
 from services.rollout.process import Supervised, Timing
-from services.rollout.receive import Receiver
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
-from services.rollout.weights import TrainerClient, WeightId, WeightStore
-from services.server import listen
+from services.rollout.weights.follow import Quiet, WeightFollower, wait_event
+from services.rollout.weights.receive import Receiver
+from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_S, _RECONCILE_S = 5.0, 1.0

@@ -3,9 +3,9 @@
 from fastapi import FastAPI
 
 from common.observe import Metrics
+from services.http.app import create_app
+from services.http.story import Work
 from services.rollout.agent import Agent, AgentStatus
-from services.server import create_app
-from services.story import Work
 
 
 def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from common.errors import ServiceError
-from services import story
-from services.rollout.engine import EngineClient
+from services.http import story
+from services.rollout.engine_client import EngineClient
 from services.rollout.process import Supervised
 
 _LOOKS = 6

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.schemas import WorkerState
-from services.rollout.weights import WeightId
+from services.rollout.weights.store import WeightId
 
 UPDATES_BEFORE_RESTART = 3
 _MAX_BACKOFF_S = 30.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.config import Config
 from tests.chaos.targets import Process, processes, start_of
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 _LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is left out after")
 _SAME_POLICY = 1e-3

@@ -23,7 +23,7 @@ _MODULES = {
     "data-server": ("-m", "services.data"),
     "reward-server": ("-m", "services.reward"),
     "replay-buffer": ("-m", "services.replay"),
-    "engine": ("-m", "services.rollout.embedded"),
+    "engine": ("-m", "services.engine"),
     "agent": ("-m", "services.rollout"),
     "trainer": ("-u", "-m", "trainer"),
 }
@@ -52,7 +52,7 @@ class Process:
     @property
     def is_launcher(self) -> bool:
         """What runs a node as init runs a pod: with it goes everything of the node."""
-        return len(self.argv) > 3 and self.argv[3].endswith("jobgroup/launcher.py")
+        return len(self.argv) > 3 and self.argv[3].endswith("jobgroup/local/launcher.py")
 
     @property
     def is_grader(self) -> bool:

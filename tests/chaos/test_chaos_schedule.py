@@ -43,16 +43,14 @@ def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0
 
 
 def test_names_mean_the_processes_that_do_the_work() -> None:
-    launched = ("python", "-I", "-S", "/x/jobgroup/launcher.py", "10.0", "exec .venv/bin/python -m services.rollout")
+    launched = ("python", "-I", "-S", "/x/jobgroup/local/launcher.py", "10.0", "exec .venv/bin/python -m services.rollout")
     running = [
         process(1, "python", "-m", "jobgroup.local"),
         process(2, *launched, task="rollout-server", rank=1),
         process(3, "python", "-m", "services.rollout", task="rollout-server", rank=0),
         process(4, "python", "-m", "services.rollout", task="rollout-server", rank=1),
-        process(
-            5, "python", "-I", "-S", "child.py", "python", "-m", "services.rollout.embedded", task="rollout-server", rank=1
-        ),
-        process(6, "python", "-m", "services.rollout.embedded", "--port", "1", task="rollout-server", rank=1),
+        process(5, "python", "-I", "-S", "child.py", "python", "-m", "services.engine", task="rollout-server", rank=1),
+        process(6, "python", "-m", "services.engine", "--port", "1", task="rollout-server", rank=1),
         process(7, "python", "-P", "/x/services/reward/worker.py", "serve", task="reward-server"),
         process(8, "python", "-P", "/x/services/reward/worker.py", "serve", parent=7, task="reward-server"),
         process(10, "sglang::router", task="rollout-server"),

@@ -11,13 +11,13 @@ import pytest
 from fastapi import FastAPI, Request
 
 from common.clients import Client
-from services.server import create_app
+from services.http.app import create_app
 from tests.conftest import ROOT
 
 SERVICE = """
 import asyncio, sys
 from fastapi import Request
-from services.server import create_app, serve
+from services.http.app import create_app, serve
 app = create_app("busy-server", max_body_bytes=1000, max_requests=4)
 gate = asyncio.Event()
 

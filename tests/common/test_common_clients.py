@@ -15,7 +15,7 @@ from common.clients import Client, DataClient, RewardClient, Unreachable, wait_h
 from common.errors import InvalidInput, ServiceError
 from common.rollout_client import GenerationFailed, completion_from_answer
 from common.schemas import RewardItem
-from services.server import create_app, listen
+from services.http.app import create_app, listen
 from tests.rollout_engines import free_port
 
 

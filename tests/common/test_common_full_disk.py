@@ -20,15 +20,15 @@ from common.observe import Metrics, setup_logging
 from common.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, WeightManifest
 from common.sections import ReplaySection
 from common.storing import StorageFailed
+from learning.ranks import Ranks
+from learning.saving import Snapshot
 from services.data.app import create_data_app
-from services.learning.ranks import Ranks
-from services.learning.saving import Snapshot
 from services.replay.app import create_replay_app
-from services.rollout.weights import TrainerClient, WeightStore
-from trainer.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
-from trainer.publish import WeightBoard, write_version
-from trainer.record import Recorder, read_lines
+from services.rollout.weights.store import TrainerClient, WeightStore
+from trainer.observe.run_dir import Recorder, read_lines
+from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.server import create_trainer_app
+from trainer.weights.publisher import WeightBoard, write_version
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
 

@@ -26,7 +26,7 @@ def test_the_import_rules_hold() -> None:
 
 @pytest.mark.parametrize("package", ["common", "services.data", "services.reward", "services.replay"])
 def test_light_packages_import_no_torch(package: str) -> None:
-    modules = [*modules_of(package), "services.server"]
+    modules = [*modules_of(package), "services.http.app"]
     script = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

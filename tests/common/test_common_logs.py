@@ -22,9 +22,9 @@ from common import VERSION, logs
 from common.clients import Client, Unreachable
 from common.errors import ConfigError, NotFound, NotReady, Overloaded, ServiceError
 from common.observe import setup_logging
-from services.admission import Load
-from services.server import create_app
-from services.story import EVERY_S, Story, Work, span
+from services.http.app import create_app
+from services.http.limits import Load
+from services.http.story import EVERY_S, Story, Work, span
 from tests.conftest import ROOT
 from tests.rollout_engines import free_port
 
@@ -279,7 +279,7 @@ async def test_errors_do_not_flood_the_log(chain: Chain, caught: Caught) -> None
         for _ in range(50):
             await plain.post("/things/x%0aforged")
             await plain.get("/things/busy")
-    said = [line["message"] for line in caught.lines if line["logger"] == "services.tracing" and line["level"] != "DEBUG"]
+    said = [line["message"] for line in caught.lines if line["logger"] == "services.http.tracing" and line["level"] != "DEBUG"]
     assert sum("405" in message for message in said) == 10
     assert sum("503" in message for message in said) == 1
     assert not any("\n" in message for message in said)

@@ -17,10 +17,10 @@ from common.sections import ReplaySection, RewardSection
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
-from services.rollout.weights import TrainerClient
+from services.rollout.weights.store import TrainerClient
 from tests.lossy import LossyProxy
-from trainer.publish import WeightBoard
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.weights.publisher import WeightBoard
 
 _C = TypeVar("_C", bound=Client)
 

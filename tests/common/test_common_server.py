@@ -18,7 +18,7 @@ from pydantic import Field
 from common.clients import Client
 from common.errors import ConfigError, NotFound, shorten
 from common.schemas import Wire
-from services.server import Server, create_app, listen, read_json
+from services.http.app import Server, create_app, listen, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = {"content-type": "application/json"}
@@ -244,7 +244,7 @@ def test_small_answers_are_sent_at_once() -> None:
 
 SLOW_SERVICE = """
 import asyncio, sys
-from services.server import create_app, serve
+from services.http.app import create_app, serve
 app = create_app("slow-server", max_body_bytes=1000)
 
 @app.get("/slow")

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from common.schemas import WorkerReport
 from common.topology import Topology
-from services.learning.weight_group import digest
+from learning.weight_group import digest
 from tests.contract.test_contract_control import long_request, version
-from trainer.snapshot import Snapshot
-from trainer.transfer import EngineGroup, Meeting
+from trainer.weights.host_copy import Snapshot
+from trainer.weights.transfer import EngineGroup, Meeting
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

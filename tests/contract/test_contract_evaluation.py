@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from services.reward.functions import MathRewardFunction
-from trainer.evaluator import ModelEvaluator
+from trainer.api.evaluator import ModelEvaluator
 
 # No digit after a space: there SGLang splits the text of a chat by tokenizer.json, transformers by the class of the model.
 ROWS = [{"prompt": prompt, "answer": "7"} for prompt in ("How many apples?", "Tom has apples", "Tom buys more apples")]

@@ -15,8 +15,8 @@ from common.errors import ServiceError
 from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import WeightFile, WeightManifest, adapter_name
 from common.sections import LoraSection
-from services.rollout.adapters import load_adapter, loaded_adapters
-from services.rollout.engine import EngineClient
+from services.rollout.engine_client import EngineClient
+from services.rollout.weights.adapters import load_adapter, loaded_adapters
 from tests.lossy import LossyProxy
 from tests.rollout_engines import (
     engine_process,

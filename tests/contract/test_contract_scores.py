@@ -10,11 +10,11 @@ from common.algorithm import AlgorithmSection
 from common.config import Config
 from common.rollout_client import RolloutClient
 from common.schemas import Group
-from services.learning.layout import Packed, Packing, Padded
-from services.learning.ranks import Ranks
+from learning.layout import Packed, Packing, Padded
+from learning.ranks import Ranks
 from tests.trainer.groups import weighed
-from trainer.batch import Batch
-from trainer.learner import Learner
+from trainer.algorithms.batch import Batch
+from trainer.policy.policy import Learner
 
 LENGTHS, COMPLETIONS = (3, 17, 9, 40), (24, 5, 1, 32)
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ from common.clients import Client
 from common.errors import ServiceError
 from common.rollout_client import RolloutClient, completion_from_answer
 from common.schemas import Completion, Float32
-from services.rollout.engine import EngineClient, LoadFailed
+from services.rollout.engine_client import EngineClient, LoadFailed
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 TOLERANCE = 1e-4

@@ -16,7 +16,7 @@ from common.config import Config, load
 from common.critic_client import CriticClient
 from services.critic.app import create_critic_app
 from tests.critic.rows import VOCABULARY
-from trainer.tiny_model import make_model, make_tokenizer
+from trainer.cli.tiny_model import make_model, make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[[], subprocess.Popen[bytes]]

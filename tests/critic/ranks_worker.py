@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from common.config import load
+from learning.ranks import Ranks, end
+from learning.sharding import full, named_tensors
 from services.critic.critic import Critic
-from services.learning.ranks import Ranks, end
-from services.learning.sharding import full, named_tensors
 from tests.critic.rows import make_rows, make_sequences
 
 

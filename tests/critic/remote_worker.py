@@ -11,10 +11,10 @@ import torch
 
 from common.config import load
 from common.critic_client import CriticClient
-from services.learning.ranks import Ranks, end
+from learning.ranks import Ranks, end
 from tests.critic.rows import make_rows, make_sequences
 from trainer.background import LoopThread
-from trainer.critic import value_function
+from trainer.policy.critic import value_function
 
 
 def main(directory: Path, settings: list[str]) -> None:

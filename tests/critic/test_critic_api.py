@@ -16,8 +16,8 @@ from common.critic_wire import encode_update_request, encode_value_request
 from common.errors import ServiceError
 from common.fields import MSGPACK
 from common.schemas import UpdateRequest, ValueRequest
+from learning.ranks import Ranks
 from services.critic.critic import Critic
-from services.learning.ranks import Ranks
 from tests.critic.rows import VOCABULARY, make_rows, make_sequences
 
 SEQUENCES = make_sequences(5)

@@ -14,12 +14,12 @@ from common.config import Config
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
 from common.schemas import CriticMetrics
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 from tests.critic.conftest import Start
 from tests.critic.rows import make_rows, make_sequences
 from tests.ranks import run_ranks
 from trainer.background import LoopThread
-from trainer.critic import CriticLost, LocalCritic, ValueFunction, value_function
+from trainer.policy.critic import CriticLost, LocalCritic, ValueFunction, value_function
 
 
 def restored(function: ValueFunction, directory: Path | None = None) -> ValueFunction:

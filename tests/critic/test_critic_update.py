@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
 from common.schemas import TokenSequence
+from learning.optimizer import NotFinite
+from learning.ranks import Ranks
 from services.critic.critic import Critic
-from services.learning.optimizer import NotFinite
-from services.learning.ranks import Ranks
 from tests.critic.rows import VOCABULARY, make_rows, make_sequences
 from tests.ranks import run_ranks
 

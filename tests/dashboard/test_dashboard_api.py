@@ -14,7 +14,7 @@ import pytest
 
 from common.config import Config
 from common.topology import Topology
-from services.server import create_app
+from services.http.app import create_app
 from tests.apps import make, tiny
 from tests.conftest import ROOT
 from tests.dashboard.lines_of_runs import make_run

@@ -20,8 +20,8 @@ from tests.dashboard.test_dashboard_api import reward_server
 from tests.rollout.test_agent_node import GROUP, Node, environment, names
 from tests.rollout_engines import free_port, write_model
 from trainer.dashboard.health import Health
-from trainer.publish import WeightBoard, write_version
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.weights.publisher import WeightBoard, write_version
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from tests.conftest import ROOT
 from tests.dashboard.browser import Page
 from tests.dashboard.lines_of_runs import line, make_run, write
-from trainer.report import main
+from trainer.cli.report import main
 
 pytestmark = pytest.mark.timeout(300)
 

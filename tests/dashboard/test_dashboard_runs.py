@@ -8,10 +8,10 @@ import pytest
 
 from common.errors import ConfigError, NotFound
 from tests.dashboard.lines_of_runs import evaluation, line, make_run, write
-from trainer.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
 from trainer.dashboard.columns import numbers
 from trainer.dashboard.runs import Run
 from trainer.dashboard.verdict import verdict
+from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
 
 
 def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:

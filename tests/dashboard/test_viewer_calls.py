@@ -16,15 +16,15 @@ from common.clients import ReplayClient
 from common.errors import ServiceError
 from common.schemas import GroupIds, TakeRequest
 from common.sections import ReplaySection
+from services.http.app import create_app
 from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
-from services.server import create_app
 from tests.dashboard.viewer import Directory, group, record, trained, write_lines
 from trainer.background import LoopThread
+from trainer.cli.tiny_model import make_tokenizer
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.replay import LiveReplay, Replay, StoredReplay
-from trainer.group_files import LINES, RecordedGroup
-from trainer.tiny_model import make_tokenizer
+from trainer.observe.group_files import LINES, RecordedGroup
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00\x1b[31m</script>\"'\U0001f600\u200b"
 

@@ -10,7 +10,7 @@ from common.errors import ServiceError
 from common.schemas import Group
 from tests.dashboard.viewer import entry, write_lines
 from trainer.dashboard.group_index import GroupIndex, Query
-from trainer.group_files import LINES
+from trainer.observe.group_files import LINES
 
 
 def found(index: GroupIndex, **query: Any) -> list[int]:

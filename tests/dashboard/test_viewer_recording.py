@@ -23,9 +23,9 @@ from common.wire import decode_groups, group_json
 from tests.apps import tiny
 from tests.dashboard.viewer import group, record, trained
 from trainer import train_in_process
-from trainer.collect import CollectFailed
-from trainer.group_files import LINES, RecordedGroup, read_group, recorded_steps
-from trainer.record import read_lines
+from trainer.observe.group_files import LINES, RecordedGroup, read_group, recorded_steps
+from trainer.observe.run_dir import read_lines
+from trainer.rollouts.collector import CollectFailed
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,8 +11,8 @@ from common.schemas import Group
 from tests.dashboard.browser import Page
 from tests.dashboard.viewer import Directory, entry, group, record, trained, write_lines
 from tests.dashboard.viewer_page import Tab, shown
-from trainer.group_files import LINES, RecordedGroup
-from trainer.tiny_model import make_tokenizer
+from trainer.cli.tiny_model import make_tokenizer
+from trainer.observe.group_files import LINES, RecordedGroup
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e\x1b[31m\x00 é😀\n\tend'
 SHOWN = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>⟨U+202E⟩␛[31m␀ é😀↵\n⇥\tend'

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.schemas import Completion, Group
-from trainer.group_files import LINES, GroupRecorder, RecordedGroup
+from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup
 
 
 @dataclass

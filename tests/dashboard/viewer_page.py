@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse
 from selenium.webdriver.support.ui import WebDriverWait
 
 import trainer.dashboard
-from services.server import create_app
+from services.http.app import create_app
 from tests.dashboard.browser import Page
 from tests.dashboard.viewer import Directory
 from trainer.dashboard.groups import add_groups

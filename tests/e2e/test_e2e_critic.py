@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.e2e.processes import marked
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 STEPS, EVERY = 12, 4
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

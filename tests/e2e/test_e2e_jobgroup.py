@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.e2e.processes import marked
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 STEPS = 30
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

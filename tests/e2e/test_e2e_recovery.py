@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.e2e.processes import marked
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 STEPS = 14
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -49,7 +49,7 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
             os.kill(chosen(marked(mark, what)), signal.SIGKILL)
 
         kill("-m services.reward", 2)
-        kill("-m services.rollout.embedded", 4)
+        kill("-m services.engine", 4)
         kill("-u -m trainer", 6, max)
         status = group.wait(timeout=300)
     text = output.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 
-from services.server import serve
+from services.http.app import serve
 from tests.apps import make, tiny
 
 SMALL = ("--algorithm.name", "ppo", "--reward.timeout_s", "0.5", "--max_body_mb", "1", "--data.curriculum", "difficulty")

@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 SERVICE = """
 import sys
 from fastapi import Request
-from services import connections
-from services.server import create_app, read_json, serve
+from services.http import connections
+from services.http.app import create_app, read_json, serve
 from common.schemas import GroupIds
 from common.wire import decode_groups
 connections.PATIENCE_S, connections.READER_PATIENCE_S = 2.0, 2.0

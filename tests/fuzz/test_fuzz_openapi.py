@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from services.openapi import EVERYWHERE
+from services.http.openapi import EVERYWHERE
 from tests.apps import SERVICES
 from tests.fuzz.served import fuzzed
 

@@ -17,8 +17,8 @@ from common import critic_wire
 from common.errors import InvalidInput, ServiceError
 from common.schemas import TokenSequence, UpdateRequest, ValueRequest, Values, ValueTargets
 from common.wire import decode_groups, decode_sampled, decode_taken
-from services.rollout.embedded.adapters import Adapters, BadAdapter
-from services.rollout.embedded.weights import BadWeights, load_into
+from services.engine.adapters import Adapters, BadAdapter
+from services.engine.weights import BadWeights, load_into
 from tests.fuzz.processes import SECONDS
 
 relaxed = settings(

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from jobgroup import local, spec
+from jobgroup import spec
+from jobgroup.local import __main__ as local
 
 GOOD = "name: small\nexecution: parallel\nprimary_tasks: [main]\n---\nname: main\nrun: echo ran > ran\n"
 

@@ -14,7 +14,7 @@ import yaml
 from common import topology
 from common.config import SHORT_NAMES, Config
 from jobgroup import spec
-from jobgroup.places import choose, share_gpus
+from jobgroup.local.places import choose, share_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"

@@ -8,11 +8,11 @@ from prometheus_client import generate_latest
 
 from common.observe import Metrics
 from tests.metrics.pages import DOCUMENT, Family, documented, framed, table
-from trainer.clock import STAGES, WAITING, StageClock
-from trainer.evaluate import Evaluation
-from trainer.metrics import UpdateMetrics
-from trainer.prometheus import TrainerMetrics
-from trainer.record import StepRecord
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import StepRecord
+from trainer.policy.update_metrics import UpdateMetrics
+from trainer.rollouts.evaluation import Evaluation
+from trainer.timing import STAGES, WAITING, StageClock
 
 NOT_BASE_UNITS = re.compile(r"_(ms|millis\w*|us|micros\w*|minutes|hours|kb|mb|gb|kib|mib|gib|percent|pct)(_|$)")
 

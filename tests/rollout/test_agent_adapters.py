@@ -14,13 +14,13 @@ from common.observe import Metrics
 from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport, adapter_name
 from common.topology import TRAINER
-from services.rollout.adapters import loaded_adapters
-from services.rollout.engine import EngineClient
+from services.rollout.engine_client import EngineClient
+from services.rollout.weights.adapters import loaded_adapters
 from tests.rollout.test_agent_node import GROUP, TRAINER_PORT, Node, names, until
 from tests.rollout_engines import expected_logprobs, write_adapter, write_model
-from trainer.adapters import AdapterPublisher
-from trainer.publish import Publisher, WeightBoard, write_version
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.weights.adapters import AdapterPublisher
+from trainer.weights.publisher import Publisher, WeightBoard, write_version
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the node gets a loopback address of its own"),

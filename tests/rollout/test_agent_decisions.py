@@ -10,10 +10,10 @@ from common.config import Config, load
 from common.errors import ConfigError
 from common.sections import RolloutSection
 from common.topology import Topology, parse_hosts
-from services.rollout.engine import engine_command
+from services.rollout.engine_client import engine_command
 from services.rollout.router import Plan, plan, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
-from services.rollout.weights import WeightId
+from services.rollout.weights.store import WeightId
 
 V1, V2 = WeightId("a", 1), WeightId("a", 2)
 
@@ -176,7 +176,7 @@ def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:
 def test_embedded_command_line_and_seeds_of_nodes_differ() -> None:
     config = Config(rollout=RolloutSection(engine="embedded", max_context_tokens=999), seed=3)
     commands = [engine_command(config, two_nodes(rank), "m", "default") for rank in (0, 1)]
-    assert commands[0][:3] == [sys.executable, "-m", "services.rollout.embedded"]
+    assert commands[0][:3] == [sys.executable, "-m", "services.engine"]
     assert pairs(commands[0])["--max-context-tokens"] == "999"
     assert pairs(commands[0])["--seed"] != pairs(commands[1])["--seed"]
 

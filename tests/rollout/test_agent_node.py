@@ -23,9 +23,9 @@ from common.observe import Metrics
 from common.rollout_client import RolloutClient
 from common.schemas import WeightFile, WeightManifest, WorkerReport
 from common.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
-from trainer.publish import WeightBoard
+from trainer.cli.tiny_model import make_model, make_tokenizer
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.tiny_model import make_model, make_tokenizer
+from trainer.weights.publisher import WeightBoard
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),

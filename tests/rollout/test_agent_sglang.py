@@ -17,10 +17,10 @@ from common.schemas import Completion
 from common.topology import TRAINER, Topology
 from tests.rollout.test_agent_node import GROUP, TRAINER_PORT, Node, names
 from tests.rollout_engines import PLUGIN, SGLANG, expected_logprobs, sglang_is_installed, write_model
-from trainer.broadcast import Broadcaster
-from trainer.publish import Publisher, WeightBoard
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.transfer import Meeting
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.transfer import Meeting
 
 pytestmark = pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
 ADDRESS = names(1)[f"{TRAINER}-0.{GROUP}"].address

@@ -13,9 +13,9 @@ from common.clients import Unreachable
 from common.observe import Metrics
 from common.schemas import WeightFile, WeightManifest
 from common.storing import StorageFailed
-from services.rollout.weights import BadWeights, TrainerClient, WeightId, WeightsGone, WeightStore
-from trainer.publish import WeightBoard
+from services.rollout.weights.store import BadWeights, TrainerClient, WeightId, WeightsGone, WeightStore
 from trainer.server import create_trainer_app
+from trainer.weights.publisher import WeightBoard
 
 
 def publish(board: WeightBoard, version: int, contents: dict[str, bytes], run_id: str = "a") -> WeightManifest:

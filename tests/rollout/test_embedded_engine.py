@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError, NotReady, ServiceError
-from services.rollout.embedded.engine import Engine
-from services.rollout.embedded.jobs import Job, Sampling, Sequence
-from services.rollout.embedded.model import Model
-from services.rollout.embedded.sampling import sample_seed
-from services.rollout.embedded.scheduler import NotFinite, Refused
-from services.rollout.embedded.stops import texts
-from services.rollout.embedded.weights import BadWeights
+from services.engine.engine import Engine
+from services.engine.jobs import Job, Sampling, Sequence
+from services.engine.model import Model
+from services.engine.sampling import sample_seed
+from services.engine.scheduler import NotFinite, Refused
+from services.engine.stops import texts
+from services.engine.weights import BadWeights
 from tests.rollout_engines import write_model
 
 LIMIT_S = 60

@@ -176,10 +176,7 @@ def test_embedded_sigterm_ends_with_status_0(tmp_path: Path) -> None:
 def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None:
     """A supervisor sees it at once; nobody waits for an engine that is gone."""
     model, port = write_model(tmp_path / "model", seed=0), free_port()
-    code = (
-        "import services.rollout.embedded.model as m; m.Model.decode = None;"
-        "from services.rollout.embedded.__main__ import main; main()"
-    )
+    code = "import services.engine.model as m; m.Model.decode = None;from services.engine.__main__ import main; main()"
     command = [sys.executable, "-c", code, "--model-path", str(model), "--port", str(port)]
     process = start(command, tmp_path / "log", lambda: answers(f"http://127.0.0.1:{port}/health"))
     try:

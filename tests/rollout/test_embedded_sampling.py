@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from services.rollout.embedded.sampling import sample, sample_seed, stream_key, uniforms
+from services.engine.sampling import sample, sample_seed, stream_key, uniforms
 
 ROWS = 20_000
 

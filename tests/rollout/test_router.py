@@ -23,7 +23,7 @@ from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
 from tests.lossy import LossyProxy
 from tests.rollout_engines import ROUTERS, engine_process, routed, router_process, write_model
-from trainer.generators import ChatGenerator, Sampling
+from trainer.api.generators import ChatGenerator, Sampling
 from trainer.server import BackgroundServer
 
 CONTROL = [

@@ -9,7 +9,7 @@ from common.config import Config
 from common.errors import ConfigError
 from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
-from services.rollout.engine import engine_command, engine_env
+from services.rollout.engine_client import engine_command, engine_env
 
 CONFIGS = Path(__file__).resolve().parents[2] / "jobgroup" / "configs"
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from common.observe import Metrics
 from common.schemas import Broadcast, WorkerReport
 from common.topology import TRAINER, Topology
-from services.learning.weight_group import digest
+from learning.weight_group import digest
 from tests.rollout.test_agent_node import GROUP, TRAINER_PORT, Node, names
 from tests.rollout_engines import write_model
-from trainer.broadcast import Broadcaster
-from trainer.publish import Publisher, WeightBoard
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.transfer import Meeting
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.transfer import Meeting
 
 pytestmark = pytest.mark.timeout(600)
 PATIENCE_S = 15.0
@@ -224,7 +224,7 @@ def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, ca
 
 
 def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.publish._SILENT_S", 8.0)
+    monkeypatch.setattr("trainer.weights.publisher._SILENT_S", 8.0)
     publisher = both.publisher("late", "distributed")
     publisher.publish(both.weights().items(), 1)
     both.nodes[1].end()

@@ -18,7 +18,7 @@ from common.rollout_client import RolloutClient
 from common.sections import ModelSection, RolloutSection, SamplingSection
 from common.security import trusted
 from common.topology import ROLLOUT, Topology
-from services.rollout.engine import EngineClient, engine_command, engine_env
+from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Child
 from services.rollout.router import RouterClient, router_command, router_env
 from tests.rollout_engines import ROOT, SGLANG, free_port, sglang_is_installed, write_model

@@ -24,12 +24,12 @@ from common.fields import unpack
 from common.sections import RewardSection, RolloutSection
 from common.security import check_certificate, tls
 from common.topology import Topology
-from services.learning.liveness import _STRANGERS, Liveness
-from services.learning.loading import SafetensorsReader
-from services.learning.ranks import Ranks
+from learning.liveness import _STRANGERS, Liveness
+from learning.loading import SafetensorsReader
+from learning.ranks import Ranks
+from services.engine.model import Model
+from services.http.app import create_app
 from services.reward.equivalence import equivalent
-from services.rollout.embedded.model import Model
-from services.server import create_app
 from tests.rollout_engines import write_model
 from tests.security.certificates import Certificates
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.security.certificates import Certificates
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 STEPS = 2

@@ -15,11 +15,14 @@ ALLOWED = {
     ("services/data/loaders_custom.py", "import_module"): "data.map, which the operator names",
     ("services/reward/worker.py", "import_module"): "modules of this project, which run the operator's functions",
     ("services/reward/calls.py", "import_module"): "reward functions that the operator names",
-    ("trainer/priorities.py", "import_module"): "replay.priority, which the operator names",
+    ("trainer/rollouts/priorities.py", "import_module"): "replay.priority, which the operator names",
     ("trainer/trackers/process.py", "import_module"): "trackers.names, which the operator names",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
-    ("trainer/checkpoint.py", "all_gather_object"): "between the ranks of a run, as torch.distributed.checkpoint does itself",
-    ("services/learning/saving.py", "dcp"): "its metadata is a pickle: read from the operator's own run directory alone",
+    (
+        "trainer/policy/checkpoint.py",
+        "all_gather_object",
+    ): "between the ranks of a run, as DCP does itself",
+    ("learning/saving.py", "dcp"): "its metadata is a pickle: read from the operator's own run directory alone",
     ("jobgroup/spec.py", "yaml.load_all"): "with a loader that is a SafeLoader",
     ("services/rollout/keyed.py", "run_module"): "the module that the agent's command names",
 }

@@ -18,7 +18,7 @@ from common.sections import TrackersSection
 from tests.apps import tiny
 from tests.conftest import ROOT
 from trainer import TrainerConfig, train_in_process
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 from trainer.trackers.base import LIBRARIES
 from trainer.trackers.check import check
 from trainer.trackers.outlet import Outlet

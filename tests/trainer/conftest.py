@@ -7,7 +7,7 @@ import torch
 
 from common.config import Config
 from tests.trainer.groups import VOCABULARY
-from trainer.tiny_model import make_model, make_tokenizer
+from trainer.cli.tiny_model import make_model, make_tokenizer
 
 
 @pytest.fixture(scope="session")

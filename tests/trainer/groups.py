@@ -9,11 +9,11 @@ import numpy as np
 from common.algorithm import AlgorithmSection
 from common.config import Config
 from common.schemas import Completion, Group
-from services.learning.ranks import Ranks
-from trainer.algorithms import weigh
-from trainer.batch import Batch
-from trainer.checkpoint import Checkpoints, TrainerState
-from trainer.learner import Learner
+from learning.ranks import Ranks
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import weigh
+from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.policy import Learner
 
 VOCABULARY = 300
 

@@ -14,8 +14,8 @@ import torch
 
 from common.errors import ServiceError
 from common.topology import Topology
-from services.learning.liveness import Liveness
-from services.learning.ranks import Ranks, end
+from learning.liveness import Liveness
+from learning.ranks import Ranks, end
 
 
 def main(directory: Path, part: str, limit_s: float) -> None:

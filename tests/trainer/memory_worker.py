@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from common.config import load
-from services.learning.ranks import Ranks, end
-from services.learning.sharding import local
+from learning.ranks import Ranks, end
+from learning.sharding import local
 from tests.trainer.groups import off_policy_groups, weighed
-from trainer.learner import Learner
+from trainer.policy.policy import Learner
 
 
 def held(learner: Learner) -> dict[str, int]:

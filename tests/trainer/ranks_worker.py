@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from common.config import load
 from common.wire import decode_groups
-from services.learning.ranks import Ranks, end
+from learning.ranks import Ranks, end
 from tests.trainer.groups import weighed
-from trainer.learner import Learner
+from trainer.policy.policy import Learner
 
 
 def main(directory: Path, settings: list[str]) -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import trainer.learner
-import trainer.lora
-import trainer.model
+import trainer.policy.lora
+import trainer.policy.policy
+import trainer.policy.scorer
 from common.config import Config, load
-from services.learning.ranks import Ranks, end
+from learning.ranks import Ranks, end
 from tests.trainer.groups import off_policy_groups, save, weighed
 from trainer.lead import resumed_learner
-from trainer.learner import Learner
-from trainer.model import load_scorer
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import load_scorer
 
 
 def learned(learner: Learner, updates: int) -> list[list[float]]:
@@ -41,7 +41,7 @@ def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[f
     if case.get("hidden") and not ranks.first:  # paths are relative, so this is a node with a disk of its own
         os.chdir("/")
     if case.get("low"):
-        for module in (trainer.model, trainer.lora, trainer.learner):
+        for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
             module.computes_low = lambda *_: True  # type: ignore[attr-defined]
     if "resume" in case:
         learner, progress, _ = resumed_learner(config, ranks, Path(case["resume"]))

@@ -8,7 +8,7 @@ import torch
 
 from common import watchdog
 from common.observe import setup_logging
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 
 
 def main(directory: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainer.advantages import (
+from trainer.algorithms.advantages import (
     ADVANTAGES,
     batch_normalised,
     gae,

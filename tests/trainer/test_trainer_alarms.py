@@ -6,8 +6,8 @@ import pytest
 
 from common.algorithm import AlgorithmSection
 from common.config import Config
-from trainer.alarms import alarms
-from trainer.metrics import Sums
+from trainer.observe.alarms import alarms
+from trainer.policy.update_metrics import Sums
 
 WELL = replace(
     Sums().metrics([0.1], 1e-6, 0.0, 0, False), delta_logprob_current=0.01, kl_rollout=5e-4, effective_sample_size=0.99

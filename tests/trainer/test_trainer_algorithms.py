@@ -10,11 +10,11 @@ from common.algorithm import RECIPES, AlgorithmSection
 from common.config import Config, load
 from common.errors import ConfigError
 from common.schemas import Group
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 from tests.trainer.groups import off_policy_groups, weighed, whole, with_algorithm
-from trainer.algorithms import weigh
-from trainer.batch import Batch
-from trainer.learner import Learner
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import weigh
+from trainer.policy.policy import Learner
 
 
 @pytest.fixture

@@ -20,16 +20,17 @@ from common.config import Config, load
 from common.errors import ConfigError, ServiceError
 from common.schemas import Group, WeightManifest
 from common.wire import decode_groups
-from services.rollout.embedded.model import Model
+from services.engine.model import Model
 from tests.conftest import ROOT
-from trainer import checkpoint, train_in_process
-from trainer.batch import Batch
-from trainer.clock import PUBLISHING, StageClock
-from trainer.collect import CollectFailed
+from trainer import train_in_process
+from trainer.algorithms.batch import Batch
 from trainer.in_process import _DirectPublisher
-from trainer.learner import Learner
-from trainer.publish import Weights
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
+from trainer.policy import checkpoint
+from trainer.policy.policy import Learner
+from trainer.rollouts.collector import CollectFailed
+from trainer.timing import PUBLISHING, StageClock
+from trainer.weights.publisher import Weights
 
 pytestmark = pytest.mark.timeout(180)
 Settings = Callable[..., Config]

@@ -14,7 +14,7 @@ from common.config import Config, load
 from services.reward.functions.base import Message, RewardFunction
 from tests.conftest import ROOT
 from trainer import in_process, train_in_process
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.timeout(280)
 STEPS, GROUPS, SIZE = 3, 4, 4

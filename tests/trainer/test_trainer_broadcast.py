@@ -13,12 +13,12 @@ from common.config import Config
 from common.errors import Conflict, NotFound, ServiceError
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WorkerReport
-from services.learning.weight_group import digest, views
-from trainer.broadcast import Broadcaster
-from trainer.publish import WeightBoard
+from learning.weight_group import digest, views
 from trainer.server import create_trainer_app
-from trainer.snapshot import Snapshot
-from trainer.transfer import EngineGroup, Meeting
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.host_copy import Snapshot
+from trainer.weights.publisher import WeightBoard
+from trainer.weights.transfer import EngineGroup, Meeting
 
 
 def mixed() -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ from services.data.tiny import Split, problems
 from tests.conftest import ROOT
 from tests.data.hub import hub
 from tests.data.test_data_hub import data_set
-from trainer import evaluate_model, train_math
-from trainer.commands import setting
+from trainer.cli import evaluate_model, train_math
+from trainer.cli.commands import setting
 
 pytestmark = pytest.mark.timeout(240)
 EXAMPLE = """

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import Config
-from services.learning.cutting import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
-from services.learning.layout import Packed, Padded
-from services.learning.ranks import Ranks
+from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
+from learning.layout import Packed, Padded
+from learning.ranks import Ranks
 from tests.trainer.groups import off_policy_groups, whole
-from trainer.learner import Learner
+from trainer.policy.policy import Learner
 
 GROUPS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)), min_size=1, max_size=9)
 

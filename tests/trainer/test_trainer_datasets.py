@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.schemas import Prompt
-from trainer.datasets import as_prompts
+from trainer.api.datasets import as_prompts
 
 
 def test_rows_become_prompts() -> None:

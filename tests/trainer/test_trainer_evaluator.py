@@ -165,7 +165,7 @@ def test_a_busy_server_is_asked_again(test_data: list[Prompt], reward: MathRewar
 def test_a_server_that_does_not_answer_is_named(
     test_data: list[Prompt], monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
 ) -> None:
-    monkeypatch.setattr("trainer.generators._FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr("trainer.api.generators._FIRST_ANSWER_S", 0.5)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(Unreachable, match=r"did not answer.*field: model.*value: http://127.*remedy: look whether the server"):
         ModelEvaluator(url).evaluate(test_data, reward)

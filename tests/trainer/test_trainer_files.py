@@ -17,19 +17,19 @@ from common.config import Config
 from common.errors import ConfigError, NotFound
 from common.observe import Metrics
 from common.schemas import WorkerReport
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 from tests.trainer.groups import make_group, save, whole
-from trainer import checkpoint
-from trainer.batch import Batch
-from trainer.clock import StageClock
-from trainer.collect import Progress
-from trainer.evaluate import pass_at_k
+from trainer.algorithms.batch import Batch
 from trainer.lead import resumed_learner
-from trainer.learner import Learner
-from trainer.model import load_tokenizer
-from trainer.publish import Publisher, PublishFailed, WeightBoard, write_static_files
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
+from trainer.policy import checkpoint
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import load_tokenizer
+from trainer.rollouts.collector import Progress
+from trainer.rollouts.evaluation import pass_at_k
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.timing import StageClock
+from trainer.weights.publisher import Publisher, PublishFailed, WeightBoard, write_static_files
 
 
 def batch(config: Config, seed: int) -> Batch:
@@ -201,7 +201,7 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its agent may be stopped or cut off while its engine answers on, with old weights."""
-    monkeypatch.setattr("trainer.publish._SILENT_S", 0.3)
+    monkeypatch.setattr("trainer.weights.publisher._SILENT_S", 0.3)
     fenced: list[str] = []
     publish, board, learner = publisher(config, tmp_path, 60, fenced)
     board.report(report(1, node=0))

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from common.clients import Client
-from services.server import create_app
+from services.http.app import create_app
 from tests.rollout_engines import free_port
 from trainer.lead import flush_all
 

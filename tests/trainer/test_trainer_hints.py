@@ -7,8 +7,8 @@ import pytest
 
 from common.config import Config
 from tests.conftest import ROOT
-from trainer.hints import FIRST, WINDOW, hints, remember
-from trainer.record import read_lines
+from trainer.observe.hints import FIRST, WINDOW, hints, remember
+from trainer.observe.run_dir import read_lines
 
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,

@@ -20,9 +20,9 @@ from common.schemas import Group
 from common.wire import decode_groups
 from tests.conftest import ROOT
 from trainer import train_in_process
-from trainer.collect import CollectFailed
-from trainer.priorities import load_priority
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
+from trainer.rollouts.collector import CollectFailed
+from trainer.rollouts.priorities import load_priority
 
 pytestmark = pytest.mark.timeout(180)
 

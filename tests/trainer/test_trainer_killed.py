@@ -12,7 +12,7 @@ import pytest
 
 from common.wire import decode_groups
 from tests.conftest import ROOT
-from trainer.record import read_lines
+from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 6

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Int32
+from learning.attention import unpackable
+from learning.layout import Layout, Packed, Padded, layout_for
+from learning.ranks import Ranks
 from services.critic.model import load_value_model
-from services.learning.attention import unpackable
-from services.learning.layout import Layout, Packed, Padded, layout_for
-from services.learning.ranks import Ranks
 from tests.trainer.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
-from trainer.learner import Learner
-from trainer.model import Scorer
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import Scorer
 
 ROWS = {
     "rows alone": [(5, [4]), (3, [7]), (9, [2])],
@@ -223,6 +223,6 @@ def every_segment(
 def test_what_the_kernel_for_gpus_is_told_is_padding(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
     """The kernel itself needs a GPU; a plain one of the same signature takes its place."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", every_segment)
-    monkeypatch.setattr("services.learning.attention._has_kernel", lambda query: True)
+    monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
     model = make(*PACKABLE[kind])
     assert_same(results(model, Packed, name), results(model, Padded, name))

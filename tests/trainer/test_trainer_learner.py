@@ -13,15 +13,15 @@ from common.errors import ConfigError
 from common.schemas import Float32, Group, Int32
 from common.sections import TrainerSection
 from common.wire import encode_groups
-from services.learning.cutting import micro_batches
-from services.learning.layout import Packing, Padded
-from services.learning.optimizer import NotFinite
-from services.learning.ranks import Ranks
+from learning.batching import micro_batches
+from learning.layout import Packing, Padded
+from learning.optimizer import NotFinite
+from learning.ranks import Ranks
 from tests.ranks import run_ranks
 from tests.trainer.groups import make_group, weighed, whole
-from trainer.batch import Batch, MicroBatch
-from trainer.learner import Learner, learning_rate
-from trainer.model import Scorer
+from trainer.algorithms.batch import Batch, MicroBatch
+from trainer.policy.policy import Learner, learning_rate
+from trainer.policy.scorer import Scorer
 
 
 @pytest.fixture

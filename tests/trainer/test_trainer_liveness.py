@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from common.topology import Topology
-from services.learning.liveness import LOST, Liveness
-from services.learning.ranks import Ranks
+from learning.liveness import LOST, Liveness
+from learning.ranks import Ranks
 from tests.conftest import ROOT
 from tests.e2e.processes import marked
 

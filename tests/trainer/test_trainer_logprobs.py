@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainer.logprobs
-from trainer.logprobs import token_scores
+import trainer.policy.logprobs
+from trainer.policy.logprobs import token_scores
 
 TOKENS, HIDDEN, VOCABULARY = 23, 16, 50
 Scores = Callable[[nn.Module, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -56,9 +56,9 @@ def computed(scores: Scores, head: nn.Module, temperature: float, entropy_gradie
 @pytest.fixture(params=["whole and kept", "whole", "chunks"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "whole and kept":
-        monkeypatch.setattr(trainer.logprobs, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(trainer.policy.logprobs, "_KEPT_BYTES", 0)
     if request.param == "chunks":
-        monkeypatch.setattr(trainer.logprobs, "_CHUNK_BYTES", 4 * VOCABULARY * 7)
+        monkeypatch.setattr(trainer.policy.logprobs, "_CHUNK_BYTES", 4 * VOCABULARY * 7)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -115,8 +115,8 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding() -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_what_is_kept_for_the_backward_pass_is_far_below_the_logits(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.logprobs, "_KEPT_BYTES", 0)
-    monkeypatch.setattr(trainer.logprobs, "_CHUNK_BYTES", 4 * VOCABULARY * 16)
+    monkeypatch.setattr(trainer.policy.logprobs, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(trainer.policy.logprobs, "_CHUNK_BYTES", 4 * VOCABULARY * 16)
     module, saved = HEADS[head](), {}
 
     def keep(tensor: Tensor) -> Tensor:

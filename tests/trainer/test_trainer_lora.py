@@ -21,19 +21,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.config import Config, load
 from common.errors import ConfigError
 from common.rollout_client import RolloutClient
+from learning.ranks import Ranks
 from services.data.tiny import problems
-from services.learning.ranks import Ranks
 from tests.conftest import ROOT
 from tests.trainer.groups import off_policy_groups, weighed, with_algorithm
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig, train_in_process
-from trainer.adapters import AdapterPublisher, static_files
-from trainer.export import export
-from trainer.learner import Learner
-from trainer.lora import adapter_tensors, merged_tensors
-from trainer.model import load_tokenizer
-from trainer.publish import PublishFailed, Weights, write_version
-from trainer.record import read_lines
-from trainer.snapshot import Snapshot
+from trainer.cli.export import export
+from trainer.observe.run_dir import read_lines
+from trainer.policy.lora import adapter_tensors, merged_tensors
+from trainer.policy.policy import Learner
+from trainer.policy.scorer import load_tokenizer
+from trainer.weights.adapters import AdapterPublisher, static_files
+from trainer.weights.host_copy import Snapshot
+from trainer.weights.publisher import PublishFailed, Weights, write_version
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 IDS = torch.arange(3, 40)[None]
@@ -226,7 +226,7 @@ def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir
 
 def test_peft_is_imported_only_for_an_adapter() -> None:
     """It takes seconds, and a run that trains all weights does not need it."""
-    code = "import sys, trainer.__main__, trainer.online; sys.exit('peft' in sys.modules)"
+    code = "import sys, trainer.__main__, trainer.api.online; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

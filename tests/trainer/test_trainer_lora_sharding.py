@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from common.config import Config, load
 from common.errors import ConfigError
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 from tests.trainer.groups import save
 from tests.trainer.sharding_worker import learned
 from tests.trainer.test_trainer_sharding import One, run_cases
-from trainer.checkpoint import newest
 from trainer.lead import resumed_learner
-from trainer.learner import Learner
+from trainer.policy.checkpoint import newest
+from trainer.policy.policy import Learner
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 SETTINGS = {

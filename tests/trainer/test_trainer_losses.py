@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.losses import (
+from trainer.algorithms.losses import (
     Aggregation,
     adapted_kl_coef,
     cispo,

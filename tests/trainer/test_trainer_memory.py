@@ -10,11 +10,11 @@ from torch import Tensor
 
 from common.config import Config, load
 from common.memory import ModelShape, trainer_memory
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 from tests.ranks import run_ranks
 from tests.trainer.groups import VOCABULARY, make_group, off_policy_groups, whole
 from tests.trainer.memory_worker import held
-from trainer.learner import Learner
+from trainer.policy.policy import Learner
 
 
 def shape_of(config: Config) -> ModelShape:

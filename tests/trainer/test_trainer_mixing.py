@@ -12,10 +12,10 @@ from common.config import Config
 from common.schemas import Group
 from common.wire import encode_groups
 from tests.trainer.groups import make_group
-from trainer.algorithms import weigh
-from trainer.batch import Batch
-from trainer.collect import pass_rate
-from trainer.mixing import failed_prompts, mix_successes, mixed_in
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import weigh
+from trainer.rollouts.collector import pass_rate
+from trainer.rollouts.mixing import failed_prompts, mix_successes, mixed_in
 
 
 def group_of(prompt_id: str, rewards: list[float], name: str = "", version: int = 0) -> Group:

@@ -14,8 +14,8 @@ from common.errors import ConfigError
 from common.schemas import Prompt
 from services.data.tiny import problems
 from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, TrainResult
-from trainer.batch import MicroBatch
-from trainer.learner import Learner
+from trainer.algorithms.batch import MicroBatch
+from trainer.policy.policy import Learner
 
 pytestmark = pytest.mark.timeout(180)
 Run = Callable[..., TrainResult]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from common.schemas import Group
 from tests.trainer.groups import make_group
-from trainer.priorities import MIN_PRIORITY, PRIORITIES, load_priority
+from trainer.rollouts.priorities import MIN_PRIORITY, PRIORITIES, load_priority
 
 
 def group_of(rewards: list[float]) -> Group:

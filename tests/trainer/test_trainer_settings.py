@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import ConfigError
 from tests.conftest import ROOT
-from trainer.presets import PRESETS
-from trainer.settings import TrainerConfig
+from trainer.api.presets import PRESETS
+from trainer.api.settings import TrainerConfig
 
 OUT = Path("out")
 

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from common.config import Config
 from common.errors import ConfigError
-from services.learning.loading import Pretrained, fill, materialise
-from services.learning.ranks import Ranks
-from services.learning.sharding import named_tensors
+from learning.loading import Pretrained, fill, materialise
+from learning.ranks import Ranks
+from learning.sharding import named_tensors
 from tests.ranks import run_ranks
 from tests.trainer.groups import VOCABULARY, save
 from tests.trainer.sharding_worker import learned
-from trainer.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
-from trainer.learner import Learner
+from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
+from trainer.policy.policy import Learner
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -140,8 +140,8 @@ def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
-    from services.learning.loading import SafetensorsReader
-    from trainer.tiny_model import make_model
+    from learning.loading import SafetensorsReader
+    from trainer.cli.tiny_model import make_model
 
     torch.manual_seed(3)
     model = make_model(VOCABULARY, 1, 0)
@@ -197,9 +197,9 @@ def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config,
     learner.step = 1
     if kind == "killed":
         code = (
-            "import os, sys; from pathlib import Path; import services.learning.saving as saving;"
-            "from common.config import Config; from services.learning.ranks import Ranks;"
-            "from tests.trainer.groups import save; from trainer.learner import Learner;"
+            "import os, sys; from pathlib import Path; import learning.saving as saving;"
+            "from common.config import Config; from learning.ranks import Ranks;"
+            "from tests.trainer.groups import save; from trainer.policy.policy import Learner;"
             "saving.Snapshot.write_state = lambda *_: os._exit(9);"
             "c = Config(); c.model.name = sys.argv[1]; l = Learner(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
         )

@@ -7,7 +7,7 @@ import pytest
 
 from common import logs
 from common.clients import Unreachable
-from trainer.together import Together
+from trainer.rollouts.request_batcher import Together
 
 
 async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> None:
@@ -85,7 +85,7 @@ async def test_a_call_alone_has_the_id_of_its_item_and_one_of_several_says_whose
         calls.append((logs.request_id(), items))
         return [1 / item for item in items]
 
-    caplog.set_level(logging.DEBUG, "trainer.together")
+    caplog.set_level(logging.DEBUG, "trainer.rollouts.request_batcher")
     together = Together(invert, most=10)
 
     async def of(item: int) -> float:

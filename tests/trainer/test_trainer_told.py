@@ -17,8 +17,8 @@ from rich.console import Console
 from common.config import Config
 from common.observe import setup_logging
 from tests.trainer.groups import make_group
-from trainer.clock import STAGES, WAITING
-from trainer.record import Recorder, StepRecord, read_lines, step_line
+from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
+from trainer.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
 SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {"update": 35.2, "publish": 4.9, "generation": 80.1}

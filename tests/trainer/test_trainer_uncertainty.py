@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.uncertainty import (
+from trainer.api.uncertainty import (
     Lengths,
     avg_at_k,
     maj_at_k,

@@ -11,12 +11,12 @@ from common.algorithm import AlgorithmSection
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Group
-from services.learning.ranks import Ranks
+from learning.ranks import Ranks
 from tests.trainer.groups import make_group, off_policy_groups, save, weighed, whole, with_algorithm
-from trainer.algorithms import weigh
-from trainer.batch import Batch
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import weigh
 from trainer.lead import resumed_learner
-from trainer.learner import Learner
+from trainer.policy.policy import Learner
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.observe import setup_logging
 from common.security import tls
-from services.server import serve
-from trainer.commands import Parser, run
+from services.http.app import serve
+from trainer.cli.commands import Parser, run
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.runs import Run
 

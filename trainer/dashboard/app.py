@@ -12,8 +12,8 @@ from fastapi.responses import FileResponse, RedirectResponse
 from pydantic import BaseModel
 
 from common.errors import NotFound
-from services.openapi import OBJECT, described, errors
-from services.server import create_app
+from services.http.app import create_app
+from services.http.openapi import OBJECT, described, errors
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.health import Health, ServiceHealth
 from trainer.dashboard.replay import Replay

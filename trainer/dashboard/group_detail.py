@@ -8,7 +8,7 @@ from common.errors import NotFound, ServiceError
 from common.wire import group_json
 from trainer.dashboard.pieces import Pieces
 from trainer.dashboard.replay import Replay
-from trainer.group_files import read_group, recorded_steps
+from trainer.observe.group_files import read_group, recorded_steps
 
 
 def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, pieces: Pieces | ServiceError) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import orjson
 from common.errors import ServiceError
 from trainer.dashboard.lines import Lines
 from trainer.dashboard.replay import Replay
-from trainer.group_files import LINES
+from trainer.observe.group_files import LINES
 
 _REPLAY_EVERY_S = 2.0
 _ROWS_AT_ONCE = 1000

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.openapi import Schema, fields
+from services.http.openapi import Schema, fields
 
 
 def _or_null(schema: Schema) -> Schema:

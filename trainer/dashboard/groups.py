@@ -11,7 +11,7 @@ from fastapi import Query as Parameter
 from pydantic import Field
 
 from common.errors import NotFound, ServiceError
-from services.openapi import JSON, described
+from services.http.openapi import JSON, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Mark, Query, Sort
 from trainer.dashboard.group_shapes import FOUND, GROUP, OF_PROMPT

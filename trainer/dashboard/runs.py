@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from common.errors import ConfigError, NotFound
-from trainer.alarms import limits
-from trainer.clock import STAGES, WAITING
 from trainer.dashboard.columns import Columns, notes, numbers
 from trainer.dashboard.lines import Lines
 from trainer.dashboard.verdict import verdict
+from trainer.observe.alarms import limits
+from trainer.timing import STAGES, WAITING
 
 _SHOWN_DAMAGE = 3
 

@@ -12,7 +12,7 @@ from prometheus_client import Counter
 from common.config import Config
 from common.schemas import Group
 from common.storing import storing
-from trainer.evaluate import Evaluation
+from trainer.rollouts.evaluation import Evaluation
 from trainer.trackers.base import Cell, RunInfo
 from trainer.trackers.check import check
 from trainer.trackers.outlet import Outlet

@@ -1,0 +1,196 @@
+"""`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a cluster.
+
+Every node of every task is a process group with the `SKYPILOT_*` variables it would have in its pod, and its name
+(`reward-server-0.rlhf-math`) stands for a loopback address of its own, through `common.topology` (`JOBGROUP_HOSTS`);
+`--resolve-names` makes it resolve for any program.
+Primary tasks decide when the group ends and with which status; nothing is left behind.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from common.config import fail
+from common.errors import ConfigError
+from common.security import token
+from jobgroup import scrape, spec
+from jobgroup.local.launcher import why_no_hosts_file
+from jobgroup.local.output import Screen
+from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
+from jobgroup.local.runner import Runner
+from jobgroup.spec import JobGroup, Task, seconds, variable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; the exit status. A wrong option or YAML ends with status 2 and says what to do."""
+    options = _parser().parse_args(argv)
+    try:
+        group = spec.load(
+            Path(options.yaml),
+            dict(_assignment(text, "--env") for text in options.env),
+            dict(_assignment(text, "--secret") for text in options.secret),
+            dict(_node_count(text) for text in options.num_nodes),
+        )
+        tasks = _chosen(group, options.only)
+        follow = None
+        if options.follow is not None and group.task(options.follow, "--follow") in tasks:
+            follow = f"{options.follow}-0"
+        elif options.follow is not None:
+            raise ConfigError("this task is not run", field="--follow", value=options.follow, remedy="add it to --only")
+        grace_s = seconds(options.grace, "--grace")
+        log_dir = _log_dir(options.log_dir, group)
+        places = choose(group)
+        hosts_file = _hosts_file(places, log_dir) if options.resolve_names else None
+    except ConfigError as error:
+        fail(error)
+    names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
+    screen = Screen(names, follow=follow, quiet=options.quiet)
+    for line in [*_notices(tasks, log_dir, setup=options.setup), *_scraped(group, tasks, places, log_dir)]:
+        screen.say(line)
+    environment = _Environment(group, tasks, places)
+    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s, fail_fast=options.fail_fast, hosts_file=hosts_file)
+    with places.lock:
+        status = asyncio.run(runner.run(setup=options.setup))
+    screen.table(_summary(runner))
+    return status
+
+
+class _Environment:
+    """The environment of every node: this one, the task's, and what SkyPilot adds."""
+
+    def __init__(self, group: JobGroup, tasks: Sequence[Task], places: Places) -> None:
+        self._group, self._places = group, places
+        self._gpus = gpus_of_machine()
+        self._shares = share_gpus(tasks, self._gpus)
+        self._run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
+
+    def __call__(self, task: Task, rank: int) -> Mapping[str, str]:
+        gpus = self._shares[task.name][rank]
+        skypilot = {
+            "SKYPILOT_JOBGROUP_NAME": self._group.name,
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NUM_NODES": str(task.num_nodes),
+            "SKYPILOT_NODE_IPS": "\n".join(place.address for place in self._places.of(task)),
+            "SKYPILOT_NUM_GPUS_PER_NODE": str(len(gpus)),
+            "SKYPILOT_TASK_ID": f"{self._run}_{self._group.name}_{task.name}",
+            "SKYPILOT_MANAGED_JOB_ID": str(os.getpid()),
+            "JOBGROUP_HOSTS": self._places.text(),
+        }
+        if self._gpus:
+            skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        # The nodes share the cores: a thread that waits must not spin. Output is shown as it is written.
+        defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+        return {**defaults, **os.environ, **task.env, **skypilot}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobgroup.local", description="Runs a SkyPilot job-group YAML on this machine.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("yaml", metavar="YAML", help="the job group")
+    add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task; K alone takes it from here")
+    add("--secret", action="append", default=[], metavar="K[=V]", help="the same, for a secret")
+    add("--num-nodes", action="append", default=[], metavar="TASK=N", help="nodes of a task, instead of the YAML's")
+    add("--only", action="append", default=[], metavar="TASK,…", help="runs these tasks only")
+    add("--log-dir", metavar="DIR", help="for one log file per node (runs/GROUP/logs/TIME when not given)")
+    add("--follow", metavar="TASK", help="shows node 0 of this task as it is, and the others in their log files only")
+    add("--quiet", action="store_true", help="shows only what this command itself has to say")
+    add("--setup", action="store_true", help="runs every task's setup first")
+    add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
+    add("--resolve-names", action="store_true", help="the names of nodes resolve for every program, as on a cluster (Linux)")
+    add("--fail-fast", action="store_true", help="ends all when any task has failed for good (SkyPilot lets the others run on)")
+    return parser
+
+
+def _assignment(text: str, option: str) -> tuple[str, str]:
+    """`K=V`, or `K` for a variable of this environment."""
+    name, equals, value = text.partition("=")
+    variable(name, option)
+    if not equals and name not in os.environ:
+        raise ConfigError(f"{name} is not set here", field=option, value=text, remedy=f"write {option} {name}=VALUE")
+    return name, value if equals else os.environ[name]
+
+
+def _node_count(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not (name and count.isascii() and count.isdecimal() and 1 <= int(count) <= 250):
+        raise ConfigError("nodes are given as TASK=N, N from 1 to 250", field="--num-nodes", value=text, remedy="trainer=2")
+    return name, int(count)
+
+
+def _chosen(group: JobGroup, only: Sequence[str]) -> list[Task]:
+    names = [name.strip() for text in only for name in text.split(",")]
+    chosen = {group.task(name, "--only").name for name in names}
+    return [task for task in group.tasks if not only or task.name in chosen]
+
+
+def _log_dir(given: str | None, group: JobGroup) -> Path:
+    default = Path("runs") / group.name / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    log_dir = (Path(given) if given else default).resolve()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the log folder cannot be used: {error.strerror}", field="--log-dir", value=str(log_dir), remedy="name another"
+        ) from None
+    return log_dir
+
+
+def _hosts_file(places: Places, log_dir: Path) -> Path:
+    """The machine's /etc/hosts and the names of this run, for `--resolve-names`."""
+    path = log_dir / "hosts"
+    names = "".join(f"{host.address}\t{name}\n" for name, host in places.hosts.items())
+    path.write_text(Path("/etc/hosts").read_text(encoding="utf-8") + names, encoding="utf-8")
+    if any(host.port_shift for host in places.hosts.values()):
+        reason: str | None = "all nodes share one address on this platform"
+    else:
+        reason = why_no_hosts_file(path)
+    if reason is not None:
+        places.lock.close()
+        raise ConfigError(
+            f"names cannot be made to resolve here: {reason}",
+            field="--resolve-names",
+            remedy="leave it out (programs that use common.topology do not need it), or allow user namespaces",
+        )
+    return path
+
+
+def _notices(tasks: Sequence[Task], log_dir: Path, *, setup: bool) -> list[str]:
+    lines = [f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"]
+    if not setup and any(task.setup for task in tasks):
+        lines.append("the tasks' setup is not run (--setup runs it): their environment has to be there already")
+    lines += [
+        f"{task.name}: {' and '.join(task.ignored)} are for a cluster and not mounted here" for task in tasks if task.ignored
+    ]
+    return lines
+
+
+def _scraped(group: JobGroup, tasks: Sequence[Task], places: Places, log_dir: Path) -> list[str]:
+    """Writes `prometheus.yml` for the services of this product among the tasks; what cannot be read is no reason to stop."""
+    try:
+        token_file = "api_token" if token() else None  # beside it; put there by whoever starts Prometheus
+        chosen = replace(group, tasks=tuple(tasks))
+        text = scrape.configuration(chosen, {"JOBGROUP_HOSTS": places.text()}, token_file)
+        (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        return [f"there is no {log_dir / 'prometheus.yml'}: {error}"]
+    return []
+
+
+def _summary(runner: Runner) -> list[list[str]]:
+    rows = [["TASK", "NODES", "STATE", "RESTARTS", "SECONDS", "LOG"]]
+    for run in runner.runs:
+        task = run.task
+        log = runner.log_dir / f"{task.name}-{'0' if task.num_nodes == 1 else '*'}.log"
+        rows.append([task.name, str(task.num_nodes), run.state, str(run.restarts), f"{run.seconds:.1f}", str(log)])
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

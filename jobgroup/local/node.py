@@ -1,0 +1,107 @@
+"""One node of a task on this machine: its process, its log file and its last lines."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from jobgroup.local import launcher
+from jobgroup.local.output import TAIL_LINES, Screen, open_terminal
+
+_CHUNK = 1 << 16
+
+
+class Node:
+    """A command that runs under the launcher, with its output relayed to its log file and the screen.
+
+    Args:
+        name: `{task}-{rank}`.
+        script: for bash.
+        log: the file that its output is appended to.
+        grace_s: seconds between SIGTERM and SIGKILL when it is ended.
+        hosts_file: what the node reads as /etc/hosts; the machine's own when None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        env: Mapping[str, str],
+        workdir: Path,
+        log: Path,
+        screen: Screen,
+        *,
+        grace_s: float,
+        hosts_file: Path | None,
+    ) -> None:
+        self.name, self.log, self.screen = name, log, screen
+        self.followed = name == screen.follow
+        self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._file = log.open("ab")
+        self._partial = b""
+        self.terminal: int | None = None
+        if self.followed and sys.stdout.isatty():
+            self._output, theirs = open_terminal()
+            self.terminal = self._output
+        else:
+            self._output, theirs = os.pipe()
+        os.set_blocking(self._output, False)
+        command = [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), script]
+        command += [] if hosts_file is None else [str(hosts_file)]
+        self.process = subprocess.Popen(
+            command, cwd=workdir, env=dict(env), stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        os.close(theirs)
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[int] = loop.create_future()
+        loop.add_reader(self._output, self._relay)
+
+    def stop(self) -> None:
+        """Asks the launcher to end the node: SIGTERM, and SIGKILL after the grace."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def poll(self) -> None:
+        """Called when a child process ended: if it was this one, relays what is left and tells the exit status."""
+        if not self.ended.done() and (code := self.process.poll()) is not None:
+            while self._relay():
+                pass
+            self._close()
+            self.ended.set_result(launcher.exit_status(code))
+
+    def _close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._output)
+        self.terminal = None
+        os.close(self._output)
+        self._lines(b"\n" if self._partial else b"")
+        self._file.close()
+        self.stop()
+
+    def _relay(self) -> bool:
+        """Passes on what is there now, at most one chunk; False when nothing is."""
+        try:
+            data = os.read(self._output, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:  # how a pseudo terminal says that its other end is closed
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._output)
+            return False
+        self._file.write(data)
+        self._file.flush()
+        if self.followed:
+            self.screen.raw(data)
+        self._lines(data)
+        return True
+
+    def _lines(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _CHUNK:  # a line without end is shown in pieces
+            lines, self._partial = [*lines, self._partial], b""
+        for line in lines:
+            self.tail.append(line)
+            self.screen.line(self.name, line)

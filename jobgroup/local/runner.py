@@ -1,0 +1,239 @@
+"""Lives and deaths of a job group on one machine, as SkyPilot decides them on a cluster."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jobgroup.local import launcher
+from jobgroup.local.node import Node
+from jobgroup.local.output import Screen, resize_terminal
+from jobgroup.spec import Task
+
+State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
+_BACKSTOP_S = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class TaskRun:
+    """One task: all its nodes are started, restarted and ended together."""
+
+    def __init__(self, task: Task, start: Callable[[Task, int], Node], screen: Screen) -> None:
+        self.task, self.screen = task, screen
+        self._start = start
+        self.state: State = "PENDING"
+        self.status = 0
+        self.restarts = 0
+        self.nodes: list[Node] = []
+        self._counted = 0
+        self._stopping = False
+        self._began = self._ended = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, restarts included."""
+        return (time.monotonic() if self.state == "RUNNING" else self._ended) - self._began
+
+    async def run(self) -> None:
+        """Runs the task until it succeeds, has failed more often than it may be restarted, or is stopped."""
+        self.state = "RUNNING"
+        while not self._stopping:
+            self.nodes = [self._start(self.task, rank) for rank in range(self.task.num_nodes)]
+            failed = await self._first_failure()
+            for node in self.nodes:
+                node.stop()
+            await asyncio.wait([node.ended for node in self.nodes])
+            if self._stopping:
+                break
+            if failed is None:
+                self._finish("SUCCEEDED")
+                return
+            self.status = failed.ended.result()
+            if not self._may_restart():
+                self._finish("FAILED")
+                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
+                return
+            self.restarts += 1
+            self._tell(failed, f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})")
+        self._finish("CANCELLED")
+
+    def stop(self) -> None:
+        """Ends the task: SIGTERM to every node, SIGKILL after the grace."""
+        self._stopping = True
+        for node in self.nodes:
+            node.stop()
+
+    async def _first_failure(self) -> Node | None:
+        """The first node that ends with another status than 0; None when all succeed or the task is stopped."""
+        pending: set[asyncio.Future[int]] = {node.ended for node in self.nodes}
+        while pending:
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for node in self.nodes:
+                if node.ended in ended and node.ended.result() != 0:
+                    return node
+        return None
+
+    def _may_restart(self) -> bool:
+        if self.status in self.task.restart_codes:
+            return True
+        self._counted += 1
+        return self._counted <= self.task.max_restarts
+
+    def _finish(self, state: State) -> None:
+        self.state, self._ended = state, time.monotonic()
+
+    def _tell(self, failed: Node, then: str) -> None:
+        self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
+        if self.state == "FAILED" or not self.screen.merged:
+            self.screen.tail(failed.name, failed.tail, failed.log)
+
+
+class Runner:
+    """A job group: starts all tasks at once; the primary ones decide when it ends and with which status.
+
+    Args:
+        tasks: to run. When none of them is primary, all are.
+        environment: of node `rank` of a task.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
+        hosts_file: what every node reads as /etc/hosts; the machine's own when None.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        environment: Callable[[Task, int], Mapping[str, str]],
+        screen: Screen,
+        log_dir: Path,
+        *,
+        grace_s: float,
+        fail_fast: bool = False,
+        hosts_file: Path | None = None,
+    ) -> None:
+        self._environment, self.screen, self.log_dir = environment, screen, log_dir
+        self.grace_s, self.fail_fast, self.hosts_file = grace_s, fail_fast, hosts_file
+        self.runs = [TaskRun(task, self._start, screen) for task in tasks]
+        some_primary = any(task.primary for task in tasks)
+        self._primary = {run for run in self.runs if run.task.primary or not some_primary}
+        self._nodes: list[Node] = []
+        self._logs: set[Path] = set()
+        self._signal: int | None = None
+        self._defect: BaseException | None = None
+
+    async def run(self, *, setup: bool = False) -> int:
+        """Runs everything and leaves no process behind. The exit status for the shell."""
+        launcher.adopt_orphans()
+        main = asyncio.create_task(self._main(setup))
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number, main)
+        loop.set_exception_handler(lambda _, context: self._on_defect(context, main))
+        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+        loop.add_signal_handler(signal.SIGWINCH, self._on_resize)
+        try:
+            return await main
+        except asyncio.CancelledError:
+            if self._defect is not None:
+                raise self._defect from None
+            assert self._signal is not None
+            return 128 + self._signal
+        finally:
+            launcher.end_descendants()
+
+    async def _main(self, setup: bool) -> int:
+        if setup and (status := await self._setup()):
+            return status
+        running = {asyncio.create_task(run.run()): run for run in self.runs}
+        try:
+            await self._until_primaries_end(running)
+            if all(run.state == "SUCCEEDED" for run in self._primary):
+                await asyncio.gather(*(self._stop_later(run) for run in self.runs if run.state == "RUNNING"))
+        finally:
+            for run in self.runs:
+                run.stop()
+            _, late = await asyncio.wait(running, timeout=self.grace_s + _BACKSTOP_S)
+            if late:
+                launcher.end_descendants()
+                await asyncio.wait(late)
+        for task in running:
+            task.result()  # raises what went wrong in our own code
+        if self.fail_fast:
+            return next((run.status for run in self.runs if run.state == "FAILED"), 0)
+        return next((run.status for run in self.runs if run in self._primary and run.state == "FAILED"), 0)
+
+    async def _until_primaries_end(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
+        pending = set(running)
+        while any(running[task] in self._primary for task in pending):
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+                if running[task].state == "FAILED" and self.fail_fast:
+                    return
+
+    async def _stop_later(self, run: TaskRun) -> None:
+        await asyncio.sleep(run.task.termination_delay_s)
+        run.stop()
+
+    async def _setup(self) -> int:
+        """The tasks' `setup`, one after the other: they share this machine's environment."""
+        for run in self.runs:
+            if run.task.setup:
+                name = f"{run.task.name}-setup"
+                node = self._node(name, run.task, 0, run.task.setup)
+                try:
+                    status = await node.ended
+                finally:
+                    node.stop()
+                if status:
+                    self.screen.say(f"{name} ended with status {status}", loud=True)
+                    self.screen.tail(name, node.tail, node.log)
+                    return status
+        return 0
+
+    def _start(self, task: Task, rank: int) -> Node:
+        return self._node(f"{task.name}-{rank}", task, rank, task.run)
+
+    def _node(self, name: str, task: Task, rank: int, script: str) -> Node:
+        log = self.log_dir / f"{name}.log"
+        if log not in self._logs:  # a restart goes on in the file; what an earlier run left goes
+            log.unlink(missing_ok=True)
+            self._logs.add(log)
+        env = self._environment(task, rank)
+        node = Node(name, script, env, task.workdir, log, self.screen, grace_s=self.grace_s, hosts_file=self.hosts_file)
+        self._nodes = [node, *(other for other in self._nodes if not other.ended.done())]
+        return node
+
+    def _on_child(self) -> None:
+        for node in self._nodes:
+            node.poll()
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Kills what a launcher that was killed left behind: only launchers are children of this process."""
+        known = {node.process.pid for node in self._nodes}
+        for pid in launcher.orphans(known):
+            for each in (*launcher.descendants(pid), pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+
+    def _on_resize(self) -> None:
+        for node in self._nodes:
+            if node.terminal is not None:
+                resize_terminal(node.terminal)
+
+    def _on_defect(self, context: dict[str, Any], main: asyncio.Task[int]) -> None:
+        """An error in a callback (a log file that cannot be written) ends the run instead of scrolling by."""
+        self._defect = context.get("exception") or RuntimeError(context["message"])
+        main.cancel()
+
+    def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
+        if self._signal is None:
+            self._signal = number
+            self.screen.say(f"{signal.Signals(number).name}: ending every task (again: kill them now)", loud=True)
+            main.cancel()
+        else:
+            launcher.end_descendants()

@@ -1,0 +1,160 @@
+"""Rows of prompt and completion as the tensors that a model reads: padded, or packed without padding.
+
+C is the number of completion tokens of all rows together. What a layout yields for them lies row by row, in the order of the
+rows it was made of. The last token of a completion predicts nothing and is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from common.errors import ConfigError
+from common.schemas import Int32
+from learning.attention import NAME, Segments, register, unpackable
+
+Packing = Literal["auto", "on", "off"]
+_Array = NDArray[np.int64]
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Padded:
+    """One row of the tensor for each row, filled up on the right. No mask is needed: causal attention does not look there."""
+
+    shared: ClassVar[bool] = False
+    """Whether rows with the same prompt share its computation, and nothing is padded."""
+    input_ids: Tensor
+    """[rows, T]"""
+    predicts: Tensor
+    """[C] the places in the flattened [rows · T] whose next token is a completion token."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:
+        """Rows of [P] and [L] token ids; prompts are not empty."""
+        width = max(len(prompt) + len(completion[:-1]) for prompt, completion in zip(prompts, completions, strict=True))
+        input_ids = np.zeros((len(prompts), width), np.int64)
+        for row, prompt, completion in zip(input_ids, prompts, completions, strict=True):
+            row[: len(prompt)] = prompt
+            row[len(prompt) : len(prompt) + len(completion[:-1])] = completion[:-1]
+        first = np.arange(len(prompts)) * width + _lengths(prompts) - 1
+        return cls(torch.from_numpy(input_ids), torch.from_numpy(_ranges(first, _lengths(completions))))
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        return moved(self, device)
+
+    def hidden(self, body: nn.Module) -> Tensor:
+        """[C, H] final hidden states of `body` (a decoder without its head) at the positions that predict the completions."""
+        states = body(input_ids=self.input_ids, use_cache=False).last_hidden_state
+        return nn.functional.embedding(self.predicts, states.flatten(0, 1))
+
+
+@dataclass(slots=True)
+class Packed:
+    """All rows in one line of T tokens without padding; a prompt that following rows share stands there, and is computed, once.
+
+    Prompt, completion 1 … completion n, next prompt …: a completion's positions go on after its prompt, and it attends to its
+    prompt and to itself. The state of a prompt's last token predicts the first token of every completion.
+    """
+
+    shared: ClassVar[bool] = True
+    input_ids: Tensor
+    """[1, T]"""
+    position_ids: Tensor
+    """[1, T]"""
+    predicts: Tensor
+    """[C] the places in the line whose next token is a completion token; the end of a prompt once for each completion."""
+    segments: Segments
+    """What attends to what."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:
+        """Rows of [P] and [L] token ids; prompts are not empty. Rows that share a prompt follow each other."""
+        first = np.array([i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)])
+        pieces: list[Int32] = []
+        for new, prompt, completion in zip(first.tolist(), prompts, completions, strict=True):
+            pieces += [prompt, completion[:-1]] if new else [completion[:-1]]
+        sizes, lengths = _lengths(prompts), _lengths(completions)
+        computed = np.maximum(lengths - 1, 0)
+        starts = np.cumsum(computed + sizes * first) - computed  # of the completions
+        prompt_starts = (starts - sizes)[first][np.cumsum(first) - 1]
+        some = lengths > 0
+        predicts = _ranges(starts - 1, lengths)
+        predicts[(np.cumsum(lengths) - lengths)[some]] = (prompt_starts + sizes - 1)[some]
+        there = np.stack([first, computed > 0], 1).reshape(-1)  # prompt and completion of every row in turn
+        columns = ((prompt_starts, starts), (sizes, computed), (prompt_starts, prompt_starts), (np.zeros_like(sizes), sizes))
+        own, length, prefix_start, prefix = (np.stack(column, 1).reshape(-1)[there] for column in columns)
+        return cls(
+            torch.from_numpy(np.concatenate(pieces).astype(np.int64))[None],
+            torch.from_numpy(_ranges(prefix, length))[None],
+            torch.from_numpy(predicts),
+            Segments.of(own, length, prefix_start, prefix),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        return moved(self, device)
+
+    def hidden(self, body: nn.Module) -> Tensor:
+        """[C, H] final hidden states of `body` (a decoder without its head) at the positions that predict the completions."""
+        states = body(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            attention_mask=self.segments.mask,
+            use_cache=False,
+            segments=self.segments,
+        ).last_hidden_state
+        return nn.functional.embedding(self.predicts, states[0])
+
+
+Layout = Padded | Packed
+
+
+def layout_for(model: Any, packing: Packing) -> type[Layout]:
+    """The layout to compute `model` (of transformers) with, prepared for it.
+
+    `auto` packs where the model permits it. Raises ConfigError naming `trainer.packing` for `on` where it does not.
+    """
+    reason = unpackable(model) if packing != "off" else "it is off"
+    if packing == "on" and reason:
+        raise ConfigError(
+            f"this model cannot be computed packed: {reason}",
+            field="trainer.packing",
+            value=packing,
+            remedy="set it to auto, which pads then",
+        )
+    if reason:
+        return Padded
+    register()
+    model.set_attn_implementation(NAME)
+    return Packed
+
+
+def moved(value: _T, device: torch.device) -> _T:
+    """A tensor, or a dataclass with those in it, on `device`; to a GPU they go while this goes on."""
+
+    if device.type == "cpu" or not (isinstance(value, Tensor) or is_dataclass(value)):
+        return value
+    if isinstance(value, Tensor):
+        return cast(_T, (value if value.is_cuda else value.pin_memory()).to(device, non_blocking=True))
+    there = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
+    return cast(_T, replace(cast(Any, value), **there))
+
+
+def _same(one: Int32, other: Int32) -> bool:
+    return one is other or np.array_equal(one, other)
+
+
+def _lengths(rows: Sequence[Int32]) -> _Array:
+    return np.array([len(row) for row in rows], np.int64)
+
+
+def _ranges(starts: _Array, lengths: _Array) -> _Array:
+    """start, start + 1 … start + length - 1 of each, one after the other."""
+    ranges: _Array = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return ranges

@@ -1,0 +1,280 @@
+"""Models from the hub, a directory or a checkpoint; sharded ones without any rank ever holding the whole model.
+
+A sharded model is made on the meta device, sharded, and every rank reads its own slices from the safetensors files. Where the
+other ranks do not see the files, or their names are not the model's, rank 0 reads and sends one tensor at a time.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from common.sections import TrainerSection
+from learning.ranks import Ranks
+from learning.sharding import local, named_tensors, prepare, region, shard
+
+log = logging.getLogger(__name__)
+_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
+
+
+class Reader(Protocol):
+    """Tensors in files or in memory."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """The part of a tensor that lies in `region`."""
+
+
+class SafetensorsReader:
+    """The tensors of all safetensors files in a directory; reads no more than what is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        index = directory / "model.safetensors.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        self._files: list[Any] = [safe_open(directory / Path(name).name, "pt") for name in names]  # nowhere else
+        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118 - it is no dictionary
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        found: Tensor = self._of[name].get_slice(name)[region] if region else self._of[name].get_tensor(name)
+        return found
+
+
+class MemoryReader:
+    """Tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        return self._tensors[name][region]
+
+
+class Added:
+    """What a model gets beside what is in its files; by itself nothing."""
+
+    def change(self, model: Any) -> None:
+        """Adds modules to the model, whose parameters may be on the meta device."""
+
+    def name(self, name: str) -> str:
+        """In the files, of the changed model's tensor `name`."""
+        return name
+
+    def first(self, _name: str, _shape: Sequence[int]) -> Tensor | None:
+        """What this tensor begins with, the same on every rank; None for one that is in the files."""
+        return None
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model with float32 weights, by its transformers auto class.
+
+    Args:
+        auto: as AutoModelForCausalLM.
+        name: on the hub, or a directory that every node has.
+        directory: of a checkpoint, which comes before `name`; rank 0 at least sees it.
+        configure: changes the model's configuration.
+        added: to the model.
+    """
+
+    auto: Any
+    name: str
+    directory: Path | None = None
+    trust_remote_code: bool = False
+    configure: Callable[[Any], None] = lambda _: None
+    added: Added | None = None
+
+    @property
+    def source(self) -> str:
+        """Where this rank finds the model, or at least its configuration."""
+        return str(self.directory) if self.directory and self.directory.is_dir() else self.name
+
+    def config(self) -> Any:
+        config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.trust_remote_code)
+        self.configure(config)
+        return config
+
+    def plain(self) -> Any:
+        """What is in the files, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
+        options = {"trust_remote_code": self.trust_remote_code, "use_safetensors": True}
+        return self.auto.from_pretrained(self.source, config=self.config(), dtype=torch.float32, **options)
+
+    def whole(self) -> Any:
+        """All of it, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
+        model = self.plain()
+        if self.added:
+            self.added.change(model)
+            self.fill_added(model)
+        return model
+
+    def fill_added(self, model: Any) -> dict[str, Tensor]:
+        """Sets what is not in the files; returns this rank's shares of the other tensors, by their names in the files."""
+        added, targets = self.added or Added(), {}
+        with torch.no_grad():
+            for name, tensor in named_tensors(model).items():
+                first = added.first(name, tensor.shape)
+                if first is None:
+                    targets[added.name(name)] = tensor
+                else:
+                    local(tensor).copy_(first[region(tensor)])
+        return targets
+
+    def empty(self) -> Any:
+        """Its modules with parameters on the meta device, and buffers as they are to be."""
+        with _parameters_on_meta():
+            model = self.auto.from_config(self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code)
+            if self.added:
+                self.added.change(model)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(self.source)
+        except OSError:
+            log.info("%s has no generation config", self.source)
+        return model.eval()
+
+    def files(self, ranks: Ranks) -> Path:
+        """The directory with the model's files on this node, which one process of a node downloads."""
+        if self.directory or Path(self.name).is_dir():
+            return self.directory or Path(self.name)
+        if ranks.local_rank == 0:
+            snapshot_download(self.name, allow_patterns=_FILES)
+        ranks.barrier()
+        return Path(snapshot_download(self.name, allow_patterns=_FILES, local_files_only=True))
+
+
+def load(
+    pretrained: Pretrained,
+    wrap: Callable[[Any], nn.Module],
+    ranks: Ranks,
+    settings: TrainerSection,
+    low_precision: bool,
+    trained: bool = True,
+    exact: Callable[[Any], list[nn.Module]] = lambda _: [],
+) -> nn.Module:
+    """`wrap(model)` on this rank's device: sharded, or whole and the same as rank 0's.
+
+    Raises OSError or ValueError when the model cannot be loaded. See `sharding.shard` for the last three arguments.
+    """
+    try:
+        return _load(pretrained, wrap, ranks, settings, low_precision, trained, exact)
+    except SafetensorError as error:
+        raise OSError(f"damaged safetensors file: {error}") from None
+
+
+def _load(
+    pretrained: Pretrained,
+    wrap: Callable[[Any], nn.Module],
+    ranks: Ranks,
+    settings: TrainerSection,
+    low_precision: bool,
+    trained: bool,
+    exact: Callable[[Any], list[nn.Module]],
+) -> nn.Module:
+    if not ranks.sharded:
+        model = pretrained.whole().to(ranks.device)
+        ranks.broadcast_model(model)
+        prepare(model, settings, trained)
+        return wrap(model)
+    directory = pretrained.files(ranks)
+    model = pretrained.empty()
+    root = wrap(model)
+    prepare(model, settings, trained)
+    offload = settings.offload_optimizer and trained
+    shard(root, model, ranks, low_precision, offload, trained, exact(model))
+    materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
+    targets = pretrained.fill_added(model)
+    shared = ranks.all_say(_fingerprint(directory))
+    reader: Reader | None = _files(directory, model, targets) if shared or ranks.first else None
+    everywhere = shared and ranks.all_say(b"" if reader is None else b"fits")
+    if ranks.first and reader is None:
+        log.info("the files in %s do not have the model's own names: transformers loads all of it on rank 0", directory)
+        reader = MemoryReader(pretrained.plain().state_dict())
+    if ranks.first and not everywhere and ranks.world_size > 1:
+        log.info("rank 0 reads %s and sends it to the others", directory)
+    fill(targets, reader, ranks, everywhere)
+    return root
+
+
+def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:
+    """The model's files, where they have its tensors by its own names."""
+    converted = any(isinstance(change, WeightConverter) for change in get_model_conversion_mapping(model))
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if converted or quantised or not any((directory / name).exists() for name in names):
+        return None
+    reader = SafetensorsReader(directory)
+    shapes = reader.shapes()
+    return reader if all(shapes.get(name) == tuple(target.shape) for name, target in targets.items()) else None
+
+
+def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, everywhere: bool) -> None:
+    """Sets this rank's share of every tensor. Where not every rank can read, rank 0 does and sends."""
+    with torch.no_grad():
+        for name, target in targets.items():
+            mine, part = local(target), region(target)
+            if not everywhere and ranks.world_size > 1:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
+                if ranks.first and reader:
+                    whole.copy_(reader.read(name, tuple(slice(0, size) for size in target.shape)))
+                dist.broadcast(whole, 0)
+                mine.copy_(whole[part])
+            elif reader and mine.numel():
+                mine.copy_(reader.read(name, part))
+
+
+def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:
+    """Memory on `device` for parameters that are on the meta device; what is tied stays tied. Buffers go to `buffers`."""
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(buffers)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device; buffers are computed, as no file has all of them."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _fingerprint(directory: Path) -> bytes:
+    """Tells whether ranks see the same files: names and sizes, and the small state file of a checkpoint."""
+    if not directory.is_dir():
+        return b""
+    files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))
+    states = (directory / "trainer_state.json", directory.parent / "trainer_state.json")
+    return "\n".join([*files, *(state.read_text() for state in states if state.exists())]).encode()

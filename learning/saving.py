@@ -1,0 +1,172 @@
+"""A model and its optimiser as files: copied to CPU memory first, so that they can be written while training goes on."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from learning.loading import fill
+from learning.optimizer import Optimizer
+from learning.ranks import Ranks
+from learning.sharding import full, local, named_tensors
+
+_MAX_FILE_BYTES = 4 << 30
+_STATE = "state"
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process, as intended
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A model directory in memory, without the optimiser."""
+
+    tensors: Mapping[str, Tensor]
+    """Sharded as the model is."""
+    files: Mapping[str, str]
+    """By the name of every tensor its safetensors file."""
+    texts: Mapping[str, str]
+    """The other files."""
+
+    @classmethod
+    def of(cls, model: Any) -> "Contents":
+        """Of a transformers model."""
+        tensors = named_tensors(model)
+        files = _file_names({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+        return cls(tensors, files, _texts(model, files))
+
+
+@dataclass
+class Snapshot:
+    """What this rank writes of a model directory: `write_files` on every rank, then `write_state` on all of them together."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Tensors of safetensors files, by file name."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """The optimiser's, for torch.distributed.checkpoint."""
+    together: bool = False
+    """Whether every rank writes its share of `state`."""
+
+    @classmethod
+    def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
+        """A copy in CPU memory. A call of all ranks, as sharded tensors are put together, one after the other.
+
+        A model becomes safetensors files of at most 4 GB in float32; of a sharded one every rank keeps and writes some.
+        The optimiser's state stays in shares. `alone`: rank 0 writes everything, for the others do not see its disk.
+        """
+        spread = ranks.sharded and ranks.world_size > 1 and not alone
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in model.tensors.items():
+            whole, file = full(tensor.detach().to(ranks.device)), model.files[name]
+            owner = sorted(set(model.files.values())).index(file) % ranks.world_size if spread else 0
+            if owner == ranks.rank:
+                files.setdefault(file, {})[name] = whole.to("cpu", copy=True).contiguous()
+        state = {}
+        for name, tensor in optimizer.state_dict().items() if optimizer else ():
+            if spread:
+                state[name] = _on_cpu(tensor, ranks)
+            elif (whole := full(tensor.to(ranks.device))) is not None and ranks.first:
+                state[name] = whole.to("cpu", copy=True)
+        return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
+
+    def write_files(self, directory: Path) -> None:
+        """Texts and weights."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in self.texts.items():
+            (directory / name).write_text(text)
+        for name, tensors in self.files.items():
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+
+    def write_state(self, directory: Path, group: Any = None) -> None:
+        """The optimiser's state; with `together` a call of all ranks in `group`."""
+        if self.state:
+            writer = dcp.FileSystemWriter(
+                directory / _STATE, per_thread_copy_ahead=0
+            )  # 0: no CUDA stream; all is in CPU memory
+            dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
+
+    def write(self, directory: Path) -> None:
+        """Everything, on one rank alone."""
+        self.write_files(directory)
+        self.write_state(directory)
+
+
+def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
+    """Sets the state that a snapshot left in `directory`, by any number of ranks; rank 0 at least sees it.
+
+    Raises ConfigError for the state of another kind of optimiser, and whatever a damaged file leads to.
+    """
+    seen = b"".join(path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists())
+    everywhere = ranks.all_say(seen)
+    reader = _StateReader(directory / _STATE) if ranks.first and seen else None
+    shapes: dict[str, Any] = json.loads(ranks.broadcast(json.dumps(reader.shapes() if reader else {}).encode()))
+    tensors = optimizer.empty_state(shapes)
+    if not tensors:  # saved before the first step
+        return
+    if everywhere:
+        together = ranks.sharded and ranks.world_size > 1
+        shares = {name: _on_cpu(tensor, ranks) if together else tensor for name, tensor in tensors.items()}
+        dcp.load(shares, checkpoint_id=directory / _STATE, no_dist=not together)
+        for name, tensor in tensors.items():
+            local(tensor).copy_(local(shares[name]))
+    else:
+        fill(tensors, reader, ranks, everywhere)
+    optimizer.load_state_dict(tensors)
+
+
+class _StateReader:
+    """The tensors of a checkpoint of torch.distributed.checkpoint, read by one process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        found = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        self._metadata = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, (shape, _) in self._metadata.items()}
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        shape, dtype = self._metadata[name]
+        whole = {name: torch.empty(shape, dtype=dtype)}
+        dcp.load(whole, checkpoint_id=self._directory, no_dist=True)
+        return whole[name][region]
+
+
+def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A copy in CPU memory, sharded as the tensor is."""
+    mine = local(tensor).to("cpu", copy=True)
+    if not isinstance(tensor, DTensor):
+        return mine
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(mine, ranks.mesh("cpu"), tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _file_names(sizes: Mapping[str, int]) -> dict[str, str]:
+    """The file of every tensor: in their order, a new one where the next tensor would not fit."""
+    number, used, numbers = 1, 0, {}
+    for name, size in sizes.items():
+        if used and used + size > _MAX_FILE_BYTES:
+            number, used = number + 1, 0
+        used += size
+        numbers[name] = number
+    if number == 1:
+        return dict.fromkeys(sizes, "model.safetensors")
+    return {name: f"model-{i:05d}-of-{number:05d}.safetensors" for name, i in numbers.items()}
+
+
+def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+    """Configuration, and the index of several files."""
+    model.config.architectures = [type(model).__name__]
+    texts = {"config.json": model.config.to_json_string()}
+    if getattr(model, "generation_config", None) is not None:
+        texts["generation_config.json"] = model.generation_config.to_json_string()
+    if len(set(names.values())) > 1:
+        texts["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": dict(names)}, indent=2)
+    return texts

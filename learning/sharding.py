@@ -1,0 +1,112 @@
+"""Spreading a model over the ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`), and its tensors wherever they are.
+
+A decoder layer is the unit that is gathered and let go. Our losses are divided by the tokens of the global batch, so gradients
+are summed over the ranks, where FSDP2 would average them.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+from common.errors import ConfigError
+from common.sections import TrainerSection
+from learning.ranks import Ranks
+
+
+def layers(model: Any) -> list[Any]:
+    """The decoder layers of a transformers model."""
+    body = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, model.base_model_prefix)
+    if isinstance(found := getattr(body, "layers", None), nn.ModuleList):
+        return list(found)
+    names = set(model._no_split_modules or ())
+    units = [module for module in model.modules() if type(module).__name__ in names]
+    if not units:
+        raise ConfigError(
+            "this model does not say which of its modules are decoder layers",
+            field="trainer.shard_size",
+            value=type(model).__name__,
+            remedy="set it to 1, without trainer.compile and trainer.activation_checkpointing",
+        )
+    return units
+
+
+def prepare(model: Any, settings: TrainerSection, trained: bool) -> None:
+    """`trainer.compile` and `trainer.activation_checkpointing`: changes the forward of every decoder layer, and no name."""
+    checkpointing = settings.activation_checkpointing and trained
+    for layer in layers(model) if settings.compile or checkpointing else ():
+        if settings.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(
+    root: nn.Module,
+    model: Any,
+    ranks: Ranks,
+    low_precision: bool,
+    offload: bool,
+    trained: bool,
+    exact: Sequence[nn.Module] = (),
+) -> None:
+    """Shards `root`, whose forward runs the transformers model `model` inside it.
+
+    Args:
+        low_precision: bfloat16 in the forward and backward pass; gradients are reduced in float32.
+        offload: parameters, gradients and so the optimiser's state stay in CPU memory.
+        trained: False for a model that is only asked: it is let go after every pass.
+        exact: modules of `root` that compute in float32 in any case.
+    """
+    mesh = ranks.mesh()
+    policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low_precision else MixedPrecisionPolicy()
+    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+    outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
+    units = [*((layer, mixed) for layer in layers(model)), *((module, plain) for module in exact)]
+    for module, precision in units:
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names; of those that are tied only the first.
+
+    Of a sharded model these are DTensors with this rank's share, also between a forward and a backward pass.
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a tensor; all of one that is not sharded."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor. A call of all ranks if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def region(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's share lies in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -1,0 +1,79 @@
+"""Reading request bodies and waiting for jobs, shared by all routes."""
+
+import asyncio
+import contextlib
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+
+from common.errors import InvalidInput, NotReady, ServiceError
+from services.engine.engine import Engine
+from services.engine.jobs import Job, Sequence
+from services.engine.protocol import BadRequest, bad_request
+from services.http.app import read_json
+
+_B = TypeVar("_B", bound=BaseModel)
+
+
+class ClientGone(ServiceError):
+    """The client closed the connection; nobody reads this answer (499)."""
+
+    status = 499
+    code = "client_gone"
+
+
+async def read_body(request: Request, kind: type[_B]) -> _B:
+    """The JSON body as `kind`. Raises BadRequest (400, as SGLang answers), also for an empty body."""
+    try:
+        return kind.model_validate(await read_json(request))
+    except InvalidInput as error:
+        raise BadRequest(error.message, field=error.field, remedy=error.remedy) from None
+    except ValidationError as error:
+        raise bad_request(error) from None
+
+
+def reply(content: object, status: int = 200) -> Response:
+    """A JSON response; orjson, because answers hold tens of thousands of numbers."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+async def finish(request: Request, engine: Engine, jobs: list[Job]) -> None:
+    """Runs jobs to their end. When the client goes away, or one job fails, the others are aborted.
+
+    Raises what a job failed with, Overloaded when the queue is full, ClientGone.
+    """
+    engine.submit(jobs)
+    done = all_done(jobs)
+    gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
+    try:
+        either: set[asyncio.Future[Any]] = {done, gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise ClientGone("the client closed the connection")
+        await done
+    finally:
+        gone.cancel()
+        done.cancel()
+        abort_unfinished(engine, jobs)
+
+
+def all_done(jobs: list[Job]) -> "asyncio.Future[list[list[Sequence]]]":
+    """Done when all jobs are, with what they made."""
+    done = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
+    # Looked at, also when nobody waits for it any more: asyncio would log every client that went away as an error.
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return done
+
+
+def abort_unfinished(engine: Engine, jobs: list[Job]) -> None:
+    """Frees the rows of jobs nobody waits for."""
+    if any(not job.done.done() for job in jobs):
+        with contextlib.suppress(NotReady):  # an engine that is down has no rows
+            engine.abort_jobs(jobs)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,183 @@
+"""Control and information calls of SGLang: weights, pause, abort, cache, health."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict
+
+from common.errors import NotReady, ServiceError
+from services.engine.bodies import finish, read_body, reply
+from services.engine.engine import Engine
+from services.engine.jobs import Job, Sampling
+from services.engine.protocol import BadRequest
+from services.engine.scheduler import PauseMode
+from services.http.openapi import OBJECT, described
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class PauseBody(_Body):
+    """`/pause_generation`."""
+
+    mode: PauseMode = "abort"
+
+
+class AbortBody(_Body):
+    """`/abort_request`: one name, or everything."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class UpdateBody(_Body):
+    """`/update_weights_from_disk`."""
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class VersionBody(_Body):
+    """`/update_weight_version`."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+def add_control(app: FastAPI, engine: Engine) -> None:
+    """Adds the calls that change the state of the engine."""
+
+    @app.post("/abort_request", **described(AbortBody, {}, writes=()))
+    async def abort_request(request: Request) -> Response:
+        """Ends a request by its rid, or all; they are answered with what they have. An unknown rid changes nothing."""
+        body = await read_body(request, AbortBody)
+        if not body.rid and not body.abort_all:
+            raise BadRequest("name a request", field="rid", value=body.rid, remedy='send {"rid": …} or {"abort_all": true}')
+        await asyncio.wrap_future(engine.abort(None if body.abort_all else body.rid))
+        return Response()
+
+    @app.post("/pause_generation", **described(PauseBody, OBJECT))
+    async def pause_generation(request: Request) -> Response:
+        """Stops generating: abort answers what runs, retract sends it back to the queue, in_place freezes it."""
+        body = await read_body(request, PauseBody)
+        await asyncio.wrap_future(engine.pause(body.mode))
+        return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
+
+    @app.post("/continue_generation", **described(_Body, OBJECT))
+    async def continue_generation(request: Request) -> Response:
+        """Generates again."""
+        await read_body(request, _Body)
+        await asyncio.wrap_future(engine.resume())
+        return reply({"message": "Generation continued successfully.", "status": "ok"})
+
+    flushed = described(answer={"type": "string"}, writes=("text/plain",), statuses=(200, 400))
+
+    @app.get("/flush_cache", **flushed)
+    @app.post("/flush_cache", **flushed)
+    async def flush_cache() -> Response:
+        """Empties the KV cache; 400 while requests run or are queued."""
+        try:
+            await asyncio.wrap_future(engine.flush_cache())
+        except ServiceError as error:
+            return PlainTextResponse(f"{error}\n", error.status)
+        return PlainTextResponse("Cache flushed.\n")
+
+    @app.post("/update_weights_from_disk", **described(UpdateBody, OBJECT, statuses=(200, 400)))
+    async def update_weights_from_disk(request: Request) -> Response:
+        """Loads safetensors of the same architecture; 400 and the old weights stay when they do not fit."""
+        body = await read_body(request, UpdateBody)
+        if body.load_format not in (None, "auto", "safetensors"):
+            return _failed(f"load_format {body.load_format!r} is not supported: safetensors", 400)
+        work = engine.update_weights(Path(body.model_path), body.weight_version, body.flush_cache, body.abort_all_requests)
+        try:
+            paused = await asyncio.wrap_future(work)
+        except ServiceError as error:
+            return _failed(str(error), error.status)
+        return reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused})
+
+    @app.post("/update_weight_version", **described(VersionBody, OBJECT))
+    async def update_weight_version(request: Request) -> Response:
+        """Renames the weights; aborts every request first unless told not to."""
+        body = await read_body(request, VersionBody)
+        await asyncio.wrap_future(engine.set_version(body.new_version, body.abort_all_requests))
+        message = f"Weight version updated to {body.new_version}"
+        return reply({"success": True, "message": message, "new_version": body.new_version})
+
+
+def _failed(message: str, status: int) -> Response:
+    return reply({"success": False, "message": message, "num_paused_requests": 0}, status)
+
+
+def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
+    """Adds the calls that only look."""
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """200 when it generates; 503 while paused. `/health` stays 200 then, so that routers keep the worker."""
+        if reason := engine.failure or ("generation is paused" if engine.paused else None):
+            raise NotReady(reason, remedy="POST /continue_generation" if engine.paused else None)
+        return {"status": "ready"}
+
+    @app.get("/health_generate")
+    async def health_generate(request: Request) -> dict[str, str]:
+        """Generates one token; 503 while paused."""
+        await ready()
+        await finish(request, engine, [Job("health", [0], Sampling(max_new_tokens=1))])
+        return {"status": "healthy"}
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        """Path and version of the weights, and what kind of model it is."""
+        path = str(engine.model.path)
+        return {
+            "model_path": path,
+            "served_model_name": path,
+            "tokenizer_path": engine.model.tokenizer.name_or_path,
+            "is_generation": True,
+            "weight_version": engine.weight_version,
+            "model_type": engine.model.config.model_type,
+            "architectures": engine.model.module.config.architectures,
+            "max_context_tokens": engine.model.max_context_tokens,
+            "vocab_size": engine.model.vocab_size,
+        }
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        """The arguments of the process and the load."""
+        return {
+            **arguments,
+            "engine": "embedded",
+            "version": app.version,
+            "tp_size": 1,
+            "dp_size": 1,
+            "weight_version": engine.weight_version,
+            "internal_states": [
+                {"paused": engine.paused, "num_running_reqs": engine.running, "num_waiting_reqs": engine.waiting}
+            ],
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model and its LoRA adapters."""
+        path = str(engine.model.path)
+        shared = {"object": "model", "owned_by": "embedded"}
+        card = {"id": path, "root": path, "parent": None, "max_model_len": engine.model.max_context_tokens, **shared}
+        adapters = [{"id": name, "root": root, "parent": path, **shared} for name, root in engine.adapters.items()]
+        return {"object": "list", "data": [card, *adapters]}
+
+    @app.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        """How busy it is."""
+        running, waiting = engine.running, engine.waiting
+        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "num_total_reqs": running + waiting}
+        return {"timestamp": time.time(), "version": app.version, "dp_rank_count": 1, "loads": [load], "aggregate": load}

@@ -1,0 +1,260 @@
+"""Weights that are broadcast into the running engine: SGLang's calls for groups and update sessions.
+
+Tensors wait in memory until `/end_weight_update`, which copies all of them or none: a broadcast that breaks off changes
+nothing.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from common.errors import ServiceError
+from common.schemas import Bucket
+from learning.weight_group import digest_all, join, leave, size_of, views
+from services.engine.bodies import read_body, reply
+from services.engine.engine import Engine
+from services.engine.scheduler import Refused
+from services.engine.weights import check_tensors
+from services.http.openapi import OBJECT, described
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_TIMEOUT_S = 1800.0
+"""Of rendezvous and broadcasts, as in SGLang; a caller gives up sooner, by `/destroy_weights_update_group`."""
+_NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class GroupBody(_Body):
+    """`/destroy_weights_update_group`."""
+
+    group_name: str = "weight_update_group"
+
+
+class InitBody(GroupBody):
+    """`/init_weights_update_group`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str = "nccl"
+
+
+class DistributedBody(GroupBody):
+    """`/update_weights_from_distributed`."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    load_format: Literal["flattened_bucket"] | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class CheckBody(_Body):
+    """`/weights_checker`."""
+
+    action: str = "checksum"
+
+
+class NameBody(_Body):
+    """`/get_weights_by_name`."""
+
+    name: str
+    truncate_size: int = Field(100, ge=0)
+
+
+class Updates:
+    """The groups of this engine and its one update session. Used from the event loop; receiving has threads of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._groups: dict[str, tuple[dist.ProcessGroup | None, asyncio.Event]] = {}
+        self._staged: dict[str, Tensor] | None = None
+        self._spoiled = ""
+        self._last: DistributedBody | None = None
+
+    async def init(self, body: InitBody) -> str:
+        """Joins a group; returns when all of its ranks have. Raises Refused."""
+        if body.backend != "gloo":
+            raise Refused("this engine computes on a CPU", field="backend", value=body.backend, remedy="gloo")
+        if body.group_name in self._groups:
+            raise Refused("a group of that name exists", field="group_name", value=body.group_name)
+        left = asyncio.Event()
+        self._groups[body.group_name] = None, left
+
+        def work() -> dist.ProcessGroup:
+            place = body.master_address, body.master_port, body.rank_offset, body.world_size
+            return join(*place, body.group_name, body.backend, _TIMEOUT_S)
+
+        try:
+            self._groups[body.group_name] = await _unless(left, work), left
+        except (RuntimeError, ValueError, Refused) as error:
+            self._groups.pop(body.group_name, None)
+            raise Refused(f"Failed to initialize custom process group: {error}") from None
+        return "Succeeded to initialize custom process group."
+
+    def destroy(self, name: str) -> str:
+        """Leaves a group; whatever waits for it fails at once. Raises Refused when there is none."""
+        if name not in self._groups:
+            raise Refused("The group to be destroyed does not exist.", field="group_name", value=name)
+        group, left = self._groups.pop(name)
+        left.set()
+        if group is not None:
+            leave(group)
+        return "Succeeded to destroy custom process group."
+
+    def begin(self) -> str:
+        """Opens the session. Raises Refused when one is open."""
+        if self._staged is not None:
+            raise Refused("a weight-update session is already open; call end_weight_update() first")
+        self._staged, self._spoiled, self._last = {}, "", None
+        return "Success"
+
+    async def receive(self, body: DistributedBody) -> str:
+        """Takes part in the broadcast of these tensors and keeps them for `end`. Raises Refused or BadWeights."""
+        if self._staged is None:
+            raise Refused(_NO_SESSION)
+        session = self._staged
+        try:
+            group, left = self._groups.get(body.group_name, (None, asyncio.Event()))
+            if group is None:
+                raise Refused(f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}.")
+            bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
+            found = await _unless(left, lambda: self._receive(group, bucket, body.load_format is not None))
+        except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
+            self._spoiled = f"Failed to receive weights: {error}"
+            raise error if isinstance(error, ServiceError) else Refused(self._spoiled) from None
+        if session is not self._staged:
+            raise Refused("the session was ended meanwhile")
+        session.update(found)
+        self._last = body
+        return "Succeeded to update parameter online."
+
+    def _receive(self, group: dist.ProcessGroup, bucket: Bucket, flattened: bool) -> dict[str, Tensor]:
+        flat = torch.empty(size_of(bucket), dtype=torch.uint8)
+        tensors = dict(views(flat, bucket))
+        for message in [flat] if flattened else tensors.values():
+            dist.broadcast(message, src=0, group=group)
+        check_tensors(self._engine.model.module, tensors)
+        return tensors
+
+    async def end(self) -> str:
+        """Copies what the session received into the model, if all of it was good. Raises Refused."""
+        if self._staged is None:
+            raise Refused("no weight-update session is open; call begin_weight_update() first")
+        staged, last = self._staged, self._last
+        self._staged = None
+        if self._spoiled:
+            raise Refused(f"nothing was changed, an update of this session failed: {self._spoiled}")
+        if last is not None:
+            loaded = self._engine.load_tensors(staged, last.weight_version, last.flush_cache, last.abort_all_requests)
+            await asyncio.wrap_future(loaded)
+        return "Success"
+
+
+async def _unless(left: asyncio.Event, work: Callable[[], _T]) -> _T:
+    """The result of `work`, in a thread that nobody waits for when the group is left. Raises Refused then."""
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    done, gone = asyncio.wrap_future(result), asyncio.create_task(left.wait())
+    try:
+        either: set[asyncio.Future[Any]] = {done, gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            result.add_done_callback(lambda future: future.exception())
+            raise Refused("the group was destroyed meanwhile")
+        return done.result()
+    finally:
+        gone.cancel()
+
+
+def add_distributed(app: FastAPI, engine: Engine) -> None:
+    """Adds SGLang's calls for weights that come by broadcast, and those that look at weights."""
+    updates = Updates(engine)
+    checked = described(CheckBody, OBJECT, statuses=(200, 400))
+    rows = described(NameBody, {"anyOf": [OBJECT, {"type": "array"}]}, statuses=(200, 400))
+
+    @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
+    async def init_weights_update_group(request: Request) -> Response:
+        """Joins a torch.distributed group; answers when every rank has joined."""
+        body = await read_body(request, InitBody)
+        return await _answer(updates.init(body))
+
+    @app.post("/destroy_weights_update_group", **described(GroupBody, OBJECT, statuses=(200, 400)))
+    async def destroy_weights_update_group(request: Request) -> Response:
+        """Leaves a group; a rendezvous or a broadcast that waits there fails."""
+        body = await read_body(request, GroupBody)
+        return await _answer(_call(lambda: updates.destroy(body.group_name)))
+
+    @app.post("/begin_weight_update", **described(_Body, OBJECT, statuses=(200, 400)))
+    async def begin_weight_update(request: Request) -> Response:
+        """Opens a session of updates; 400 while one is open."""
+        await read_body(request, _Body)
+        return await _answer(_call(updates.begin))
+
+    @app.post("/update_weights_from_distributed", **described(DistributedBody, OBJECT, statuses=(200, 400)))
+    async def update_weights_from_distributed(request: Request) -> Response:
+        """Receives tensors from rank 0 of a group."""
+        body = await read_body(request, DistributedBody)
+        return await _answer(updates.receive(body))
+
+    @app.post("/end_weight_update", **described(_Body, OBJECT, statuses=(200, 400)))
+    async def end_weight_update(request: Request) -> Response:
+        """Closes the session: all that it received is served from now on."""
+        await read_body(request, _Body)
+        return await _answer(updates.end())
+
+    @app.get("/weights_checker", **checked)
+    @app.post("/weights_checker", **checked)
+    async def weights_checker(request: Request) -> Response:
+        """Checksums of the weights, by their Hugging Face names."""
+        body = await read_body(request, CheckBody)
+        if body.action != "checksum":
+            return reply({"success": False, "message": f"Unsupported action={body.action!r}: checksum"}, 400)
+        sums = await asyncio.wrap_future(engine.checksums())
+        total = digest_all(sums)
+        place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}
+        place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
+        rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
+        return reply({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total})
+
+    @app.get("/get_weights_by_name", **rows)
+    @app.post("/get_weights_by_name", **rows)
+    async def get_weights_by_name(request: Request) -> Response:
+        """The first `truncate_size` rows of a tensor; 400 for a name that is not of the model."""
+        body = await read_body(request, NameBody)
+        found = await asyncio.wrap_future(engine.weights_by_name(body.name, body.truncate_size))
+        return reply({"error": {"message": "Get parameter by name failed"}}, 400) if found is None else reply(found)
+
+
+async def _call(function: Callable[[], str]) -> str:
+    return function()
+
+
+async def _answer(work: Any) -> Response:
+    try:
+        return reply({"success": True, "message": await work})
+    except ServiceError as error:
+        return reply({"success": False, "message": str(error)}, error.status)

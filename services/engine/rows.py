@@ -1,0 +1,128 @@
+"""The state of the running rows as tensors, so that a step costs the same number of operations for one row or for 256."""
+
+import torch
+from torch import Tensor
+
+from services.engine.jobs import Sequence
+from services.engine.sampling import sample, uniforms
+
+_FIELDS = {
+    "token": torch.long,
+    "position": torch.long,
+    "count": torch.long,
+    "key": torch.long,
+    "limit": torch.long,
+    "floor": torch.long,
+    "top_k": torch.long,
+    "temperature": torch.float32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+}
+
+
+class Rows:
+    """Dense rows 0..len-1, one per running sequence.
+
+    `token` is the next input, `position` its place in the sequence, `count` the tokens generated, `limit` and `floor`
+    the most and the least of them; `stop` [rows, K] the stop tokens, filled up with -1; `tokens` and `logprobs`
+    [rows, longest limit] what was generated.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.sequences: list[Sequence] = []
+        self.state: dict[str, Tensor] = {name: torch.zeros(capacity, dtype=dtype) for name, dtype in _FIELDS.items()}
+        self.state["stop"] = torch.full((capacity, 1), -1)
+        self.state["tokens"] = torch.zeros(capacity, 64, dtype=torch.long)
+        self.state["logprobs"] = torch.zeros(capacity, 64)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The state `name` of the running rows; a view."""
+        return self.state[name][: len(self.sequences)]
+
+    def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
+        """Appends sequences whose first `lengths` tokens are in the cache."""
+        first, last = len(self), len(self) + len(sequences)
+        chosen = [sequence.job.sampling for sequence in sequences]
+        values: dict[str, list[int] | list[float]] = {
+            "position": lengths,
+            "count": [len(sequence.tokens) for sequence in sequences],
+            "key": [sequence.key for sequence in sequences],
+            "limit": [sampling.max_new_tokens for sampling in chosen],
+            "floor": [sampling.min_new_tokens for sampling in chosen],
+            "top_k": [sampling.top_k for sampling in chosen],
+            "temperature": [sampling.temperature for sampling in chosen],
+            "top_p": [sampling.top_p for sampling in chosen],
+            "min_p": [sampling.min_p for sampling in chosen],
+        }
+        for name, value in values.items():
+            self.state[name][first:last] = torch.tensor(value, dtype=_FIELDS[name])
+        self._widen("stop", max(len(sampling.stop_ids) for sampling in chosen), -1)
+        longest = max(sampling.max_new_tokens for sampling in chosen)
+        self._widen("tokens", longest, 0)
+        self._widen("logprobs", longest, 0)
+        self.state["stop"][first:last] = -1
+        for row, sequence in enumerate(sequences, first):
+            if stop_ids := sequence.job.sampling.stop_ids:
+                self.state["stop"][row, : len(stop_ids)] = torch.tensor(stop_ids)
+            if had := len(sequence.tokens):
+                self.state["tokens"][row, :had] = torch.tensor(sequence.tokens)
+                self.state["logprobs"][row, :had] = torch.tensor(sequence.logprobs)
+        self.sequences += sequences
+
+    def append(self, first: int, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples a token for rows first..len-1 from logits [B, V].
+
+        Returns, by row: a stop token came, the limit is reached, the numbers are finite.
+        """
+        new = {name: tensor[first : len(self)] for name, tensor in self.state.items()}
+        finite = torch.isfinite(logits.sum(-1))
+        early = new["count"] < new["floor"]
+        if bool(early.any()):
+            # One column more than the vocabulary takes the -1 of rows with fewer stop tokens.
+            barred = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool)
+            barred.scatter_(
+                1, torch.where(new["stop"] < 0, logits.shape[1], new["stop"]), early[:, None].expand(new["stop"].shape)
+            )
+            logits = logits.masked_fill(barred[:, :-1], -torch.inf)
+        draws = uniforms(new["key"], new["count"])
+        tokens, logprobs = sample(logits, new["temperature"], new["top_p"], new["top_k"], new["min_p"], draws)
+        rows = torch.arange(first, len(self))
+        self.state["tokens"][rows, new["count"]] = tokens
+        self.state["logprobs"][rows, new["count"]] = logprobs
+        new["token"].copy_(tokens)
+        new["count"] += 1
+        stopped = (tokens[:, None] == new["stop"]).any(1) & (new["limit"] > 0)
+        return stopped, new["count"] >= new["limit"], finite & torch.isfinite(logprobs)
+
+    def collect(self, rows: list[int]) -> None:
+        """Puts tokens and logprobs of these rows into their sequences."""
+        counts = torch.minimum(self.state["count"], self.state["limit"])[rows].tolist()  # a limit of 0 keeps nothing
+        longest = max(counts)
+        tokens = self.state["tokens"][rows, :longest].tolist()
+        logprobs = self.state["logprobs"][rows, :longest].tolist()
+        for row, count, row_tokens, row_logprobs in zip(rows, counts, tokens, logprobs, strict=True):
+            sequence = self.sequences[row]
+            sequence.tokens, sequence.logprobs = row_tokens[:count], row_logprobs[:count]
+
+    def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
+        """Takes rows out and closes the gaps with the last ones. Returns (to, origin) of the rows that moved."""
+        gone, keep = set(rows), len(self) - len(rows)
+        holes = sorted(row for row in gone if row < keep)
+        movers = [row for row in range(keep, len(self)) if row not in gone]
+        if holes:
+            to, origin = torch.tensor(holes), torch.tensor(movers)
+            for tensor in self.state.values():
+                tensor[to] = tensor[origin]
+            for hole, mover in zip(holes, movers, strict=True):
+                self.sequences[hole] = self.sequences[mover]
+        del self.sequences[keep:]
+        return holes, movers
+
+    def _widen(self, name: str, columns: int, fill: int) -> None:
+        old = self.state[name]
+        if columns > old.shape[1]:
+            self.state[name] = old.new_full((len(old), columns), fill)
+            self.state[name][:, : old.shape[1]] = old

@@ -1,0 +1,226 @@
+"""What all services share: app factory (/health, /metrics, /flush, one error shape, the token, bounded work) and serving."""
+
+import asyncio
+import inspect
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common import VERSION, watchdog
+from common.errors import ConfigError, NotReady
+from common.observe import Metrics
+from common.security import check_certificate, is_loopback, tls, token
+from services.http.auth import Guarded
+from services.http.bodies import TextRoute
+from services.http.connections import BoundedConnection
+from services.http.errors import add_error_handlers, not_json
+from services.http.limits import BODIES_AT_ONCE, Admission, Load
+from services.http.openapi import EVERYWHERE, described, errors
+from services.http.story import Story, Work
+from services.http.tracing import Traced
+
+log = logging.getLogger(__name__)
+Hook = Callable[[], object] | Callable[[], Awaitable[object]]
+_HEALTH = {
+    "type": "object",
+    "properties": {"status": {"enum": ["healthy", "unhealthy"]}, "service": {"type": "string"}, "reason": {"type": "string"}},
+    "required": ["status"],
+}
+
+
+def create_app(
+    name: str,
+    *,
+    not_ready: Callable[[], str | None] = lambda: None,
+    flush: Hook = lambda: None,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    metrics: Metrics | None = None,
+    max_body_bytes: int = 256 << 20,
+    max_requests: int = 256,
+    fails: tuple[int, ...] = (),
+    open_paths: frozenset[str] = frozenset(),
+    work: Work = Work(),  # noqa: B008 - frozen
+) -> FastAPI:
+    """A FastAPI app with what every service has.
+
+    Args:
+        name: of the service, in `/health` and metrics.
+        not_ready: why the service cannot serve now, or None; decides `/health`.
+        flush: makes everything durable; `POST /flush` answers when it is done.
+        lifespan: entered before the first request, left after the last.
+        metrics: Prometheus metrics; a fresh set when None.
+        max_body_bytes: larger request bodies get 413 before they are read whole.
+        max_requests: in work at once; more get 503 before their bodies are read, as do bodies of more than
+            `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
+        fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
+        open_paths: GET needs no token there, as on `/health`: files that hold nothing of a run.
+        work: what the service's log says every minute, beside the requests (`services.http.story`).
+    """
+    metrics = metrics or Metrics(name)
+    load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
+    story = Story(name, not_ready, load, work)
+
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        app.state.draining = False
+        watchdog.follow(asyncio.get_running_loop())
+        async with lifespan() if lifespan else nullcontext():
+            telling = asyncio.create_task(story.run())
+            try:
+                yield
+            finally:
+                telling.cancel()
+        story.ends()
+
+    app = FastAPI(title=name, version=VERSION, lifespan=run, responses=EVERYWHERE | errors(*fails))
+    app.router.route_class = TextRoute
+    app.state.draining = False
+    app.state.metrics = metrics
+    app.state.load = load
+    app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
+    app.add_middleware(Guarded, open_paths=open_paths)  # outside of the former: a stranger's body is not read
+    app.add_middleware(_Measured, metrics=metrics)
+    app.add_middleware(Traced, answered=story.answered)
+    add_error_handlers(app)
+
+    def problem() -> str | None:
+        return "draining: the process is ending" if app.state.draining else not_ready()
+
+    metrics.healthy.set_function(lambda: problem() is None)
+
+    @app.get("/health", **described(answer=_HEALTH, statuses=(200, 503)))
+    async def health(request: Request) -> Response:
+        """200 with `"status": "healthy"` when the service can serve, else 503; the reason is told to who has the token."""
+        reason = problem()
+        if not request.scope["known"]:
+            return JSONResponse({"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200)
+        if reason is None:
+            return JSONResponse({"status": "healthy", "service": name})
+        return JSONResponse({"status": "unhealthy", "service": name, "reason": reason}, 503)
+
+    @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))
+    async def metrics_page() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/flush")
+    async def flush_now() -> dict[str, str]:
+        """Makes everything this service holds durable. The trainer calls it before it ends."""
+        result = flush()
+        if inspect.isawaitable(result):
+            await result
+        return {"status": "flushed"}
+
+    return app
+
+
+class _Measured:
+    """Counts requests and measures their latency by route."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, start = 500, time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: that would be unbounded
+            self.metrics.requests.labels(route, status).inc()
+            self.metrics.latency.labels(route).observe(time.perf_counter() - start)
+
+
+async def read_json(request: Request) -> Any:
+    """The JSON body of a request that is parsed by hand. Raises InvalidInput when it is not JSON in UTF-8."""
+    try:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise not_json(str(error)) from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn that says "draining" on /health from the first SIGTERM on, then ends when requests are answered."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        self.app, files = app, tls()
+        check_certificate(files)
+        self.url = f"{files.scheme}://{host}:{port}"
+        if token() is None and not is_loopback(host):
+            log.warning(
+                "whoever reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
+            )
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=BoundedConnection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=30,
+            timeout_keep_alive=30,
+            ssl_certfile=files.certificate or None,
+            ssl_keyfile=files.key or None,
+        )
+        super().__init__(config)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.app.state.draining = True
+        super().handle_exit(sig, frame)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError that names a port in use."""
+    try:
+        sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            field="port",
+            value=port,
+            remedy="end the process that uses the port, or set another one",
+        ) from None
+    # asyncio does so only for sockets that name their protocol; without it every answer takes 40 ms (Nagle).
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setblocking(False)
+    return sock
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use."""
+    sock = listen(host, port)
+    server = Server(app, host, port)
+    watchdog.start()
+
+    def end(_sig: int, _frame: object) -> None:
+        """Also called after a clean shutdown, when uvicorn raises its signal again: then there is nothing left to do."""
+        if not server.should_exit:
+            raise SystemExit(0)
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, end)
+    log.info("%s listens on %s", app.title, server.url)
+    asyncio.run(server.serve(sockets=[sock]))
+    if not server.started:
+        raise NotReady(f"{app.title} did not start", remedy="see the log above")

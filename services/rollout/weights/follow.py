@@ -1,0 +1,271 @@
+"""Follows the trainer's weights: poll, receive or download and load into the engine, confirm; always the newest version."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common import logs
+from common.clients import Unreachable
+from common.errors import ServiceError
+from common.observe import Metrics
+from common.schemas import WeightManifest
+from services.rollout.engine_client import EngineClient
+from services.rollout.process import Supervised
+from services.rollout.state import NodeState
+from services.rollout.weights.adapters import load_adapter
+from services.rollout.weights.receive import Receiver
+from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone, WeightStore, shared_directory
+
+log = logging.getLogger(__name__)
+_POLL_S = 20.0
+_LOST_BEFORE_STALE = 3
+"""Downloads in a row that the connection or a newer version cut short, each after the trainer had just answered."""
+
+
+class WeightFollower:
+    """Brings the engine to the newest weights and records in `state` how that went.
+
+    Args:
+        state: of the node.
+        store: verified versions on disk.
+        trainer: where they come from.
+        api: of the engine.
+        engine: the process; restarted after repeated refusals.
+        load_timeout_s: for the engine to load one version.
+        adapters_kept: LoRA adapters that the engine has at a time.
+        changed: called when the state has changed.
+        receiver: takes part in broadcasts.
+        name: of this node, as trainer and broadcasts know it.
+        metrics: get counts and seconds.
+    """
+
+    def __init__(
+        self,
+        state: NodeState,
+        store: WeightStore,
+        trainer: TrainerClient,
+        api: EngineClient,
+        engine: Supervised,
+        *,
+        load_timeout_s: float,
+        adapters_kept: int,
+        changed: Callable[[], None],
+        receiver: Receiver,
+        name: str,
+        metrics: Metrics,
+    ) -> None:
+        self._receiver, self._name = receiver, name
+        self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
+        self._load_timeout_s, self._adapters_kept, self._changed = load_timeout_s, adapters_kept, changed
+        self.newest: tuple[WeightManifest, Path] | None = None
+        """Newest weights verified in the life of this process, and their directory: what an engine is started with."""
+        self._lost = 0
+        self._load: asyncio.Task[str] | None = None
+        self._life, self._broadcasts_failed = secrets.token_hex(4), 0
+        self.received: tuple[WeightId, str] | None = None
+        """What the engine got by broadcast, and its checksum."""
+        self._partial = False  # whether the engine may hold a part of a version
+        self._wake = asyncio.Event()
+        self._quiet = Quiet()
+        self._updates = metrics.counter("rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"])
+        self._seconds = metrics.histogram("rollout_weight_update_duration_seconds", "Of new weights, by stage", ["stage"])
+
+    @property
+    def epoch(self) -> str:
+        """Another one after every start of agent or engine, and after a broadcast that failed: groups from before are over."""
+        return f"{self._life}-{self._engine.starts}-{self._broadcasts_failed}"
+
+    def engine_up(self) -> None:
+        """The engine answers: what it does not serve yet can be loaded."""
+        self._wake.set()
+
+    def engine_down(self) -> None:
+        """The engine is gone: a load into it is over."""
+        self._receiver.forget()
+        self._partial, self.received = False, None
+        if self._load is not None:
+            self._load.cancel()
+
+    async def first(self) -> None:
+        """One attempt before the engine is started, so that it starts with the trainer's weights if there are any."""
+        if (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
+            await self._adopt(manifest)
+
+    async def run(self) -> None:
+        """Follows until cancelled."""
+        while True:
+            manifest = await self._ask(_POLL_S, _POLL_S + 10)
+            if manifest is None or WeightId.of(manifest) == self._state.serves:
+                await asyncio.sleep(0.2)
+                continue
+            await self._adopt(manifest)
+            if self._state.serves == self._state.wanted:
+                continue
+            self._wake.clear()
+            pause = max(0.2, self._state.backoff_s) if self._engine.up else 2.0
+            await wait_event(self._wake, pause)
+
+    async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
+        """The trainer's newest version; None when it has none or does not answer."""
+        try:
+            return await self._trainer.latest(self._state.serves, wait_s, deadline_s)
+        except Unreachable as error:
+            self._quiet.warn("unreachable", f"serving goes on without the trainer: {error}")
+        except ServiceError as error:
+            self._quiet.warn("refused", f"the trainer's answer cannot be used, serving goes on: {error}")
+        return None
+
+    async def _adopt(self, manifest: WeightManifest) -> None:
+        """One attempt to get to this version; afterwards the state says whether it worked.
+
+        The calls and lines of all nodes, engines and the trainer about a version have one request id.
+        """
+        with logs.request(f"{manifest.run_id}-v{manifest.version}", manifest.run_id):
+            await self._try(manifest)
+
+    async def _try(self, manifest: WeightManifest) -> None:
+        wanted = WeightId.of(manifest)
+        self._state.found(wanted)
+        self._state.update_began()
+        self._changed()
+        stage = "download"
+        try:
+            if await self._receive(wanted, manifest):
+                return
+            begin = time.monotonic()
+            if not manifest.files:
+                manifest = await self._with_files()
+                wanted = WeightId.of(manifest)
+                self._state.found(wanted)
+            path = await shared_directory(manifest) or await self._store.fetch(manifest, self._trainer)
+            self._seconds.labels(stage).observe(time.monotonic() - begin)
+            self.newest, self._lost = (manifest, path), 0
+            stage = "load"
+            if not self._engine.up or not await self._load_into_engine(manifest, path):
+                self._state.update_stopped()  # the next engine starts with these weights
+            else:
+                self._state.update_done(wanted)
+                self._partial = False
+                self._updates.labels("done").inc()
+                log.info("the engine serves weights %d of run %s", wanted.version, wanted.run_id)
+        except (httpx.HTTPError, WeightsGone) as error:
+            self._download_lost(wanted, error)
+        except (ServiceError, OSError) as error:
+            self._failed(wanted, stage, error)
+        finally:
+            self._changed()
+
+    async def _with_files(self) -> WeightManifest:
+        """The newest version as files: the trainer writes them when they are asked for."""
+        manifest = await self._trainer.latest(None, 0, self._load_timeout_s, files=True)
+        if manifest is None or not manifest.files:
+            raise WeightsGone("the trainer has no files of its weights")
+        return manifest
+
+    async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
+        """Takes part in the broadcast of this version, if there is one; whether the engine serves it then.
+
+        Failing is no end: the files follow. Until they are loaded the engine is stale, for it may hold a part of a version.
+        """
+        broadcast = manifest.broadcast
+        if broadcast is None or not self._engine.up:
+            return False
+        if broadcast.epochs.get(self._name) != self.epoch:
+            log.info("this node is not in the broadcast of weights %d: it takes them as files", wanted.version)
+            return False
+        life = self._engine.starts
+        try:
+            checksum = await self._into_engine("broadcast", self._receiver.receive(manifest, broadcast))
+            if checksum is not None:
+                self.received = wanted, checksum
+                self._state.update_done(wanted)
+                self._updates.labels("done").inc()
+                return True
+        except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
+            self._partial = True
+            self._failed(wanted, "broadcast", error)
+        self._broadcasts_failed += 1
+        self._changed()
+        if self._engine.up and self._engine.starts == life and not await self._receiver.abandon(broadcast):
+            self._engine.restart(f"the engine hangs in the broadcast of weights {wanted.version}")
+        self._state.update_began()
+        return False
+
+    async def load(self, manifest: WeightManifest, path: Path) -> None:
+        """Has the engine serve this version. Raises ServiceError when it refuses."""
+        if manifest.kind == "adapter":
+            await load_adapter(self._api, path, manifest, self._adapters_kept, self._load_timeout_s)
+        else:
+            await self._api.load(path, str(manifest.version), self._load_timeout_s, whole=not self._partial)
+
+    async def _load_into_engine(self, manifest: WeightManifest, path: Path) -> bool:
+        """False when the engine ended meanwhile. Raises ServiceError when it refused."""
+
+        async def load() -> str:
+            await self.load(manifest, path)
+            return "done"
+
+        return await self._into_engine("load", load()) is not None
+
+    async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
+        """The result of `work`; None when the engine ended meanwhile."""
+        life = self._engine.starts
+        begin = time.monotonic()
+        self._load = asyncio.create_task(work)
+        try:
+            await asyncio.wait({self._load})
+            if self._load.cancelled() or not self._engine.up or self._engine.starts != life:
+                return None
+            result = self._load.result()
+        finally:
+            self._load.cancel()
+            self._load = None
+        self._seconds.labels(stage).observe(time.monotonic() - begin)
+        return result
+
+    def _download_lost(self, wanted: WeightId, error: Exception) -> None:
+        """The trainer may have ended, or gone on: asking it again tells. If it says the same, this node is stale."""
+        self._lost += 1
+        if self._lost >= _LOST_BEFORE_STALE:
+            self._failed(wanted, "download", error)
+        else:
+            self._state.update_stopped()
+            log.warning("download of weights %d was cut short: %s %s", wanted.version, type(error).__name__, error)
+
+    def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
+        reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
+        self._updates.labels("failed").inc()
+        self._state.update_failed(reason, engine_failed=stage == "load")
+        log.error("this node is stale and gets no traffic: %s", reason)
+        if stage == "load" and self._partial:
+            self._engine.restart(f"it may hold a part of a version; {reason}")
+        elif self._state.must_restart:
+            self._engine.restart(f"restarted after {self._state.failed_loads} failed weight updates; {reason}")
+
+
+class Quiet:
+    """Warnings that repeat, logged once a minute."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+
+    def warn(self, topic: str, text: str) -> None:
+        """Logs `text` unless something of this topic was logged in the last minute."""
+        now = time.monotonic()
+        if now - self._said.get(topic, -60.0) >= 60:
+            self._said[topic] = now
+            log.warning("%s", text)
+
+
+async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for the event, at most `timeout_s` seconds."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

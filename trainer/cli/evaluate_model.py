@@ -1,0 +1,152 @@
+"""Measures how good a model is on math problems, and whether it is better than another one."""
+
+import json
+import os
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from trainer.cli.commands import DATASETS, Parser, listed, one_line, positive, problems, run
+
+if TYPE_CHECKING:
+    from trainer.api.evaluator import EvaluationResults
+    from trainer.api.uncertainty import PairedDifference
+
+_EPILOG = """\
+examples:
+  python -m trainer.evaluate_model --model outputs/my_model --num-samples 50
+  python -m trainer.evaluate_model --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct --k 8 --output-file r.json
+  python -m trainer.evaluate_model --model http://localhost:8000/v1 --dataset math
+  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny   # offline
+
+A comparison is paired: both models answer the same problems, and only those on which they differ count. An interval
+that does not contain 0 says that the difference is more than chance.
+"""
+_SHOWN = 10
+
+
+def parser() -> Parser:
+    """The command line."""
+    usage = "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] [--output-file FILE] …"
+    made = Parser("trainer.evaluate_model", usage, __doc__ or "", _EPILOG)
+    made.add_argument(
+        "--model", required=True, help="a local directory, a name on the hub, or the URL of an OpenAI-compatible server"
+    )
+    made.add_argument("--compare", metavar="OTHER", help="another model on the same problems; the difference is MODEL - OTHER")
+    data = made.add_argument_group("data")
+    data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
+    data.add_argument("--split", default="test", help="of the data set (default test)")
+    data.add_argument("--num-samples", type=positive, metavar="N", help="problems, the first ones (default: at most 50)")
+    answers = made.add_argument_group("answers")
+    answers.add_argument(
+        "--k", type=positive, default=1, help="also sample k answers: pass@k, avg@k, maj@k (default 1: greedy only)"
+    )
+    answers.add_argument("--temperature", type=float, default=1.0, help="of these samples (default 1.0)")
+    answers.add_argument("--max-new-tokens", type=positive, default=512, metavar="N", help="longest answer (default 512)")
+    answers.add_argument("--system-prompt", default="", metavar="TEXT", help="put before every problem")
+    answers.add_argument("--seed", type=int, default=0, help="of the samples")
+    server = made.add_argument_group("server (where a model is a URL)")
+    server.add_argument("--concurrency", type=positive, default=64, metavar="N", help="requests in flight (default 64)")
+    server.add_argument(
+        "--tokenizer", metavar="NAME", help="of the model: then SGLang's /generate is called, tokens in and out"
+    )
+    server.add_argument("--model-id", metavar="NAME", help="the server's name of the model, where it has several")
+    server.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key of the server")
+    made.add_argument("--output-file", type=Path, metavar="FILE", help="everything as JSON: figures, answers, what changed")
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Evaluates, compares and prints. Raises ServiceError when that cannot be done."""
+    arguments = vars(parser().parse_args(argv))
+    output: Path | None = arguments["output_file"]
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(
+            "there is no such directory", field="--output-file", value=str(output), remedy="make it, or name another file"
+        )
+    dataset = problems(arguments["dataset"], arguments["split"], arguments["num_samples"], at_most=50)
+    first = _evaluate(arguments["model"], dataset, arguments)
+    report: dict[str, Any] = {**first}
+    said = [_summary(first)]
+    if arguments["compare"]:
+        from trainer.api.evaluator import compare_evaluations
+
+        second = _evaluate(arguments["compare"], dataset, arguments)
+        difference = compare_evaluations(first, second)
+        said += [_summary(second), _comparison(difference, first, second)]
+        report |= {"compare": {**second}, "comparison": asdict(difference)}
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        said.append(f"written to {output}")
+    print("\n\n".join(said))
+
+
+def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
+    from services.reward.functions import MathRewardFunction
+    from trainer.api.evaluator import ModelEvaluator  # heavy: torch and transformers
+
+    names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency")
+    words: dict[str, Any] = {name: arguments[name] for name in names}
+    if model.startswith(("http://", "https://")):
+        words |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
+    with closing(MathRewardFunction()) as reward:
+        return ModelEvaluator(model, **words).evaluate(dataset, reward, arguments["k"])
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(
+            "there is no such environment variable, or it is empty", field="--api-key-env", value=variable, remedy="set it"
+        )
+    return key
+
+
+def _summary(results: "EvaluationResults") -> str:
+    low, high = results["confidence_interval"]
+    lines = [
+        results["model"],
+        f"  accuracy     {results['accuracy']:.3f} ± {results['standard_error']:.3f}   95 % interval {low:.3f} to {high:.3f}   "
+        f"{results['num_samples']} problems, greedy",
+        f"  mean reward  {results['mean_reward']:.3f}",
+    ]
+    k = results["k"]
+    for name, value in (("pass", results["pass_at_k"]), ("avg", results["avg_at_k"]), ("maj", results["maj_at_k"])):
+        if value is not None:
+            lines.append(f"  {f'{name}@{k}':<11}  {value:.3f}")
+    if lengths := results["lengths"]:
+        lines.append(
+            f"  tokens       mean {lengths['mean']:.1f}, median {lengths['median']:.0f}, 95th percentile {lengths['p95']:.0f}, "
+            f"longest {lengths['longest']:.0f}, {lengths['truncated']:.1%} cut"
+        )
+    if results["num_ungraded"]:
+        lines.append(f"  {results['num_ungraded']} answers could not be graded and are left out")
+    return "\n".join(lines)
+
+
+def _comparison(found: "PairedDifference", first: "EvaluationResults", second: "EvaluationResults") -> str:
+    surely = "more than chance" if found.low > 0 or found.high < 0 else "may be chance"
+    lines = [
+        f"difference  {found.difference:+.3f}   95 % interval {found.low:+.3f} to {found.high:+.3f}   "
+        f"p = {found.p_value:.2g} (McNemar, exact): {surely}",
+        f"{len(found.gained)} problems only the first has right, {len(found.lost)} only the second, "
+        f"{found.num_samples - len(found.gained) - len(found.lost)} alike",
+    ]
+
+    def shown(i: int) -> str:
+        return (
+            f"  {one_line(first['prompts'][i])}  (answer {one_line(first['ground_truths'][i], 40)})\n"
+            f"    first:  {one_line(first['responses'][i])}\n    second: {one_line(second['responses'][i])}"
+        )
+
+    for title, changed in (("right by the first only:", found.gained), ("right by the second only:", found.lost)):
+        if changed:
+            lines += ["", title, *listed(map(shown, changed), _SHOWN)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main, "; nothing was written")

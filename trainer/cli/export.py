@@ -1,0 +1,66 @@
+"""Writes a checkpoint as a plain Hugging Face directory, a LoRA adapter merged into its model."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from trainer.cli.commands import Parser, run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DTYPES = ("float32", "bfloat16", "float16")
+_EPILOG = """\
+examples:
+  python -m trainer.export runs/math/checkpoints/step_000500 models/math
+  python -m trainer.export outputs/final models/final --dtype bfloat16
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    made = Parser("trainer.export", "CHECKPOINT OUT [--dtype TYPE]", __doc__ or "", _EPILOG)
+    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
+    made.add_argument("out", type=Path, metavar="OUT", help="a directory that is not there yet")
+    made.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+    made.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    return made
+
+
+def main() -> None:
+    """Runs the command line."""
+    arguments = parser().parse_args()
+    print(f"written to {export(**vars(arguments))}")
+
+
+def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_code: bool = False) -> Path:
+    """Writes the model of `checkpoint`, with its tokenizer, to `out` and returns that path; it is complete or not there.
+
+    Raises ConfigError when `out` exists or the checkpoint cannot be loaded.
+    """
+    if out.exists():
+        raise ConfigError("it exists", field="OUT", value=str(out), remedy="name a directory that is not there yet")
+    if not checkpoint.is_dir():
+        raise ConfigError("there is no such directory", field="CHECKPOINT", value=str(checkpoint), remedy="name a checkpoint")
+    from common.sections import ModelSection
+    from trainer.policy.scorer import load_model, load_tokenizer  # heavy: torch and transformers
+
+    section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
+    model: Any = _as(load_model(section), dtype)
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    load_tokenizer(section).save_pretrained(partial)
+    partial.rename(out)
+    return out
+
+
+def _as(model: "nn.Module", dtype: str) -> "nn.Module":
+    import torch
+
+    return model.to(getattr(torch, dtype))
+
+
+if __name__ == "__main__":
+    run(main, "; nothing was written")

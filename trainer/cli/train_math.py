@@ -1,0 +1,93 @@
+"""Trains a model on math problems in this process."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from trainer.api.presets import PRESETS
+from trainer.api.settings import TrainerConfig
+from trainer.cli.commands import DATASETS, Parser, add_fields, positive, problems, run, setting
+
+_EPILOG = """\
+examples:
+  # a model of half a billion parameters on 1000 problems of GSM8K, updated on the GPU
+  python -m trainer.train_math --model Qwen/Qwen2.5-0.5B-Instruct --trainer grpo \\
+    --num-generations 4 --num-samples 1000 --use-gpu
+
+  # the built-in task: two cores, no GPU, no network, a minute
+  python -m trainer.tiny_model .cache/tiny-base
+  python -m trainer.train_math --model .cache/tiny-base --dataset tiny --num-samples 640 --max-new-tokens 24 \\
+    --learning-rate 5e-4 --per-device-train-batch-size 64 --num-generations 8 --output-dir outputs/tiny
+
+  # your own problems (columns question and answer), a preset, and a setting that has no argument of its own
+  python -m trainer.train_math --preset rloo_math --dataset problems.jsonl --set algorithm.entropy_coef=0.001
+
+how good has it become?
+  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny
+"""
+_FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_model_name_or_path": "--ref-model"}
+
+
+def parser() -> Parser:
+    """The command line: every field of TrainerConfig, and the data."""
+    usage = "[--model MODEL] [--trainer grpo|rloo|ppo] [--dataset NAME] [--num-samples N] [--use-gpu] …"
+    made = Parser("trainer.train_math", usage, f"{__doc__} Every argument but the data's is a field of TrainerConfig.", _EPILOG)
+    data = made.add_argument_group("data")
+    data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
+    data.add_argument("--num-samples", type=positive, metavar="N", help="training problems, drawn with --seed; all when unset")
+    data.add_argument(
+        "--eval-samples",
+        type=int,
+        default=50,
+        metavar="N",
+        help="held-out problems, at most, that are answered before and after training; 0: none (default 50)",
+    )
+    running = made.add_argument_group("run")
+    running.add_argument("--preset", choices=list(PRESETS), help="settings to start from; arguments beside it win")
+    running.add_argument("--resume", action="store_true", help="go on with the run in --output-dir from its newest checkpoint")
+    running.add_argument("--save-to", type=Path, metavar="DIR", help="where the trained model goes (default OUTPUT_DIR/final)")
+    running.add_argument("--quiet", action="store_true", help="print nothing but where the trained model is")
+    running.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other setting of the system, such as algorithm.entropy_coef=0.001; `python -m trainer --help` lists them",
+    )
+    fields = {name: field for name, field in TrainerConfig.model_fields.items() if name not in ("settings", "verbose")}
+    add_fields(made.add_argument_group("training"), fields, _FLAGS)
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains and saves. Raises ServiceError when that cannot be done."""
+    arguments = vars(parser().parse_args(argv))
+    chosen: dict[str, Any] = {name: arguments[name] for name in TrainerConfig.model_fields if name in arguments}
+    chosen |= {"settings": dict(arguments["set"]), "verbose": not arguments["quiet"]}
+    if arguments["resume"] and chosen.get("output_dir") is None:
+        raise ConfigError("there is no run to go on with", field="--resume", value=True, remedy="name its --output-dir")
+    preset = arguments["preset"]
+    config = TrainerConfig.preset(preset, **chosen) if preset else TrainerConfig(**chosen)
+    train = problems(arguments["dataset"], "train", arguments["num_samples"], seed=config.seed, shuffle=True)
+    held_out = arguments["eval_samples"]
+    test = problems(arguments["dataset"], "test", None, at_most=held_out) if held_out > 0 else None
+
+    from services.reward.functions import MathRewardFunction
+    from trainer.api.online import OnlineRLTrainer  # heavy: torch and transformers
+
+    with closing(MathRewardFunction()) as reward:
+        trainer = OnlineRLTrainer(config, reward, train, test)
+        trainer.train(resume_from_checkpoint=arguments["resume"])
+    saved = trainer.save_model(arguments["save_to"] or trainer.output_dir / "final")
+    print(f"model:      {saved}")
+    if config.verbose:
+        print(
+            f"evaluate:   python -m trainer.evaluate_model --model {saved} --compare {config.model_name_or_path} "
+            f"--dataset {arguments['dataset']} --max-new-tokens {config.max_new_tokens}"
+        )
+
+
+if __name__ == "__main__":
+    run(main, "; the same command with --resume and --output-dir goes on from the newest checkpoint")

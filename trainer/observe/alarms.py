@@ -1,0 +1,86 @@
+"""Alarms: what an update measured when something is wrong between rollouts and trainer, and what it likely is. Pure."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.config import Config
+
+if TYPE_CHECKING:  # who only reads the limits does not wait for torch
+    from trainer.policy.update_metrics import UpdateMetrics
+
+MAX_DELTA_LOGPROB = 0.02
+"""Mean |Δ logprob| of tokens that the trainer's own weights sampled. SkyRL's tests allow 0.0104 (synchronous) and 0.0193
+(asynchronous) between bfloat16 engines and trainers."""
+MAX_KL = 1e-2
+"""Nats per token. NeMo-RL calls 1e-3 between engine and trainer trouble; stale experience is further away by design."""
+MAX_KL_CURRENT_POLICY = 1e-3
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where an alarm begins."""
+
+    metric: str
+    """Field of `UpdateMetrics`."""
+    value: float
+    above: bool = True
+    """The alarm is above the value; False: below it."""
+
+    def passed(self, metrics: "UpdateMetrics") -> bool:
+        measured: float = getattr(metrics, self.metric)
+        return measured > self.value if self.above else measured < self.value
+
+
+def limits(old: bool) -> dict[str, Limit]:
+    """By name of the alarm. `old`: some of the experience was not sampled by the current policy."""
+    return {
+        "delta_logprob": Limit("delta_logprob_current", MAX_DELTA_LOGPROB),
+        "kl_rollout": Limit("kl_rollout", MAX_KL if old else MAX_KL_CURRENT_POLICY),
+        "effective_sample_size": Limit("effective_sample_size", MIN_EFFECTIVE_SAMPLE_SIZE, above=False),
+    }
+
+
+def alarms(metrics: "UpdateMetrics", staleness: float, config: Config) -> dict[str, str]:
+    """Text for people by name of the metric; empty when all is well.
+
+    Args:
+        metrics: of one update.
+        staleness: mean age of the experience it was trained on, in weight versions; 0 when the current policy sampled it all.
+    """
+    found: dict[str, str] = {}
+    old = staleness > 0
+    bounds = limits(old)
+    if bounds["delta_logprob"].passed(metrics):
+        found["delta_logprob"] = (
+            f"mean |Δ logprob| between rollout engine and trainer is {metrics.delta_logprob_current:.3g} on the same weights "
+            f"(alarm above {MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: another precision or a "
+            f"quantised engine (model.dtype is {config.model.dtype}, look at rollout.engine_args), a sampling filter in the "
+            "engine that the trainer does not know, or weights that did not arrive whole"
+        )
+    cause = _age(staleness, config) if old else "the engine's numbers differ from the trainer's: see its precision and filters"
+    if (limit := bounds["kl_rollout"]).passed(metrics):
+        found["kl_rollout"] = (
+            f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above {limit.value}). Likely: {cause}"
+        )
+    if bounds["effective_sample_size"].passed(metrics):
+        found["effective_sample_size"] = (
+            f"the effective sample size is {metrics.effective_sample_size:.2f} of the tokens (alarm below "
+            f"{MIN_EFFECTIVE_SAMPLE_SIZE}): few tokens carry the update. Likely: {cause}"
+        )
+    return found
+
+
+def _age(staleness: float, config: Config) -> str:
+    """Why experience that is old is far away, and what to turn."""
+    turn = ["trainer.learning_rate"]
+    if config.trainer.max_staleness:
+        turn.insert(0, f"trainer.max_staleness ({config.trainer.max_staleness})")
+    if config.replay.reuse_ratio or config.replay.mix_successes:
+        turn.insert(0, f"replay.max_reuse_staleness ({config.replay.max_reuse_staleness})")
+    text = (
+        f"the experience is {staleness:.1f} weight versions old on average and the policy has moved; lower {' or '.join(turn)}"
+    )
+    if config.algorithm.rollout_correction == "none":
+        text += ", or bound the weights of such tokens with algorithm.rollout_correction truncate"
+    return text

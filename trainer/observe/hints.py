@@ -1,0 +1,291 @@
+"""Hints: what the numbers of the last steps mean when they go wrong, in words, and which setting to turn. Pure.
+
+An alarm (`alarms.py`) is about one update whose numbers are out of their bounds; a hint needs several steps to be seen.
+The reason of every threshold is in docs/troubleshooting.md.
+"""
+
+from collections.abc import Mapping, MutableSequence, Sequence
+from typing import Any
+
+from common.config import Config
+
+WINDOW = 10
+"""Steps that a hint is about."""
+FIRST = 5
+"""Steps at the beginning of the run that the entropy is compared with."""
+MAX_EQUAL = 0.75
+MAX_UNPARSABLE = 0.3
+MAX_TRUNCATED = 0.25
+LOW_ACCURACY = 0.5
+"""Truncation harms learning while fewer answers than this are right."""
+FLAT = 0.02
+"""A mean that rose by less from the first to the second half of the window did not rise."""
+MAX_KL_REFERENCE = 0.5
+"""Nats per token."""
+KL_GROWTH, MIN_GROWN_KL = 10.0, 0.05
+MAX_RATIO_OFF = 0.2
+MAX_CLIPPED = 0.4
+ENTROPY_LEFT, SOLVED = 0.2, 0.8
+MAX_GENERATION, MAX_GENERATION_ASYNC = 0.8, 0.5
+MAX_IDLE, MAX_IDLE_ASYNC = 0.9, 0.5
+MAX_REWARD, MAX_REPLAY, MAX_PUBLISH, MAX_WAITING = 0.3, 0.2, 0.35, 0.3
+MAX_DROPPED = 0.1
+_DROPS = {
+    "generation": "rollout-server fails or is too slow: look at its log, give it time (sampling.request_timeout_s), or ask for "
+    "less (sampling.max_new_tokens)",
+    "reward": "answers cannot be graded: look at the log of reward-server for what times out or fails, and give it time "
+    "(reward.timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
+    "stale": "long answers are overtaken by more than trainer.max_staleness updates: raise that, or lower "
+    "sampling.max_new_tokens",
+}
+Line = Mapping[str, Any]
+
+
+def remember(history: MutableSequence[Line], line: Line) -> None:
+    """Appends a line of `metrics.jsonl`, and forgets what no hint needs: all but the first `FIRST` and the last `WINDOW`."""
+    history.append(line)
+    del history[FIRST : max(FIRST, len(history) - WINDOW - 1)]
+
+
+def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
+    """Text for people by name of the hint; empty when all is well, or when there are not `WINDOW` steps yet.
+
+    Args:
+        history: lines of `metrics.jsonl`, oldest first, as `remember` keeps them.
+        config: of the run.
+    """
+    if len(history) < WINDOW:
+        return {}
+    steps = _Steps(history, config)
+    found = {
+        "equal_groups": _equal_groups(steps),
+        "format": _format(steps),
+        "truncated": _truncated(steps),
+        "policy_moves": _policy_moves(steps),
+        "not_finite": _not_finite(steps),
+        "entropy": _entropy(steps),
+        "generation_bound": _generation_bound(steps),
+        "rollout_idle": _rollout_idle(steps),
+        "reward_bound": _reward_bound(steps),
+        "replay_bound": _replay_bound(steps),
+        "publish_bound": _publish_bound(steps),
+        "nothing_active": _nothing_active(steps),
+        **{f"dropped_{reason}": _dropped(steps, reason) for reason in _DROPS},
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+class _Steps:
+    """Means over the last steps."""
+
+    def __init__(self, history: Sequence[Line], config: Config) -> None:
+        self.config = config
+        self.first, self.last = history[:FIRST], history[-WINDOW:]
+        self._before: Line = history[-WINDOW - 1] if len(history) > WINDOW else {}
+        self.groups = len(self.last) * config.trainer.batch_size
+
+    def mean(self, name: str, lines: Sequence[Line] | None = None) -> float:
+        """Of a number, or of one of the update's (`update.kl_reference`)."""
+        section, _, key = name.rpartition(".")
+        lines = self.last if lines is None else lines
+        return sum(float((line[section] if section else line).get(key, 0.0)) for line in lines) / max(1, len(lines))
+
+    def rose(self, name: str) -> bool:
+        """Whether the second half of the steps has more of it than the first."""
+        half = len(self.last) // 2
+        return self.mean(name, self.last[half:]) - self.mean(name, self.last[:half]) > FLAT
+
+    def share(self, stage: str) -> float:
+        """Of the wall time, evaluations left out."""
+        seconds: list[dict[str, float]] = [line["seconds"] for line in self.last]
+        whole = sum(sum(each.values()) - each.get("evaluation", 0.0) for each in seconds)
+        return sum(each.get(stage, 0.0) for each in seconds) / max(1e-9, whole)
+
+    def dropped(self, reason: str) -> int:
+        """Groups in these steps. The counts are since the start of the process: after a resume they begin anew."""
+        now = int(self.last[-1]["dropped"].get(reason, 0))
+        before = int(self._before.get("dropped", {}).get(reason, 0))
+        return now - before if now >= before else now
+
+
+def _equal_groups(steps: _Steps) -> str:
+    """Too easy or too hard."""
+    replaced = steps.dropped("equal_rewards")
+    equal = sum(line["equal_groups"] for line in steps.last) + replaced
+    share = equal / (steps.groups + replaced)
+    if share < MAX_EQUAL:
+        return ""
+    accuracy, config = steps.mean("accuracy"), steps.config
+    solved = sum(line.get("solved_groups", 0) for line in steps.last)
+    failed = sum(line.get("failed_groups", 0) for line in steps.last)
+    easy = solved > failed if solved + failed else accuracy >= 0.5  # none of them in the batch: all were replaced
+    text = (
+        f"{share:.0%} of the groups have equal rewards, mostly as all answers are {'right' if easy else 'wrong'} (accuracy "
+        f"{accuracy:.2f}): they carry no gradient, so most of what is generated is lost. "
+    )
+    if easy:
+        text += "The prompts are too easy for this model: take harder ones (data.source, data.levels)"
+    else:
+        text += (
+            "The prompts are too hard for this model: take easier ones (data.source, data.levels), a better model "
+            "(model.name), more tries (sampling.group_size), or a reward with steps in between (reward.functions)"
+        )
+    if config.data.curriculum == "none":
+        text += ", or prefer those in between (data.curriculum difficulty)"
+    if not config.algorithm.dynamic_sampling:
+        text += "; algorithm.dynamic_sampling replaces such groups at the cost of generating more"
+    return text
+
+
+def _format(steps: _Steps) -> str:
+    share = steps.mean("unparsable")
+    if share < MAX_UNPARSABLE or steps.rose("reward"):
+        return ""
+    return (
+        f"in {share:.0%} of the completions the grader finds no answer, and the reward does not rise (mean "
+        f"{steps.mean('reward'):.3f}): the model does not keep to the format. Say it in sampling.system_prompt, reward it "
+        "(reward.functions with format, reward.format_required), start from a model that follows instructions (model.name), or "
+        f"leave room to get there (sampling.max_new_tokens {steps.config.sampling.max_new_tokens}); see samples.jsonl"
+    )
+
+
+def _truncated(steps: _Steps) -> str:
+    share, accuracy = steps.mean("truncated"), steps.mean("accuracy")
+    if share < MAX_TRUNCATED or accuracy >= LOW_ACCURACY:
+        return ""
+    text = (
+        f"{share:.0%} of the completions are cut at sampling.max_new_tokens ({steps.config.sampling.max_new_tokens}), and "
+        f"accuracy is {accuracy:.2f}: what is cut is hardly ever right. Raise sampling.max_new_tokens"
+    )
+    if not steps.config.algorithm.overlong_buffer:
+        text += ", or make long answers cost something before the end (algorithm.overlong_buffer)"
+    return text
+
+
+def _policy_moves(steps: _Steps) -> str:
+    """KL, ratio or clipping explode."""
+    kl_first, kl_last = (steps.mean("update.kl_reference", lines) for lines in (steps.last[:3], steps.last[-3:]))
+    ratio, clipped = steps.mean("update.ratio", steps.last[-3:]), steps.mean("update.clip_fraction", steps.last[-3:])
+    seen = []
+    if kl_last > MAX_KL_REFERENCE:
+        seen.append(f"KL to the reference is {kl_last:.3g} nats per token")
+    elif kl_last > MIN_GROWN_KL and kl_last > KL_GROWTH * kl_first:
+        seen.append(f"KL to the reference rose from {kl_first:.3g} to {kl_last:.3g} nats per token in {WINDOW} steps")
+    if abs(ratio - 1) > MAX_RATIO_OFF:
+        seen.append(f"the probability ratio is {ratio:.2f} on average")
+    if clipped > MAX_CLIPPED:
+        seen.append(f"{clipped:.0%} of the tokens are clipped")
+    if not seen:
+        return ""
+    config = steps.config
+    turn = [f"lower trainer.learning_rate ({config.trainer.learning_rate:g})"]
+    if config.algorithm.updates_per_batch > 1:
+        turn.append("fewer updates on a batch (algorithm.update_epochs, algorithm.mini_batches), or algorithm.early_stop_kl")
+    if config.trainer.max_staleness:
+        turn.append(f"younger experience (trainer.max_staleness {config.trainer.max_staleness})")
+    if config.algorithm.kl_coef:
+        turn.append(f"a stronger pull to the reference (algorithm.kl_coef {config.algorithm.kl_coef:g})")
+    return f"the policy moves too far: {', '.join(seen)}. Remedies: {'; '.join(turn)}"
+
+
+def _not_finite(steps: _Steps) -> str:
+    skipped = sum(int(line["update"].get("skipped", 0)) for line in steps.last)
+    if skipped < 2:
+        return ""
+    return (
+        f"{skipped} updates were skipped because their gradient was not finite. Lower trainer.learning_rate or "
+        "trainer.max_grad_norm, or compute in float32 (model.dtype)"
+    )
+
+
+def _entropy(steps: _Steps) -> str:
+    began, now, accuracy = steps.mean("update.entropy", steps.first), steps.mean("update.entropy"), steps.mean("accuracy")
+    if now > ENTROPY_LEFT * began or accuracy >= SOLVED or steps.rose("accuracy"):
+        return ""
+    return (
+        f"entropy fell from {began:.3g} to {now:.3g} nats per token, and accuracy stays at {accuracy:.2f}: the policy became "
+        "certain too early and tries nothing new. Raise algorithm.clip_high (0.28 in the recipe dapo) or sampling.temperature, "
+        f"set algorithm.entropy_coef, or lower trainer.learning_rate ({steps.config.trainer.learning_rate:g})"
+    )
+
+
+def _generation_bound(steps: _Steps) -> str:
+    staleness, share = steps.config.trainer.max_staleness, steps.share("generation")
+    if share < (MAX_GENERATION_ASYNC if staleness else MAX_GENERATION):
+        return ""
+    text = (
+        f"the trainer waits for completions in {share:.0%} of the time. Generate faster: more rollout nodes (num_nodes of "
+        f"rollout-server), more at once (rollout.max_running_requests), or shorter answers (sampling.max_new_tokens)"
+    )
+    return text if staleness else text + "; trainer.max_staleness 1 lets the next batch be generated during the update"
+
+
+def _rollout_idle(steps: _Steps) -> str:
+    staleness, update = steps.config.trainer.max_staleness, steps.share("update")
+    if "generating" not in steps.last[0] or update < 0.5:
+        return ""
+    idle = 1 - steps.mean("generating")
+    faster = (
+        "more or larger trainer nodes (num_nodes of ppo-trainer), more tokens at once (trainer.micro_batch_tokens), or "
+        "trainer.compile; or fewer rollout nodes"
+    )
+    if staleness and idle > MAX_IDLE_ASYNC and steps.mean("staleness") > staleness - 0.5:
+        return (
+            f"the engines are idle in {idle:.0%} of the time, because the experience is as old as trainer.max_staleness "
+            f"({staleness}) permits and the update takes {update:.0%}. Update faster: {faster}"
+        )
+    if not staleness and idle > MAX_IDLE:
+        return (
+            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Let both go on at once "
+            f"(trainer.max_staleness 1), or update faster: {faster}"
+        )
+    return ""
+
+
+def _reward_bound(steps: _Steps) -> str:
+    share = steps.share("reward")
+    if share < MAX_REWARD:
+        return ""
+    return (
+        f"the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
+        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.timeout_s, "
+        "reward.code_timeout_s, reward.function_timeout_s)"
+    )
+
+
+def _replay_bound(steps: _Steps) -> str:
+    share = steps.share("replay")
+    if share < MAX_REPLAY:
+        return ""
+    return (
+        f"the trainer waits for the replay-buffer in {share:.0%} of the time: every group is synced to its disk. Put its "
+        "state_dir on a faster (block) volume, or reuse less (replay.reuse_ratio)"
+    )
+
+
+def _publish_bound(steps: _Steps) -> str:
+    share, config = steps.share("publish"), steps.config
+    if share < MAX_PUBLISH:
+        return ""
+    turn = "" if config.trainer.weight_sync == "distributed" else "trainer.weight_sync distributed (or shared)"
+    if not config.trainer.max_staleness:
+        turn += (", or " if turn else "") + "trainer.max_staleness 1, with which it goes on beside the next step"
+    if not config.lora.rank:
+        turn += (", or " if turn else "") + "an adapter in the place of all weights (lora.rank)"
+    return f"new weights take {share:.0%} of the time to reach the engines. Turn: {turn or 'the network between the nodes'}"
+
+
+def _nothing_active(steps: _Steps) -> str:
+    share = steps.share("waiting")
+    if share < MAX_WAITING:
+        return ""
+    return (
+        f"in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts come too slowly, or this "
+        "process has too little processor time. Look at the log of data-server, and at trainer.num_threads against the cores"
+    )
+
+
+def _dropped(steps: _Steps, reason: str) -> str:
+    count = steps.dropped(reason)
+    share = count / (steps.groups + count)
+    return f"{count} groups ({share:.0%}) were dropped ({reason}): {_DROPS[reason]}" if share >= MAX_DROPPED else ""

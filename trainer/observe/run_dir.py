@@ -1,0 +1,301 @@
+"""The run directory, and what a person sees while the run goes on.
+
+`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and `groups/` (which groups each step
+trained on: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group per step), `curves.png`,
+`checkpoints/`, `weights/`.
+"""
+
+import io
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from prometheus_client import Counter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from common.config import Config
+from common.errors import ConfigError
+from common.logs import SHOWN, structured
+from common.schemas import Group
+from common.storing import storing
+from common.wire import group_json
+from trainer.observe.hints import hints, remember
+from trainer.rollouts.evaluation import Evaluation
+from trainer.timing import STAGES, WAITING
+from trainer.trackers.trackers import Trackers
+
+log = logging.getLogger("run")
+_SHOWN_PROBLEMS = 3
+_AGAIN_AFTER = 20
+"""Steps until the same alarm or hint is said again; `metrics.jsonl` has every one."""
+
+
+@dataclass
+class StepRecord:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    reward: float
+    """Mean reward of the completions that were sampled for this batch or reused whole: without the mixed in."""
+    accuracy: float
+    """Share of correct completions."""
+    equal_groups: int
+    """Groups whose completions all got the same reward: they carry no gradient."""
+    solved_groups: int
+    """Of them, those whose answers are all right."""
+    failed_groups: int
+    """Of them, those whose answers are all wrong."""
+    reused_groups: int
+    mixed_completions: int
+    """Completions of fresh groups that were replaced by earlier successes (`replay.mix_successes`)."""
+    staleness: float
+    """Mean age of the fresh groups' completions in weight versions: 0 when the policy that is updated sampled them."""
+    completion_tokens: float
+    """Mean length of a completion."""
+    truncated: float
+    """Share of completions cut at `sampling.max_new_tokens`."""
+    unparsable: float
+    """Share of completions in which the grader found no answer."""
+    dropped: dict[str, int]
+    """Groups dropped since the run began, by reason."""
+    seconds: dict[str, float]
+    """Of this step and the checkpoint before it, by stage; their sum is the wall time."""
+    generating: float
+    """Share of the wall time in which something was generated, also beside the update."""
+    cpu_seconds: float
+    """CPU time of this process in the step, without evaluations. In one process that is all but the grader processes."""
+    update: dict[str, float]
+    critic: dict[str, float] | None
+    """What the critic's update measured; None without a critic."""
+    alarms: dict[str, str]
+    """What is out of its bounds, by metric, with the likely cause."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """What the last steps mean together, by name (`trainer.observe.hints`); the recorder finds them."""
+
+
+class Recorder:
+    """Writes the run directory and talks to the person at the console.
+
+    Args:
+        directory: of the run.
+        config: resolved.
+        console: standard output.
+        step: the run goes on after this step; later lines of an earlier attempt are removed.
+        tracked: counts records for trackers.
+    """
+
+    def __init__(
+        self, directory: Path, config: Config, console: Console, step: int = 0, tracked: Counter | None = None
+    ) -> None:
+        self.directory, self.console, self._config = directory, console, config
+        with storing_run(directory / "config.json"):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        for name in ("metrics", "groups", "samples"):
+            _keep_before(directory / f"{name}.jsonl", step + 1)
+        _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
+        self._progress: Progress | None = None
+        self._total = 0
+        self._told: dict[str, int] = {}
+        self._history: list[Mapping[str, Any]] = []
+        for line in self.metrics():
+            remember(self._history, line)
+        self._trackers = Trackers(config, directory, step, self.say, tracked)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._trackers.close(finished=kind is None)
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """One line for the person: on the console and in the log file. Where logs are JSON it is a line of the log alone."""
+        log.log(level, "%s", text, extra=SHOWN)
+        if structured() is None:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _show(self, table: Table) -> None:
+        if structured() is None:
+            self.console.print(table)
+            return
+        text = io.StringIO()
+        Console(file=text, width=120).print(table)
+        log.info("%s", text.getvalue(), extra=SHOWN)
+
+    @contextmanager
+    def progress(self, done: int, total: int) -> Iterator[None]:
+        """A progress bar while inside; only on a terminal."""
+        self._total = total
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        hidden = structured() is not None or not self.console.is_terminal
+        with Progress(*columns, console=self.console, disable=hidden) as progress:
+            self._progress, self._task = progress, progress.add_task("training", completed=done, total=total)
+            yield
+        self._progress = None
+
+    def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
+        """A step was done on these groups."""
+        self._append("samples", {"step": record.step, **group_json(groups[0])})
+        remember(self._history, asdict(record))
+        record.hints = hints(self._history, self._config)
+        self._append("metrics", {"time": time.time(), "total_steps": self._total, **record.__dict__})
+        self._trackers.step(record.__dict__, groups[0])
+        self.say(step_line(record, self._total))
+        self._warn("alarm", record.step, record.alarms)
+        self._warn("hint", record.step, record.hints)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.step)
+
+    def _warn(self, kind: str, step: int, texts: Mapping[str, str]) -> None:
+        """Says what has begun, and again what goes on for long."""
+        for name, text in texts.items():
+            if step - self._told.get(f"{kind} {name}", -_AGAIN_AFTER) >= _AGAIN_AFTER:
+                self._told[f"{kind} {name}"] = step
+                self.say(f"{kind}: {text}", logging.WARNING)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """An evaluation was done."""
+        _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # of an attempt that was killed at its end
+        answers = [answer.__dict__ for answer in evaluation.answers]
+        self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
+        self._trackers.evaluation(evaluation)
+        passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
+        self.say(
+            f"evaluation at step {evaluation.step}: held-out accuracy {evaluation.accuracy:.3f} "
+            f"± {evaluation.standard_error:.3f} ({evaluation.num_samples} problems){passed}"
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`."""
+        return read_lines(self.directory / "metrics.jsonl")
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of `evaluations.jsonl`."""
+        return read_lines(self.directory / "evaluations.jsonl")
+
+    def report(self, checkpoint: Path, curves: Path) -> None:
+        """What is said at the end: where the seconds went, before and after, sample problems, paths."""
+        self._show(_seconds_table(self.metrics()))
+        evaluations = self.evaluations()
+        if len(evaluations) >= 2:
+            before, after = evaluations[0], evaluations[-1]
+            self._show(_comparison_table(before, after))
+            for old, new in _interesting(before["answers"], after["answers"]):
+                self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
+                self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
+        self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
+
+    def _append(self, name: str, content: dict[str, Any]) -> None:
+        append_line(self.directory / f"{name}.jsonl", content)
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Adds a line to a JSONL file of the run. Raises StorageFailed when there is no room."""
+    with storing_run(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def step_line(record: StepRecord, total: int) -> str:
+    """What a person sees of a step, in 120 columns. What is at its end is only there when there is something to tell."""
+    seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
+    line = (
+        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  acc {record.accuracy:.3f}  "
+        f"tokens {record.completion_tokens:.0f}  {_short(sum(seconds.values()))} s "
+        f"(gen {_short(seconds['generation'])}, train {_short(training)})"
+    )
+    if record.truncated >= 0.005:
+        line += f"  cut {record.truncated:.0%}"
+    if record.staleness:
+        line += f"  stale {record.staleness:.1f}"
+    if dropped := sum(record.dropped.values()):
+        line += f"  dropped {dropped}"
+    return line
+
+
+def _short(seconds: float) -> str:
+    """Three digits, as far as there are more than that before the point."""
+    return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A JSONL file; a last line that was cut by a crash does not count. Raises ConfigError for another line that is damaged."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")  # a cut may be within a character
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(
+                f"line {number} of a file of the run is damaged: {error}",
+                field="trainer.run_dir",
+                value=str(path),
+                remedy="remove that line, or move the file away",
+            ) from None
+    return found
+
+
+def _keep_before(path: Path, step: int) -> None:
+    """Removes the lines from `step` on, and what was cut; a kill meanwhile leaves the file as it was."""
+    if not path.exists():
+        return
+    kept = [line for line in read_lines(path) if line["step"] < step]
+    partial = path.with_name(f"{path.name}.partial")
+    with storing_run(path):
+        partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+
+
+def storing_run(path: Path) -> AbstractContextManager[None]:
+    """Inside, this file of a run is written; raises StorageFailed."""
+    remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
+    return storing(path.name, path, "trainer.run_dir", remedy)
+
+
+def _seconds_table(metrics: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
+    stages = [*STAGES, WAITING]
+    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in stages}
+    for stage in stages:
+        table.add_column(stage, justify="right")
+    table.add_column("step", justify="right")
+    table.add_row(*(f"{means[stage]:.3f}" for stage in stages), f"{sum(means.values()):.3f}")
+    return table
+
+
+def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    table = Table(title=f"held-out split, {after['num_samples']} problems")
+    for header in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
+        table.add_column(header, justify="right")
+    rows = [("greedy accuracy", "accuracy")]
+    if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
+        rows.append((f"pass@{after['k']}", "pass_at_k"))
+    for title, key in rows:
+        table.add_row(title, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    return table
+
+
+def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """A few problems, those whose verdict changed first."""
+    pairs = list(zip(before, after, strict=True))
+    pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
+    return pairs[:_SHOWN_PROBLEMS]
+
+
+def _one_line(answer: dict[str, Any]) -> str:
+    text = " ⏎ ".join(answer["response"].splitlines())
+    return f"{text[:300]}  [{'right' if answer['correct'] else 'wrong'}]"

@@ -1,0 +1,279 @@
+"""Checkpoints: a Hugging Face directory with the trainer's state beside it, written atomically and in the background.
+
+`checkpoints/step_000050/` loads with `AutoModelForCausalLM.from_pretrained`. In it `trainer_state.json` holds the position in
+the prompt stream and what else a run needs, `state/` the optimiser (torch.distributed.checkpoint, for any number of ranks),
+`critic/` and `reference/` the other models that the run has changed.
+
+On a disk renaming a directory is one event. A mounted bucket has no directories: it moves or uploads file by file, in any
+order. So `trainer_state.json` is made last and lists every other file with its size: where one is missing, the checkpoint does
+not count.
+"""
+
+import json
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial as partial_call
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from common.errors import ConfigError, ServiceError
+from learning.ranks import Ranks
+from learning.saving import Snapshot
+
+log = logging.getLogger(__name__)
+_STATE = "trainer_state.json"
+_FORMAT = 3
+_BEST = "best"
+_LEFT_ALONE_S = 30.0
+
+
+class CheckpointFailed(ServiceError):
+    """A checkpoint could not be written."""
+
+    code = "checkpoint_failed"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a run needs beside the tensors to go on. Randomness is a function of seed, step and rank, and needs nothing."""
+
+    step: int
+    position: int
+    """Of the prompt stream."""
+    run_id: str
+    kl_coef: float
+    finished: list[int] = field(default_factory=list)
+    """Positions of the prompt stream after `position` that are done too."""
+    accuracy: float | None = None
+    """Of an evaluation at this step, where there was one."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every rank has one, and calls the same methods in the same order.
+
+    A step waits for the copy to CPU memory; a thread writes the files. A directory gets its name when all ranks' files are
+    complete. One is written at a time.
+
+    Args:
+        directory: where they are; rank 0's counts. When other ranks do not see it, rank 0 writes everything.
+        ranks: this process among the trainer's.
+        keep: so many of the newest stay.
+        keep_best: whether that with the best accuracy stays too.
+        static: files that go into every checkpoint, as the tokenizer's.
+    """
+
+    def __init__(
+        self, directory: Path, ranks: Ranks, keep: int, keep_best: bool = True, static: Callable[[], Sequence[Path]] = tuple
+    ) -> None:
+        shared = ranks.same_path(directory)
+        assert shared is not None
+        self.directory, self._ranks, self._keep, self._keep_best, self._static = shared, ranks, keep, keep_best, static
+        self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
+        """Whether rank 0 writes everything."""
+        self._group = None if self.alone else ranks.group()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: TrainerState | None, snapshots: Mapping[str, Snapshot], step: int) -> Path:
+        """Begins to write `directory/step_000050`; returns that path. Waits for the one before.
+
+        `state` is rank 0's alone, `snapshots` this rank's of every folder. Raises CheckpointFailed when the one before failed.
+        """
+        self.wait()
+        target = self.directory / f"step_{step:06d}"
+        if not self.alone or self._ranks.first:
+            self._thread = threading.Thread(target=self._run, args=(target, state, snapshots), name="checkpoint", daemon=True)
+            self._thread.start()
+        return target
+
+    def newest(self) -> Path | None:
+        """The newest complete one, as rank 0 sees it. A call of all ranks."""
+        return self._ranks.same_path(newest(self.directory) if self._ranks.first else None)
+
+    def check(self) -> None:
+        """Raises CheckpointFailed when the last one could not be written."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointFailed(
+                f"a checkpoint could not be written: {type(error).__name__} {error}".splitlines()[0],
+                field="trainer.run_dir",
+                value=str(self.directory),
+                remedy="look at the disk, then start again: the run goes on from its newest complete checkpoint",
+            )
+
+    def wait(self) -> None:
+        """Returns when everything is written. Raises CheckpointFailed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ended the run, a checkpoint that is being written is completed; waits half a minute at most."""
+        if self._thread is not None:
+            self._thread.join(_LEFT_ALONE_S)
+
+    def _run(self, target: Path, state: TrainerState | None, snapshots: Mapping[str, Snapshot]) -> None:
+        try:
+            self._write(target, state, snapshots)
+        except BaseException as error:  # raised where the training loop looks next
+            self._error = error
+            if self._ranks.first:
+                shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
+
+    def _write(self, target: Path, state: TrainerState | None, snapshots: Mapping[str, Snapshot]) -> None:
+        partial = target.with_suffix(".partial")
+        self._together(lambda: self._begin(partial, state))
+        for folder, snapshot in snapshots.items():
+            self._together(partial_call(snapshot.write_files, partial / folder))
+            self._together(partial_call(snapshot.write_state, partial / folder, self._group))
+        self._together(lambda: self._complete(partial, target, state))
+
+    def _begin(self, partial: Path, state: TrainerState | None) -> None:
+        if state is None:
+            return
+        for left_over in self.directory.glob("*.partial"):
+            shutil.rmtree(left_over)
+        partial.mkdir(parents=True)
+        for file in self._static():
+            shutil.copyfile(file, partial / file.name)
+
+    def _complete(self, partial: Path, target: Path, state: TrainerState | None) -> None:
+        """Gives the directory its name, and removes the old ones."""
+        if state is None:
+            return
+        files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+        (partial / _STATE).write_text(json.dumps({"format": _FORMAT, "files": files, **asdict(state)}))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        every = _all(self.directory)
+        rated = [(accuracy, path) for path in every if self._keep_best and (accuracy := _accuracy(path)) is not None]
+        best = max(rated)[1] if rated else None
+        if best == target:
+            _name_best(target)
+        for old in every[: -self._keep]:
+            if old != best:
+                shutil.rmtree(old)
+
+    def _together(self, work: Callable[[], Any]) -> None:
+        """Does the work on this rank and waits for the others; an error of one is an error of all."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as problem:
+            error = problem
+        if self._group is not None:
+            said: list[str | None] = [None] * self._ranks.world_size
+            dist.all_gather_object(said, f"{type(error).__name__} {error}" if error else None, group=self._group)
+            for rank, text in enumerate(said):
+                if error is None and text is not None:
+                    error = OSError(f"rank {rank}: {text}")
+        if error is not None:
+            raise error
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest complete checkpoint in `directory`."""
+    for path in reversed(_all(directory)):
+        if (lacking := _lacking(path)) is None:
+            return path
+        log.warning("%s is not complete and does not count: %s is missing or cut", path, lacking)
+    return None
+
+
+def _lacking(path: Path) -> str | None:
+    """A file that is not as `trainer_state.json` lists it, or that file itself; damage of another kind is for `load_state`."""
+    try:
+        files = json.loads((path / _STATE).read_text())["files"].items()
+    except FileNotFoundError:
+        return _STATE
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return next((name for name, size in files if not (path / name).is_file() or (path / name).stat().st_size != size), None)
+
+
+def _name_best(checkpoint: Path) -> None:
+    """Points the link `best` to it, for people; a bucket has no links."""
+    link = checkpoint.with_name(f"{_BEST}.new")
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.name)
+        link.rename(checkpoint.with_name(_BEST))
+    except OSError as error:
+        log.info("%s has the best accuracy so far; it gets no link `%s`: %s", checkpoint, _BEST, error)
+
+
+def step_of(path: Path) -> int:
+    """The step after which this checkpoint was written."""
+    return int(path.name.removeprefix("step_"))
+
+
+def set_aside(directory: Path) -> None:
+    """Makes room for a run that begins anew: an earlier run's checkpoints would be taken for newer ones of this run."""
+    if _all(directory):
+        directory.rename(directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+
+def read_state(path: Path) -> bytes:
+    """The trainer's state in a checkpoint, as bytes that can be sent to other ranks; `load_state` judges them."""
+    file = path / _STATE
+    return file.read_bytes() if file.exists() else b'{"format": 0}'
+
+
+def load_state(body: bytes, path: Path) -> TrainerState:
+    """Raises ConfigError naming `path` when the state is damaged or of another format."""
+    try:
+        content = json.loads(body)
+        if content.pop("format") != _FORMAT:
+            raise ValueError("another format")
+        content.pop("files", None)
+        return TrainerState(**content)
+    except Exception as error:  # whatever the damage leads to
+        raise cannot_resume(error, path) from None
+
+
+def cannot_resume(error: Exception, path: Path) -> ConfigError:
+    """The checkpoint is damaged, or of another format."""
+    return ConfigError(
+        f"the checkpoint cannot be resumed from: {type(error).__name__} {error}".splitlines()[0],
+        field="trainer.run_dir",
+        value=str(path),
+        remedy="remove that directory to go on from the one before, or start with --trainer.resume false",
+    )
+
+
+def _accuracy(path: Path) -> float | None:
+    try:
+        found = json.loads((path / _STATE).read_text())["accuracy"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return None if found is None else float(found)
+
+
+def _shared(directory: Path, ranks: Ranks) -> bool:
+    """Whether every rank sees what rank 0 writes beside it."""
+    token = directory.with_name(".shared")
+    if ranks.first:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        token.write_text(str(time.time_ns()))
+    ranks.barrier()
+    shared = ranks.all_say(token.read_bytes() if token.exists() else b"")
+    if ranks.first:
+        token.unlink()
+    return shared
+
+
+def _all(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path.is_dir())

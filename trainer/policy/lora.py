@@ -1,0 +1,255 @@
+"""LoRA: a low-rank adapter of the frozen model is the policy (Hu et al. 2021, arXiv:2106.09685), in PEFT's format.
+
+PEFT puts the adapter's matrices into the model in place, so the model stays the Hugging Face one. Its state then holds, of a
+matrix with an adapter, `NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A) and `NAME.lora_B.default.weight` (B);
+the layer computes (W + alpha / rank × B A) x. What is published and saved is made from that state, one tensor at a time.
+"""
+
+import copy
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.config import Config
+from common.errors import ConfigError
+from common.sections import LoraSection
+from learning.loading import Added, MemoryReader, fill
+from learning.ranks import Ranks
+from learning.saving import Contents
+from learning.sharding import named_tensors
+from trainer.policy.scorer import ADAPTER_CONFIG, Scorer, TokenScores, computes_low, is_adapter, load_scorer
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Of every name in PEFT's files."""
+_A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
+
+
+class NewAdapter(Added):
+    """An adapter that changes nothing yet: A is random by `seed`, B is 0. The model itself is frozen.
+
+    Args:
+        config: of the run.
+        frozen: type of the frozen model's parameters; the adapter is float32.
+    """
+
+    def __init__(self, config: Config, frozen: torch.dtype) -> None:
+        self._config, self._frozen = config, frozen
+
+    def change(self, model: Any) -> None:
+        """Puts PEFT's layers in. Raises ConfigError for `lora.target_modules` that the model has not."""
+        for parameter in model.parameters():  # not model.to: its buffers (rotary frequencies) must stay float32
+            parameter.data = parameter.data.to(self._frozen)
+        model.add_adapter(_peft_config(self._config, model))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    def name(self, name: str) -> str:
+        """Without PEFT's part."""
+        return name.replace(_BASE, ".")
+
+    def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
+        """Of A and B, as PEFT does; a function of name and seed, so that it depends on no other tensor and no rank."""
+        if name.endswith(_B):
+            return torch.zeros(tuple(shape))
+        if not name.endswith(_A):
+            return None
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._config.seed} {name}".encode()))
+        return torch.empty(tuple(shape)).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+
+
+def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
+    """What is trained: `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is set.
+
+    With an adapter the model itself is frozen, where it computes in bfloat16 in that precision. A call of all ranks, of which
+    rank 0 at least sees the checkpoint. Raises ConfigError when a model cannot be loaded or the checkpoint is of another kind
+    of run.
+    """
+    saved = b""
+    if directory is not None:
+        saved = ranks.broadcast((directory / ADAPTER_CONFIG).read_bytes() if ranks.first and is_adapter(directory) else b"")
+        if bool(saved) != (config.lora.rank > 0):
+            raise _other_run(directory, f"the checkpoint is {'an adapter' if saved else 'a whole model'}", "lora.rank", config)
+    if config.lora.rank == 0:
+        return load_scorer(config.model, ranks, config.trainer, directory)
+    frozen = torch.bfloat16 if computes_low(config.model, ranks) else torch.float32
+    scorer = load_scorer(config.model, ranks, config.trainer, added=NewAdapter(config, frozen))
+    if directory is not None:
+        _check_adapter(json.loads(saved), scorer.model, directory, config)
+        _load_adapter(scorer.model, directory, ranks)
+    return scorer
+
+
+def _peft_config(config: Config, model: Any) -> Any:
+    from peft import LoraConfig
+
+    lora = config.lora
+    linear = {name.rpartition(".")[2] for name, m in model.get_decoder().named_modules() if isinstance(m, nn.Linear)}
+    if strangers := sorted(set(lora.target_modules) - linear):
+        raise ConfigError(
+            f"the model has no linear layer {strangers[0]}",
+            field="lora.target_modules",
+            value=lora.target_modules,
+            remedy=f"take some of {', '.join(sorted(linear))}, or leave it empty for all",
+        )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted(lora.target_modules or linear),
+        base_model_name_or_path=_base_name(config),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _base_name(config: Config) -> str:
+    """As an adapter's files name it: they are used from other working directories too."""
+    local = Path(config.model.name)
+    return str(local.resolve()) if local.is_dir() else config.model.name
+
+
+def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: Config) -> None:
+    """Raises ConfigError when the checkpoint's is another adapter than this run's."""
+    own = model.peft_config["default"]
+    for name, setting in (
+        ("r", "lora.rank"),
+        ("lora_alpha", "lora.alpha"),
+        ("target_modules", "lora.target_modules"),
+        ("base_model_name_or_path", "model.name"),
+    ):
+        there, here = saved[name], getattr(own, name)
+        if (sorted(there) if name == "target_modules" else there) != (sorted(here) if name == "target_modules" else here):
+            raise _other_run(directory, f"the checkpoint's {name} is {there}", setting, config)
+
+
+def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
+    """The adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it cannot be read."""
+    targets = dict(adapter_tensors(named_tensors(model).items()))
+    problem, reader = b"", None
+    if ranks.first:
+        try:
+            tensors = load_file(directory / ADAPTER_WEIGHTS)
+            if {name: tensor.shape for name, tensor in tensors.items()} != {name: t.shape for name, t in targets.items()}:
+                raise ValueError("its tensors are not those of this run's adapter")
+            reader = MemoryReader(tensors)
+        except (OSError, ValueError, SafetensorError) as error:
+            problem = f"{type(error).__name__} {error}".encode()
+    if problem := ranks.broadcast(problem):
+        raise ConfigError(
+            f"the checkpoint's adapter cannot be loaded: {problem.decode()}".splitlines()[0],
+            field="trainer.run_dir",
+            value=str(directory / ADAPTER_WEIGHTS),
+            remedy="remove that checkpoint to go on from the one before, or start with --trainer.resume false",
+        )
+    fill(targets, reader, ranks, everywhere=ranks.world_size == 1)
+
+
+def _other_run(directory: Path, message: str, field: str, config: Config) -> ConfigError:
+    section, _, name = field.partition(".")
+    return ConfigError(
+        f"{message} ({directory})",
+        field=field,
+        value=str(getattr(getattr(config, section), name)),
+        remedy="keep the settings of the run that wrote it, or start with --trainer.resume false",
+    )
+
+
+# ---------------------------------------------------------------- from the model's state to what others read
+
+
+def _is_adapter_tensor(name: str) -> bool:
+    return name.endswith((_A, _B))
+
+
+def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Of the model's state the adapter alone, by PEFT's names."""
+    for name, tensor in named:
+        if _is_adapter_tensor(name):
+            yield _PREFIX + name.removesuffix(".default.weight") + ".weight", tensor
+
+
+def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """The model's state with the adapter merged: W + scale × B A, by Hugging Face names, in the precision of W.
+
+    In the state W comes before its A, and A before its B; no more than one W waits at a time.
+    """
+    base: tuple[str, Tensor] | None = None
+    low: Tensor | None = None
+    for name, tensor in named:
+        if name.endswith(_BASE + "weight"):
+            base = name.replace(_BASE, "."), tensor
+        elif name.endswith(_A):
+            low = tensor
+        elif name.endswith(_B):
+            assert base is not None, f"no matrix before {name}"
+            assert low is not None, f"no lora_A before {name}"
+            yield base[0], (base[1].float() + scale * (tensor.float() @ low.float())).to(base[1].dtype)
+            base = low = None
+        else:
+            yield name.replace(_BASE, "."), tensor
+    assert base is None, f"{base[0]} has no adapter in the state"
+
+
+def published_tensors(
+    tensors: Mapping[str, Tensor], lora: LoraSection, whole: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What engines get of the model's state, as `lora.publish` says. `whole` puts a sharded tensor together."""
+    if lora.publish == "adapter":
+        return ((name, whole(tensor)) for name, tensor in adapter_tensors(tensors.items()))
+    return merged_tensors(((name, whole(tensor)) for name, tensor in tensors.items()), lora.alpha / lora.rank)
+
+
+def adapter_contents(policy: Any) -> Contents:
+    """A directory in PEFT's format."""
+    tensors = dict(adapter_tensors(named_tensors(policy).items()))
+    return Contents(tensors, dict.fromkeys(tensors, ADAPTER_WEIGHTS), {ADAPTER_CONFIG: adapter_config(policy)})
+
+
+def adapter_config(policy: Any) -> str:
+    """The text of PEFT's `adapter_config.json`."""
+    written = copy.copy(policy.peft_config["default"])
+    written.inference_mode = True
+    with TemporaryDirectory(prefix="rlhf-math-") as directory:
+        written.save_pretrained(directory)
+        return (Path(directory) / ADAPTER_CONFIG).read_text()
+
+
+class BaseScorer(Scorer):
+    """Scores with the adapter of `policy` switched off: the frozen model as the reference, without a second copy of it."""
+
+    def __init__(self, policy: Scorer) -> None:
+        nn.Module.__init__(self)
+        self.layout, self.model = policy.layout, policy.model
+        self._policy = [policy]  # in a list: not a module of this one
+
+    def forward(self, *arguments: Any, **options: Any) -> TokenScores:
+        """As `Scorer`."""
+        with _without_adapter(self.model):
+            scores: TokenScores = self._policy[0](*arguments, **options)  # called, not its forward: a sharded model has hooks
+        return scores
+
+
+@contextmanager
+def _without_adapter(model: nn.Module) -> Iterator[None]:
+    """The model as it was inside.
+
+    PEFT's own way also makes the adapter's parameters untrained meanwhile, and FSDP2 looks at its first pass what is trained.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -1,0 +1,180 @@
+"""Loading the policy, and the policy as a model that scores tokens."""
+
+import json
+import logging
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from common.errors import ConfigError
+from common.sections import ModelSection, TrainerSection
+from learning.layout import Layout, Packing, layout_for
+from learning.loading import Added, Pretrained, load
+from learning.ranks import Ranks
+from trainer.policy.logprobs import token_scores
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a directory in PEFT's format, in the place of a model's `config.json`."""
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether `path` is a directory with a LoRA adapter instead of a model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def _base_of(name: str) -> str:
+    """The model that the adapter `name` belongs to; `name` itself when it is a model."""
+    return str(json.loads((Path(name) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]) if is_adapter(name) else name
+
+
+def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
+    """The causal language model `config.name` (or the directory `path`) with float32 weights, an adapter merged into them.
+
+    Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
+    ConfigError when the model cannot be loaded or its head cannot be separated from its body.
+    """
+    source = str(path or config.name)
+    whole = config.model_copy(update={"name": _base_of(source)})
+    model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
+    if is_adapter(source):
+        from peft import PeftModel  # only here: it takes time to import
+
+        try:
+            if not (Path(source) / "adapter_model.safetensors").is_file():
+                raise ValueError("it has no adapter_model.safetensors, and nothing else is read")
+            model = PeftModel.from_pretrained(model, source).merge_and_unload()
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise _cannot_load("adapter", source, error) from None
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def computes_low(config: ModelSection, ranks: Ranks) -> bool:
+    """Whether these ranks compute in bfloat16."""
+    return ranks.device.type == "cuda" and config.dtype == "bfloat16"
+
+
+def load_scorer(
+    config: ModelSection,
+    ranks: Ranks,
+    settings: TrainerSection,
+    path: str | Path | None = None,
+    trained: bool = True,
+    added: Added | None = None,
+) -> "Scorer":
+    """The same, ready to score and to be trained on these ranks: sharded, or whole and the same on each.
+
+    `path` may be a checkpoint that rank 0 alone sees. Not `trained`: a reference, whose weights stay as they are. `added`: what
+    the model gets beside what is in its files; that alone may be trained.
+    """
+    quiet()
+    directory = ranks.same_path(Path(path) if path else None)
+    pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code, added=added)
+    if is_adapter(pretrained.source):
+        raise ConfigError(
+            "a run needs a whole model to start from, this is an adapter",
+            field="model.name",
+            value=pretrained.source,
+            remedy="merge it first: python -m trainer.export ADAPTER OUT",
+        )
+    low = computes_low(config, ranks)
+    try:
+        scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", pretrained.source, error) from None
+    assert isinstance(scorer, Scorer)
+    if getattr(scorer.model.config, "final_logit_softcapping", None):
+        raise ConfigError(
+            "models that cap their logits are not supported", field="model.name", value=config.name, remedy="take another model"
+        )
+    return scorer if trained else scorer.requires_grad_(False)
+
+
+def load_tokenizer(config: ModelSection) -> Any:
+    """The tokenizer of `config.name`. Raises ConfigError when it cannot be loaded."""
+    quiet()
+    try:
+        return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", config.name, error) from None
+
+
+def context_length(config: ModelSection) -> int | None:
+    """Positions of `config.name` in tokens; None where the model does not say. Raises ConfigError when it cannot be read."""
+    try:
+        found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", config.name, error) from None
+    positions = getattr(found.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else int(positions)
+
+
+def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
+        field="model.name",
+        value=str(name),
+        remedy="name a model of the hub (with network, and HF_TOKEN if it is gated) or a local model directory; "
+        "`python -m trainer.tiny_model DIRECTORY` makes the built-in one",
+    )
+
+
+def quiet() -> None:
+    """transformers draws a progress bar for every file it reads or writes; the trainer has its own.
+
+    PEFT asks transformers for something under an old name, which is no news to whoever trains.
+    """
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
+    if not ids:
+        raise ConfigError("the model has no end-of-sequence token", field="model.name", value=model.config.name_or_path)
+    return sorted(ids)
+
+
+class TokenScores(NamedTuple):
+    """Of C tokens."""
+
+    logprobs: Tensor
+    """[C] in nats, with gradient when grad is enabled."""
+    entropy: Tensor
+    """[C] in nats, of the distribution each token was drawn from; with gradient when that was asked for."""
+
+
+class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
+    """A causal language model that gives log-probabilities of given tokens instead of logits.
+
+    Args:
+        model: of transformers.
+        packing: `trainer.packing`; ConfigError for `on` where the model does not permit it.
+    """
+
+    def __init__(self, model: Any, packing: Packing = "auto") -> None:
+        super().__init__()
+        self.layout = layout_for(model, packing)
+        """What rows are to be made into for `forward`, which takes others too."""
+        self.model = model
+
+    def forward(self, rows: Layout, targets: Tensor, temperature: float, entropy_gradient: bool = False) -> TokenScores:
+        """Log-probabilities of `targets` under softmax(logits / temperature).
+
+        Args:
+            rows: the tokens, with the positions whose next token is scored.
+            targets: [C] the tokens that are scored, row by row.
+            temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
+            entropy_gradient: for an entropy bonus; costs memory.
+        """
+        hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
+        return TokenScores(*token_scores(head, hidden, targets, temperature, entropy_gradient))

@@ -1,0 +1,113 @@
+"""What one update measured: sums over tokens that add up over micro-batches, updates and ranks, and the means of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.losses import PolicyLoss, kl_divergence, probability_ratio
+from trainer.policy.scorer import TokenScores
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """Of the updates on one batch; means are over the completion tokens that were trained on, of all ranks and passes."""
+
+    loss: float
+    """Mean over the updates."""
+    grad_norm: float
+    """Mean over the updates, before clipping."""
+    learning_rate: float
+    clip_fraction: float
+    ratio: float
+    delta_logprob: float
+    """Mean |logprob of the trainer − logprob under the policy that sampled|, before the policy moves on this batch."""
+    delta_logprob_current: float
+    """The same over the tokens that this very policy sampled: 0 when rollout engine and trainer compute alike."""
+    kl_rollout: float
+    """k3 estimate of KL(policy that sampled ‖ trainer), before the policy moves on this batch."""
+    kl_reference: float
+    kl_coef: float
+    entropy: float
+    effective_sample_size: float
+    """Of the trainer's policy over the one that sampled, as a share of the tokens; 1 on policy."""
+    trained_tokens: int
+    updates: int
+    """Optimiser updates that were applied."""
+    skipped: int = 0
+    """Updates that were not applied because the gradient was not finite; numbers that were not finite are 0 here."""
+    stopped_early: int = 0
+    """1 when `algorithm.early_stop_kl` ended the updates on this batch."""
+
+
+_NAMES = (
+    *("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy"),
+    *("first", "delta", "current", "delta_current", "kl_rollout", "weight", "weight_square"),
+)
+
+
+class Sums:
+    """Sums over tokens by name; those from `first` on only of the tokens scored before the policy moved.
+
+    They stay on `device` until they are read, so that adding to them does not wait for a GPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.values = torch.zeros(len(_NAMES), dtype=torch.float64, device=device)
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.values[_NAMES.index(name)])
+
+    def add(
+        self,
+        loss: Tensor,
+        policy: PolicyLoss,
+        scores: TokenScores,
+        old: Tensor,
+        behaviour: Tensor,
+        kl_reference: Tensor,
+        current: Tensor,
+        first: bool,
+    ) -> None:
+        """Adds the tokens of one micro-batch."""
+        ones = torch.ones_like(old)
+        columns: Sequence[Tensor] = (
+            *(ones, policy.clipped, policy.ratio, kl_divergence(old, scores.logprobs, "k3"), kl_reference, scores.entropy),
+        )
+        if first:
+            weight, delta = probability_ratio(scores.logprobs, behaviour), (scores.logprobs - behaviour).abs()
+            kl_rollout = kl_divergence(behaviour, scores.logprobs, "k3")
+            columns = (*columns, ones, delta, current, delta * current, kl_rollout, weight, weight.square())
+        sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
+        self.values[: len(sums)] += sums
+
+    def mean(self, name: str, over: str = "tokens") -> float:
+        return self[name] / max(1.0, self[over])
+
+    def metrics(
+        self, grad_norms: Sequence[float], learning_rate: float, kl_coef: float, skipped: int, stopped: bool
+    ) -> UpdateMetrics:
+        """Of updates whose gradients had these norms; the last one was only computed when `stopped`."""
+        self.values = self.values.cpu()
+        first, tokens = self["first"], int(self["tokens"])
+        updates = len(grad_norms)
+        computed = max(1, updates + stopped)
+        return UpdateMetrics(
+            loss=self["loss"] / computed,
+            grad_norm=sum(grad_norms) / max(1, updates),
+            learning_rate=learning_rate,
+            clip_fraction=self.mean("clipped"),
+            ratio=self.mean("ratio") if tokens else 1.0,
+            delta_logprob=self.mean("delta", "first"),
+            delta_logprob_current=self.mean("delta_current", "current"),
+            kl_rollout=self.mean("kl_rollout", "first"),
+            kl_reference=self.mean("kl_reference"),
+            kl_coef=kl_coef,
+            entropy=self.mean("entropy"),
+            effective_sample_size=self["weight"] ** 2 / self["weight_square"] / first if first else 1.0,
+            trained_tokens=tokens,
+            updates=updates - skipped,
+            skipped=skipped,
+            stopped_early=int(stopped),
+        )

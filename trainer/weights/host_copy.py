@@ -1,0 +1,149 @@
+"""A copy of the published weights in the host's memory: what is broadcast, written to files on demand, and compared with."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from common.errors import NotFound, ServiceError
+from common.schemas import Bucket
+from learning.weight_group import digest, size_of, views
+from trainer.weights.publisher import Weights
+
+BUCKET_BYTES = 512 << 20
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Parameters that SGLang puts together along dimension 0."""
+_VOCABULARY, _VOCABULARY_ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
+"""Of these SGLang keeps a multiple of so many rows, the rest zeros."""
+
+
+class Snapshot:
+    """The tensors of one version, in buckets: each is one run of bytes, ready to be sent as it is.
+
+    It costs the published weights once in host memory. `fill` and `reading` exclude each other.
+
+    Args:
+        pinned: allocate pages that a GPU can copy from directly.
+        bucket_bytes: most bytes of a bucket; a larger tensor has a bucket of its own.
+    """
+
+    def __init__(self, pinned: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.buckets: list[Bucket] = []
+        self.flats: list[Tensor] = []
+        """uint8 [bytes] of every bucket."""
+        self.lock = threading.RLock()
+        self._pinned, self._most = pinned, bucket_bytes
+        self._version: int | None = None
+        self._digests: dict[str, list[str]] = {}
+        self._names: set[str] = set()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(flat.numel() for flat in self.flats)
+
+    def fill(self, weights: Weights, version: int, ready: Callable[[int], None] = lambda _: None) -> None:
+        """Copies `weights` in; `ready` is called with the index of each bucket as soon as it is complete.
+
+        Raises ServiceError when names, shapes or dtypes are not those of the first call.
+        """
+        with self.lock:
+            self._version, self._digests = None, {}
+            if self.buckets:
+                self._refill(iter(weights), ready)
+            else:
+                self._build(weights)
+                for index in range(len(self.flats)):
+                    ready(index)
+            self._version = version
+
+    def _build(self, weights: Weights) -> None:
+        held: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            if held and (size + tensor.nbytes > self._most or tensor.dtype != held[0][1].dtype):
+                self._close(held)
+                held, size = [], 0
+            held.append((name, tensor.detach().cpu()))
+            size += tensor.nbytes
+        if held:
+            self._close(held)
+
+    def _close(self, held: list[tuple[str, Tensor]]) -> None:
+        bucket = Bucket(
+            names=[name for name, _ in held],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in held],
+            shapes=[list(tensor.shape) for _, tensor in held],
+        )
+        flat = torch.empty(size_of(bucket), dtype=torch.uint8, pin_memory=self._pinned)
+        for (_, view), (_, tensor) in zip(views(flat, bucket), held, strict=True):
+            view.copy_(tensor)
+        self.buckets.append(bucket)
+        self.flats.append(flat)
+
+    def _refill(self, weights: Iterator[tuple[str, Tensor]], ready: Callable[[int], None]) -> None:
+        for index, (bucket, flat) in enumerate(zip(self.buckets, self.flats, strict=True)):
+            for name, view in views(flat, bucket):
+                found, tensor = next(weights, ("nothing", view))
+                if (found, tensor.shape, tensor.dtype) != (name, view.shape, view.dtype):
+                    raise ServiceError("the weights to publish are not laid out as before", field=name, value=found)
+                view.copy_(tensor)
+            ready(index)
+        if more := next(weights, None):
+            raise ServiceError("there are more weights to publish than before", field="name", value=more[0])
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[dict[str, Tensor]]:
+        """The tensors of this version, which do not change inside. Raises NotFound when it is gone."""
+        with self.lock:
+            if version != self._version:
+                raise NotFound("these weights are not kept any more", field="version", value=version, remedy="ask for newer")
+            yield {
+                name: view for bucket, flat in zip(self.buckets, self.flats, strict=True) for name, view in views(flat, bucket)
+            }
+
+    def differing(self, version: int, checksums: dict[str, str]) -> tuple[list[str], int, int]:
+        """Names of an engine whose checksums are wrong, how many tensors were compared, and how many there are.
+
+        A name that is neither a tensor's nor a fused parameter's cannot be compared. Raises NotFound as `reading`.
+        """
+        with self.reading(version) as tensors:
+            wrong, compared = [], 0
+            self._names.update(checksums)
+            for name, checksum in checksums.items():
+                if known := self._digests_of(name, tensors):
+                    compared += len(_parts(name))
+                    if checksum not in known:
+                        wrong.append(name)
+            return wrong, compared, len(tensors)
+
+    def prepare(self, version: int) -> None:
+        """Computes what engines were compared with the last time, so that `differing` only has to look."""
+        with self.reading(version) as tensors:
+            for name in self._names:
+                self._digests_of(name, tensors)
+
+    def _digests_of(self, name: str, tensors: dict[str, Tensor]) -> list[str]:
+        """What an engine may say of this name of its own; nothing when it is no name of these tensors."""
+        if name not in self._digests:
+            parts = [tensors[part] for part in _parts(name) if part in tensors]
+            self._digests[name] = _digests(name, parts) if len(parts) == len(_parts(name)) else []
+        return self._digests[name]
+
+
+def _digests(name: str, parts: list[Tensor]) -> list[str]:
+    """What an engine may say of a tensor: as it was sent and, of a vocabulary, with SGLang's rows of zeros."""
+    found = [digest(*parts)]
+    rows = -len(parts[0]) % _VOCABULARY_ROWS if name.endswith(_VOCABULARY) else 0
+    if rows:
+        found.append(digest(*parts, parts[0].new_zeros(rows, *parts[0].shape[1:])))
+    return found
+
+
+def _parts(name: str) -> list[str]:
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in name:
+            return [name.replace(fused, part) for part in parts]
+    return [name]
