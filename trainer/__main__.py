@@ -35,7 +35,8 @@ from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.rollouts.collector import Progress, Services
 from trainer.rollouts.prompts import Prompter
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.trackers.check import check
+from trainer.trackers.base import check
+from trainer.trackers.thread import prompt_exit
 from trainer.weights.adapters import AdapterPublisher, static_files
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.delivery import Publishes
@@ -225,5 +226,6 @@ def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Clie
 
 
 if __name__ == "__main__":
-    main()
+    with prompt_exit():
+        main()
     end()

@@ -40,7 +40,7 @@ from trainer.policy.critic import value_function
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.rollouts.collector import Services
 from trainer.rollouts.prompts import Prompter
-from trainer.trackers.check import check
+from trainer.trackers.base import check
 from trainer.weights.adapters import AdapterPublisher, base_directory, static_files
 from trainer.weights.publisher import Weights, version_name, write_version
 
