@@ -282,6 +282,11 @@ class Group:
         """[n]"""
         return np.array([completion.reward for completion in self.completions], np.float32)
 
+    @property
+    def zero_variance(self) -> bool:
+        """Whether all completions got the same reward, so that the group has no gradient."""
+        return bool((self.rewards == self.rewards[0]).all())
+
 
 @dataclass(slots=True)
 class TakenGroups:

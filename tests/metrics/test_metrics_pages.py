@@ -49,7 +49,7 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
         step=step,
         reward=0.75,
         accuracy=0.5,
-        equal_groups=1,
+        zero_variance_groups=1,
         solved_groups=1,
         failed_groups=0,
         unparsable=0.25,

@@ -330,8 +330,8 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Call
     config = settings("--algorithm.name", "dapo", "--trainer.max_steps", "2")
     train_in_process(config, quiet())
     lines = metrics(config)
-    assert [line["equal_groups"] for line in lines] == [0, 0]
-    replaced = lines[-1]["dropped"].get("equal_rewards", 0)
+    assert [line["zero_variance_groups"] for line in lines] == [0, 0]
+    replaced = lines[-1]["dropped"].get("zero_variance", 0)
     assert len(stored(config)) == 8 + replaced
     assert [group.position for group in stored(config)] == list(range(8 + replaced))
 

@@ -11,7 +11,7 @@ from trainer.rollouts.evaluation import Evaluation
 _STEP = {
     "reward": ("reward", "mean reward"),
     "accuracy": ("accuracy_ratio", "share of correct completions"),
-    "equal_groups": ("equal_groups", "groups whose completions all got the same reward"),
+    "zero_variance_groups": ("zero_variance_groups", "groups whose completions all got the same reward"),
     "staleness": ("staleness_versions", "mean age of the fresh completions in weight versions"),
     "completion_tokens": ("completion_tokens", "mean length of a completion"),
     "truncated": ("truncated_ratio", "share of completions cut at sampling.max_new_tokens"),

@@ -47,7 +47,7 @@ class StepRecord:
     """Mean reward of the completions that were sampled for this batch or reused whole: without the mixed in."""
     accuracy: float
     """Share of correct completions."""
-    equal_groups: int
+    zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int
     """Of them, those whose answers are all right."""
