@@ -32,8 +32,7 @@ from trainer.policy.update_metrics import UpdateMetrics
 from trainer.rollouts.collector import CollectFailed, Collector, Progress, Services, fresh_groups
 from trainer.rollouts.evaluation import Evaluation, evaluate
 from trainer.rollouts.experience import Experience
-from trainer.rollouts.mixing import failed_prompts, mix_successes, mixed_in
-from trainer.rollouts.priorities import MIN_PRIORITY, load_priority
+from trainer.rollouts.priorities import load_priority
 from trainer.rollouts.prompts import Prompter
 from trainer.timing import CpuClock, StageClock
 from trainer.weights.delivery import Delivery, Publishes
@@ -103,7 +102,7 @@ class Lead:
         self._check_replay()
         # Trained on in steps that are lost: reuse would find their prompts twice, and experience of later weights than these.
         position = self._collector.progress().position
-        lost_from = position if self._reads_replay else None
+        lost_from = position if self.config.replay.reuse_ratio else None
         dropped = self._loop.call(self.services.replay.reset_fresh(lost_from))
         if dropped:
             self.recorder.say(f"dropped {dropped} groups of an earlier attempt; their prompts are drawn again")
@@ -123,20 +122,14 @@ class Lead:
         mine = self.run_dir / "checkpoints"
         known = self.learner.step > 0 or (self.config.trainer.resume and mine.is_dir())
         groups = 0 if known else self._loop.call(self.services.replay.stats())["groups"]
-        if groups and self._reads_replay:
+        if groups and self.config.replay.reuse_ratio:
             raise ConfigError(
                 f"the replay buffer holds {groups} groups of another run, which this run would reuse",
                 field="state_dir",
                 value=str(self.config.state_dir),
-                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio and "
-                "replay.mix_successes 0",
+                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
             )
         mine.mkdir(exist_ok=True)
-
-    @property
-    def _reads_replay(self) -> bool:
-        """Whether batches contain experience of earlier steps."""
-        return self.config.replay.reuse_ratio > 0 or self.config.replay.mix_successes > 0
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -169,20 +162,16 @@ class Lead:
         if reuse := settings.trainer.batch_size - len(fresh):
             low = settings.replay.importance_exponent
             beta = low + (1 - low) * step / self.total_steps
-            sampled = self._collector.sample(reuse, self._oldest_reused, beta, seed=self.learner.seed)
+            oldest = max(0, step - settings.replay.max_reuse_staleness)
+            sampled = self._collector.sample(reuse, oldest, beta, seed=self.learner.seed)
             groups += sampled.groups
             weights += sampled.weights.tolist() if settings.replay.corrected else [1.0] * len(sampled.groups)
         return Experience(groups, weights, len(fresh))
 
-    @property
-    def _oldest_reused(self) -> int:
-        """The oldest weight version whose experience may be used again."""
-        return max(0, self.learner.step - self.config.replay.max_reuse_staleness)
-
     def _fresh(self, count: int, min_version: int) -> list[Group]:
         """Fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
         algorithm = self.config.algorithm
-        groups = self._mixed(self._collector.take(count, min_version))
+        groups = self._collector.take(count, min_version)
         if not algorithm.dynamic_sampling:
             return groups
         for _ in range(algorithm.dynamic_sampling_rounds):
@@ -192,20 +181,13 @@ class Lead:
             self._collector.replace(equal)
             dropped = {group.id for group in equal}
             groups = [group for group in groups if group.id not in dropped]
-            groups += self._mixed(self._collector.take(len(equal), min_version))
+            groups += self._collector.take(len(equal), min_version)
         raise CollectFailed(
             f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
             field="algorithm.dynamic_sampling_rounds",
             value=algorithm.dynamic_sampling_rounds,
             remedy="the prompts are too easy or too hard for this model: take others, or turn algorithm.dynamic_sampling off",
         )
-
-    def _mixed(self, groups: list[Group]) -> list[Group]:
-        """With `replay.mix_successes`, earlier right answers in groups that have none of their own."""
-        count = self.config.replay.mix_successes
-        if not count or not (failed := failed_prompts(groups)):
-            return groups
-        return mix_successes(groups, self._collector.successes(failed, self._oldest_reused), count)
 
     def finish(self, experience: Experience, batch: Batch, update: UpdateMetrics, critic: CriticMetrics | None) -> None:
         """After the update: acknowledge and publish, evaluate, free the slots, record.
@@ -215,8 +197,7 @@ class Lead:
         step, settings = self.learner.step, self.config.trainer
         fresh = experience.groups[: experience.fresh]
         columns = zip(experience.groups, batch.mean_advantages(), strict=True)
-        # The buffer keeps a mixed group as it was sampled, all wrong: by itself there is nothing to learn from it.
-        priorities = {g.id: MIN_PRIORITY if mixed_in(g) else self._priority(g, means) for g, means in columns}
+        priorities = {group.id: self._priority(group, means) for group, means in columns}
         if settings.max_staleness:
             self._delivery.start(len(fresh))
         acknowledged = self._collector.begin_trained(fresh, priorities)
@@ -279,7 +260,7 @@ class Lead:
 
     def _record(self, experience: Experience, update: UpdateMetrics, critic: CriticMetrics | None) -> StepRecord:
         groups = experience.groups
-        completions = [c for group in groups for c in group.completions[: len(group.completions) - mixed_in(group)]]
+        completions = [c for group in groups for c in group.completions]
         ages = [self.learner.step - 1 - completion.weight_version for group in groups for completion in group.completions]
         fresh = sum(len(group.completions) for group in groups[: experience.fresh])
         equal = [group for group in groups if (group.rewards == group.rewards[0]).all()]
@@ -291,7 +272,6 @@ class Lead:
             solved_groups=sum(all(completion.correct for completion in group.completions) for group in equal),
             failed_groups=sum(not any(completion.correct for completion in group.completions) for group in equal),
             reused_groups=len(groups) - experience.fresh,
-            mixed_completions=sum(map(mixed_in, groups)),
             staleness=float(np.mean(ages[:fresh])),
             completion_tokens=float(np.mean([len(completion.token_ids) for completion in completions])),
             truncated=float(np.mean([completion.finish_reason == "length" for completion in completions])),

@@ -21,7 +21,7 @@ import numpy as np
 
 from common import wire
 from common.errors import InvalidInput, TooLarge
-from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, SuccessRequest, TakeRequest
+from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.replay import sampling
@@ -70,15 +70,6 @@ def join(blobs: list[bytes], **extra: object) -> bytes:
         packer.pack(name)
         packer.pack(value)
     return b"".join([head, *blobs, packer.bytes()])
-
-
-def right_answers(blob: bytes, count: int) -> bytes:
-    """A packed group with only its first `count` right completions; arrays are not decoded."""
-    group = msgpack.unpackb(blob)
-    group["completions"] = [completion for completion in group["completions"] if completion["correct"]][:count]
-    packed = msgpack.packb(group)
-    assert isinstance(packed, bytes)
-    return packed
 
 
 def unpack_groups(blobs: list[bytes]) -> list[Group]:
@@ -178,10 +169,7 @@ class ReplayBuffer:
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
             return Sampled(before[0], np.array(before[1], np.float32))
         eligible = self._index.eligible(request.min_version, request.max_times_sampled)
-        priorities = self._index.priorities[eligible]
-        if request.recency_half_life is not None:
-            priorities = sampling.aged(priorities, self._index.versions[eligible], request.recency_half_life)
-        chances = sampling.probabilities(priorities, request.priority_exponent)
+        chances = sampling.probabilities(self._index.priorities[eligible], request.priority_exponent)
         included = sampling.inclusion(chances, request.count)
         chosen = sampling.draw(included, np.random.default_rng(request.seed))
         if len(chosen) == 0:
@@ -191,14 +179,6 @@ class ReplayBuffer:
         blobs = self.store.reuse(self._index.order[slots].tolist(), weights.tolist(), request.request_id)
         self._index.times_sampled[slots] += 1
         return Sampled(blobs, weights)
-
-    def successes(self, request: SuccessRequest) -> list[bytes]:
-        """Right completions of each prompt, at most `count`, in the groups they were sampled in, newest consumed first.
-
-        Prompts are in the order asked for, those without a success absent. Nothing is counted or changed.
-        """
-        found = self.store.successes(dict.fromkeys(request.prompt_ids), request.count, request.min_version)
-        return [right_answers(self.store.blob_at(key), count) for key, count in found]
 
     def set_priorities(self, update: PriorityUpdate) -> int:
         """Sets priorities by id; ids that are not here are skipped. Returns how many groups may now be sampled by them."""

@@ -17,19 +17,6 @@ Int64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
 
-def aged(priorities: Float64, versions: Int64, half_life: float) -> Float64:
-    """[N] priority · 0.5^(age / half_life): a priority halves every `half_life` weight versions.
-
-    `versions` [N] are those of the groups that may be reused; age is counted in weight versions from the newest of them
-    that has a priority above 0. That one keeps its priority, so the result is all zeros only where `priorities` is: a
-    group older than about a thousand half-lives comes out as 0, which means never, but some group always remains.
-    """
-    newest = versions.max(initial=0, where=priorities > 0)
-    with np.errstate(over="ignore"):  # a tiny half-life: infinitely many halvings give 0
-        halvings = np.maximum(newest - versions, 0) / half_life
-    return np.asarray(priorities * 0.5**halvings)
-
-
 def probabilities(priorities: Float64, exponent: float) -> Float64:
     """[N] P(i) ∝ priority^exponent, summing to 1; exponent 0 is uniform.
 

@@ -30,7 +30,6 @@ from common.errors import ServiceError
 from common.rollout_client import RolloutClient
 from common.schemas import Completion, Group, Prompt, SampledGroups, SampleRequest, TakeRequest
 from trainer.background import LoopThread
-from trainer.rollouts.mixing import mixed_in
 from trainer.rollouts.prompts import Prompter, reward_items
 from trainer.rollouts.request_batcher import Together
 from trainer.timing import StageClock
@@ -222,15 +221,9 @@ class Collector:
             max_times_sampled=settings.max_times_sampled,
             seed=seed,
             request_id=f"{self._run_id}-sample-{self._takes}",
-            recency_half_life=settings.recency_half_life if settings.priority == "recency" else None,
         )
         with self._clock.stage("replay"):
             return self._loop.call(self.services.replay.sample(request))
-
-    def successes(self, prompt_ids: list[str], min_version: int) -> list[Group]:
-        """Earlier groups of these prompts with nothing but their verified right answers (`replay.mix_successes` of each)."""
-        with self._clock.stage("replay"):
-            return self._loop.call(self.services.replay.successes(prompt_ids, self.config.replay.mix_successes, min_version))
 
     def begin_trained(self, fresh: list[Group], priorities: dict[str, float]) -> Callable[[], None]:
         """These groups were trained on: acknowledges the fresh ones and sets everybody's priority for reuse.
@@ -443,9 +436,8 @@ class Collector:
 
 
 def pass_rate(group: Group) -> float:
-    """Share of right answers among the completions that were sampled for this group."""
-    own = group.completions[: len(group.completions) - mixed_in(group)]
-    return sum(completion.correct for completion in own) / len(own)
+    """Share of right answers among the completions of a group."""
+    return sum(completion.correct for completion in group.completions) / len(group.completions)
 
 
 def fresh_groups(config: Config) -> int:
