@@ -85,11 +85,11 @@ def sampling_seconds(groups: int, count: int, rounds: int) -> float:
     """Median seconds to draw `count` of `groups` by priority with importance weights, nothing cached."""
     rng = np.random.default_rng(0)
     rows = [(i + 1, i // 100, float(priority), 0) for i, priority in enumerate(rng.random(groups))]
-    index, seconds = sampling.ReuseIndex.of(rows), []
+    index, seconds = sampling.ReuseIndex(rows), []
     for seed in range(rounds):
         start = time.perf_counter()
         eligible = index.eligible(0, 4)
-        included = sampling.inclusion(sampling.probabilities(index.priorities[eligible], 0.6), count)
+        included = sampling.inclusion(sampling.probabilities(index.rows["priority"][eligible], 0.6), count)
         chosen = sampling.draw(included, np.random.default_rng(seed))
         sampling.importance_weights(included, chosen, 0.4)
         seconds.append(time.perf_counter() - start)
