@@ -30,7 +30,6 @@ STEP = StepRecord(
     solved_groups=0,
     failed_groups=0,
     reused_groups=0,
-    mixed_completions=0,
     staleness=0.0,
     completion_tokens=123.4,
     truncated=0.0,
