@@ -28,9 +28,7 @@ _CHECKS = (
     ("skypilot", environment.check_skypilot, 35),
     ("GPUs", gpu.check_gpus, 45),
     ("disk", storage.check_disk, 30),
-    ("HF_TOKEN", hub.check_hf_token, 15),
-    ("API_TOKEN", environment.check_api_token, 15),
-    ("JUDGE_API_KEY", environment.check_judge, 15),
+    ("API_TOKEN", environment.check_secrets, 15),
 )
 """Name, function and time limit in seconds."""
 _CHECKS_HERE = (

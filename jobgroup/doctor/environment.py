@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.security import TOKEN, token
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
+from jobgroup.doctor.hub import Hub
 from jobgroup.doctor.plan import ROOT, Plan
 from jobgroup.doctor.report import Result, ask, expect, fail, ok, warn
 
@@ -84,28 +85,25 @@ def check_skypilot(plan: Plan) -> Iterator[Result]:
         yield ok("skypilot", "not on the path; only a launch on a cluster needs it")
 
 
-def check_api_token(plan: Plan) -> Iterator[Result]:
-    """Set where others can reach the services, long enough, sendable, and the same everywhere."""
+def check_secrets(plan: Plan) -> Iterator[Result]:
+    """API_TOKEN, the same everywhere; JUDGE_API_KEY where there is a judge; HF_TOKEN, which the hub may ask for."""
     values = {job.env.get(TOKEN, "") for job in plan.here or plan.jobs}
     exposed = plan.assumed_gb is not None or (plan.topology is not None and not plan.topology.local_hosts)
+    reward, loading = plan.job(REWARD), [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)]
+    if reward and "judge" in reward.config.reward.function_names():
+        found = "set" if reward.env.get("JUDGE_API_KEY") else "not set"
+        fix = "give it with --secret JUDGE_API_KEY, unless the endpoint asks for none"
+        yield expect("JUDGE_API_KEY", found == "set", found, fix, "warn")
+    if loading:
+        given = Hub(loading[0].env).token
+        yield ok("HF_TOKEN", "set" if given else "not set; only gated or private models and data sets need it")
     value = token({TOKEN: max(values, default="")})
     if len(values) > 1:
         yield fail(TOKEN, "the tasks have different ones", _HOW)
-    elif value:
-        yield ok(TOKEN, f"set, {len(value)} characters")
-    elif exposed:
+    elif exposed and not value:
         yield warn(TOKEN, "not set: whoever reaches the cluster's network can call every service", _HOW)
     else:
-        yield ok(TOKEN, "not set; a local run listens on loopback addresses only")
-
-
-def check_judge(plan: Plan) -> Iterator[Result]:
-    """The key of the endpoint that judges, where there is a judge."""
-    job = plan.job(REWARD)
-    if job and "judge" in job.config.reward.function_names():
-        given = bool(job.env.get("JUDGE_API_KEY"))
-        fix = "give it with --secret JUDGE_API_KEY, unless the endpoint asks for none"
-        yield expect("JUDGE_API_KEY", given, "set" if given else "not set", fix, "warn")
+        yield ok(TOKEN, f"set, {len(value)} characters" if value else "not set; a local run listens on loopback addresses only")
 
 
 def _pins(path: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -12,15 +13,19 @@ import httpx
 from common.topology import CRITIC, DATA, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.network import compare_clocks
 from jobgroup.doctor.plan import Job, Plan
-from jobgroup.doctor.report import Result, fail, ok, warn
+from jobgroup.doctor.report import Result, expect, fail, ok
 
 _TIMEOUT_S = 5.0
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
 """As in services/data/loaders_math.py, which is not imported: that takes seconds, and a light environment lacks it."""
-_NO_ACCESS = (
-    "ask for access on its page and give HF_TOKEN (--secret HF_TOKEN); without one the hub answers the same for a wrong name"
-)
+_NO_ACCESS = "ask for access on its page and give HF_TOKEN (--secret HF_TOKEN); the hub answers a wrong name in the same way"
+_ANSWERS = {
+    401: (": gated, private or not there", _NO_ACCESS),
+    403: (": gated, private or not there", _NO_ACCESS),
+    404: (": no such name", "correct the name"),
+}
+_ELSEWHERE = ", or fetch it where the hub is reachable and copy the cache (HF_HOME), or name a folder"
 _MAKE_TINY = "trainer.tiny_model"
 
 
@@ -45,30 +50,25 @@ class Hub:
 
     def look_up(self, title: str, path: str, cached: Path | None) -> tuple[Result, httpx.Response | None]:
         """Whether the hub has it, and its answer if it does. Asks once, with the token, through the environment's proxies."""
-        elsewhere = "fetch it where the hub is reachable and copy the cache (HF_HOME), or name a folder"
-        if self.offline and cached is not None:
-            return ok(title, f"cached in {self.cache}; the hub is switched off (HF_HUB_OFFLINE)"), None
-        if self.offline:
-            return fail(
-                title, f"not in {self.cache}, and the hub is switched off", f"unset HF_HUB_OFFLINE, or {elsewhere}"
-            ), None
-        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
-        try:
-            response = httpx.get(f"{self.endpoint}/{path}", headers=headers, follow_redirects=True, timeout=_TIMEOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            reason = f"{self.shown} does not answer: {str(error) or type(error).__name__}"
-            if cached is not None:
-                return warn(title, f"cached, but {reason}", "set HF_HUB_OFFLINE=1, so that nobody waits for the hub"), None
-            return fail(title, reason, f"open the way (HTTPS_PROXY), set HF_ENDPOINT to a mirror, or {elsewhere}"), None
-        answer = f"{self.shown} says {response.status_code}"
-        if response.is_success:
-            return ok(title, f"{'cached, and ' if cached else ''}on {self.shown}"), response
-        if response.status_code in (401, 403):
-            state = "with the token here" if self.token else "and there is no HF_TOKEN"
-            return fail(title, f"{answer}: gated, private or not there, {state}", _NO_ACCESS), None
-        if response.status_code == 404:
-            return fail(title, f"{answer}: no such name", "correct the name"), None
-        return (warn if cached else fail)(title, answer, "try again later, or another HF_ENDPOINT"), None
+        problem, fix, elsewhere = "the hub is switched off (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE", _ELSEWHERE
+        if not self.offline:
+            headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+            try:
+                response = httpx.get(f"{self.endpoint}/{path}", headers=headers, follow_redirects=True, timeout=_TIMEOUT_S)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"{self.shown} does not answer: {str(error) or type(error).__name__}"
+                fix = "open the way (HTTPS_PROXY), set HF_ENDPOINT to a mirror"
+            else:
+                if response.is_success:
+                    return ok(title, f"{'cached, and ' if cached else ''}on {self.shown}"), response
+                meaning, fix = _ANSWERS.get(response.status_code, ("", "try again later, or another HF_ENDPOINT"))
+                problem, elsewhere = f"{self.shown} says {response.status_code}{meaning}", ""
+                problem += "" if self.token else " (there is no HF_TOKEN)"
+        if cached is None:
+            return fail(title, problem, fix + elsewhere), None
+        return expect(
+            title, self.offline, f"cached, but {problem}", "set HF_HUB_OFFLINE=1: nobody waits for the hub", "warn"
+        ), None
 
 
 def models(plan: Plan) -> dict[str, Job]:
@@ -90,16 +90,13 @@ def models(plan: Plan) -> dict[str, Job]:
 def check_model(plan: Plan, name: str, job: Job) -> Iterator[Result]:
     """Whether it can be had. Puts the content of its config.json into the plan's shapes."""
     title, folder, hub = f"model {name}", job.path(name), Hub(job.env)
+    cached = folder if folder.is_dir() else hub.cached("model", name)
+    if cached is not None and (cached / "config.json").is_file():
+        plan.shapes[name] = json.loads((cached / "config.json").read_text(encoding="utf-8"))
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            yield fail(title, "the folder has no config.json", "name a folder as save_pretrained writes it")
-            return
-        plan.shapes[name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        yield ok(title, "a folder here")
+        fix = "name a folder as save_pretrained writes it"
+        yield expect(title, name in plan.shapes, f"a folder with{'' if name in plan.shapes else 'out'} config.json", fix)
     elif _REPOSITORY.fullmatch(name):
-        cached = hub.cached("model", name)
-        if cached is not None and (cached / "config.json").is_file():
-            plan.shapes[name] = json.loads((cached / "config.json").read_text(encoding="utf-8"))
         result, response = hub.look_up(title, f"{name}/resolve/main/config.json", cached)
         if response is not None:
             plan.shapes.setdefault(name, response.json())
@@ -128,22 +125,12 @@ def check_dataset(plan: Plan) -> Iterator[Result]:
         yield fail(title, "gated, and there is no HF_TOKEN", _NO_ACCESS) if gated else result
 
 
-def check_hf_token(plan: Plan) -> Iterator[Result]:
-    """Whether one is needed is found out with the models and the data set."""
-    for job in [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)][:1]:
-        given = Hub(job.env).token
-        yield ok("HF_TOKEN", "set" if given else "not set; only gated or private models and data sets need it")
-
-
 def check_clock(plan: Plan) -> Iterator[Result]:
     """Our clock against the hub's, or against that of another server which a set-up needs."""
     hub = Hub(os.environ)
     for url in [] if hub.offline else [hub.endpoint, "https://pypi.org/simple/"]:
-        sent = time.time()
-        try:
-            response = httpx.head(url, timeout=_TIMEOUT_S / 2)
-        except (httpx.HTTPError, httpx.InvalidURL):
-            continue
-        yield compare_clocks(f"clock of {httpx.URL(url).host}", response, sent)
-        return
+        with suppress(httpx.HTTPError, httpx.InvalidURL):
+            sent = time.time()
+            yield compare_clocks(f"clock of {httpx.URL(url).host}", httpx.head(url, timeout=_TIMEOUT_S / 2), sent)
+            return
     yield ok("clock", "not compared: neither the hub nor the package index can be asked")

@@ -33,11 +33,11 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     if not jobs:
         return
     name = jobs[0].config.model.name
-    if name not in plan.shapes:
-        yield warn(TITLE, f"not estimated: the config.json of {name} cannot be had", "see the line of the model")
-        return
     try:
         shape = ModelShape.of(plan.shapes[name])
+    except KeyError:
+        yield warn(TITLE, f"not estimated: the config.json of {name} cannot be had", "see the line of the model")
+        return
     except ConfigError as error:
         yield warn(TITLE, f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3")
         return
@@ -112,21 +112,18 @@ def _engine(job: Job, shape: ModelShape, size: int) -> Result:
 def _on_shared_gpus(jobs: list[Job], shape: ModelShape, size: int, gpus: int) -> Iterator[Result]:
     """GPUs of this machine that several processes get, in turn as `jobgroup.local.places.share_gpus` gives them."""
     held, given = defaultdict[int, list[tuple[str, int]]](list), 0
-    for job in jobs:
+    for job, node in [(job, node) for job in jobs for node in range(job.nodes)]:
         count = min(job.gpus, gpus)
-        used = min(count, job.config.rollout.tensor_parallel_size) if job.name == ROLLOUT else count
         engine = job.name == ROLLOUT
         needed = int(_static(job) * size) if engine else _estimate(job, shape, max(1, job.nodes * count)).total
-        for node in range(job.nodes):
-            for each in range(used):
-                held[(given + each) % gpus].append((f"{job.name}-{node}", needed))
-            given += count
-    for number, parts in sorted(held.items()):
-        if len(parts) > 1:
-            needed = sum(part for _, part in parts)
-            found = f"{gb(needed)} of {gb(size)}: {', '.join(f'{name} {gb(part)}' for name, part in parts)}"
-            fix = "fewer nodes (num_nodes), and --mem-fraction-static in rollout.engine_args: an engine fills what it gets"
-            yield fits(f"GPU number {number} is shared", found, needed, size, fix)
+        for each in range(min(count, job.config.rollout.tensor_parallel_size) if engine else count):
+            held[(given + each) % gpus].append((f"{job.name}-{node}", needed))
+        given += count
+    for number, parts in sorted(each for each in held.items() if len(each[1]) > 1):
+        needed = sum(part for _, part in parts)
+        found = f"{gb(needed)} of {gb(size)}: {', '.join(f'{name} {gb(part)}' for name, part in parts)}"
+        fix = "fewer nodes (num_nodes), and --mem-fraction-static in rollout.engine_args: an engine fills what it gets"
+        yield fits(f"GPU number {number} is shared", found, needed, size, fix)
 
 
 def _on_cpu(jobs: list[Job], shape: ModelShape, left: int, bound: str) -> Result:

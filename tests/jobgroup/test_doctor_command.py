@@ -205,7 +205,7 @@ def test_an_unknown_architecture_is_said_to_be_unknown(tmp_path: Path) -> None:
 def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) -> None:
     around = {"SKYPILOT_JOBGROUP_NAME": "small"} if inside else {}
     plan = plan_of(tmp_path, DATA, {**around, "API_TOKEN": token}, "data-server")
-    (result,) = perform([Check("API_TOKEN", lambda: environment.check_api_token(plan))])
+    result = list(perform([Check("API_TOKEN", lambda: environment.check_secrets(plan))]))[-1]
     assert result.state == state
     assert not token or token not in result.text()
 
