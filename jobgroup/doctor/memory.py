@@ -112,7 +112,7 @@ def _engine(job: Job, shape: ModelShape, size: int) -> Result:
 def _on_shared_gpus(jobs: list[Job], shape: ModelShape, size: int, gpus: int) -> Iterator[Result]:
     """GPUs of this machine that several processes get, in turn as `jobgroup.local.places.share_gpus` gives them."""
     held, given = defaultdict[int, list[tuple[str, int]]](list), 0
-    for job, node in [(job, node) for job in jobs for node in range(job.nodes)]:
+    for job, node in [(each, node) for each in jobs for node in range(each.nodes)]:
         count = min(job.gpus, gpus)
         engine = job.name == ROLLOUT
         needed = int(_static(job) * size) if engine else _estimate(job, shape, max(1, job.nodes * count)).total
