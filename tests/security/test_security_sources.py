@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-FOLDERS = ("common", "services", "trainer", "jobgroup")
+FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
     ("services/reward/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/reward/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
