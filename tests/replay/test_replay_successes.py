@@ -173,7 +173,7 @@ async def test_bad_input_is_refused_by_name(
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
 def test_trimming_a_packed_group_is_trimming_the_group(right: list[bool], count: int) -> None:
-    group = wire.group_from_dict(
+    group = wire.from_plain(
         {
             "id": "a",
             "prompt_id": "p",
@@ -192,7 +192,8 @@ def test_trimming_a_packed_group_is_trimming_the_group(right: list[bool], count:
                 }
                 for i, value in enumerate([*right, True])
             ],
-        }
+        },
+        Group,
     )
     blob = right_answers(pack_group(group), count)
     group.completions = [completion for completion in group.completions if completion.correct][:count]

@@ -103,8 +103,10 @@ class Batch:
 
     def value_targets(self) -> list[ValueTargets]:
         """What a critic learns from."""
-        columns = zip(self.rows, self.sequences(), self.values, self.returns, strict=True)
-        return [ValueTargets(sequence, values, returns, row.weight) for row, sequence, values, returns in columns]
+        columns = zip(self.rows, self.values, self.returns, strict=True)
+        return [
+            ValueTargets(row.prompt_ids, row.completion_ids, values, returns, row.weight) for row, values, returns in columns
+        ]
 
     def policy_logprobs(self, row: int) -> Float32 | None:
         """[L] of the policy before it was updated on this batch; None where nothing had to compute it."""

@@ -9,9 +9,9 @@ taken to the policy that sampled it, as for every other token.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from common.schemas import Completion, Group
 
