@@ -235,7 +235,7 @@ class WorkerReport(Wire):
 MAX_COMPLETIONS = 1024
 """Of one group."""
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
-_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, extra_json_schema=_NUMBER)]
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Chars = Annotated[str, Meta(max_length=1_000_000)]
 _Spans = Annotated[
     list[tuple[_Count, _Count, _Count]],
