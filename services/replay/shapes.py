@@ -28,4 +28,3 @@ GROUP = struct_schema(Group)
 GROUPS = struct_schema(Groups) | {"examples": [{"groups": [_EXAMPLE]}]}
 TAKEN = struct_schema(TakenGroups)
 SAMPLED = struct_schema(SampledGroups)
-FOUND = struct_schema(Groups)
