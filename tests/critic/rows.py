@@ -24,7 +24,8 @@ def make_rows(count: int, seed: int = 0) -> list[ValueTargets]:
     rng = np.random.default_rng(seed + 1)
     return [
         ValueTargets(
-            sequence,
+            sequence.prompt_ids,
+            sequence.completion_ids,
             rng.normal(0, 0.1, len(sequence.completion_ids)).astype(np.float32),
             rng.normal(0.5, 1, len(sequence.completion_ids)).astype(np.float32),
             float(rng.uniform(0.5, 1.5)),

@@ -71,7 +71,7 @@ def learn(function: ValueFunction, batches: range) -> list[CriticMetrics]:
     metrics = []
     for batch in batches:
         rows = make_rows(7, seed=batch)
-        for row, values in zip(rows, function.values([row.sequence for row in rows]), strict=True):
+        for row, values in zip(rows, function.values(rows), strict=True):
             row.old_values = values
         metrics.append(function.begin_update(rows, seed=batch)())
     return metrics
