@@ -77,7 +77,7 @@ def run(config: Config, topology: Topology) -> None:
     _say_start(config, ranks, topology, run_dir)
     watchdog.start()
     with (
-        watchdog.stalls(settings.stall_dump_s),
+        watchdog.stalls(),
         ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
@@ -164,7 +164,7 @@ def _lead(
     recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
     board = WeightBoard(run_dir / "weights")
     health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
-    app = create_trainer_app(board, metrics, config.trainer.max_requests, health, LiveReplay(services.replay, loop))
+    app = create_trainer_app(board, metrics, health, LiveReplay(services.replay, loop))
     stack.enter_context(server := BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
     recorder.say(f"run {run_id}; weights, health and metrics on {server.url}")
     stack.callback(board.close)

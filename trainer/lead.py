@@ -33,7 +33,7 @@ from trainer.rollouts.collector import CollectFailed, Collector, Progress, Servi
 from trainer.rollouts.evaluation import Evaluation, evaluate
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.mixing import failed_prompts, mix_successes, mixed_in
-from trainer.rollouts.priorities import MIN_PRIORITY, load_priority
+from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, MIN_PRIORITY, load_priority
 from trainer.rollouts.prompts import Prompter
 from trainer.timing import CpuClock, StageClock
 from trainer.weights.delivery import Delivery, Publishes
@@ -167,7 +167,7 @@ class Lead:
         fresh = self._fresh(fresh_groups(settings), max(0, step - settings.trainer.max_staleness))
         groups, weights = list(fresh), [1.0] * len(fresh)
         if reuse := settings.trainer.batch_size - len(fresh):
-            low = settings.replay.importance_exponent
+            low = IMPORTANCE_EXPONENT
             beta = low + (1 - low) * step / self.total_steps
             sampled = self._collector.sample(reuse, self._oldest_reused, beta, seed=self.learner.seed)
             groups += sampled.groups
@@ -369,7 +369,7 @@ def open_checkpoints(config: Config, ranks: Ranks, run_dir: Path) -> checkpoint.
     """Those of the run. Every rank calls it."""
     settings, model = config.trainer, run_dir / "model"
     checkpoints = checkpoint.Checkpoints(
-        run_dir / "checkpoints", ranks, settings.keep_checkpoints, settings.keep_best, lambda: _tokenizer_files(model)
+        run_dir / "checkpoints", ranks, settings.keep_checkpoints, lambda: _tokenizer_files(model)
     )
     if checkpoints.alone and ranks.first:
         log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", checkpoints.directory)

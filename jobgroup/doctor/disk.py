@@ -79,7 +79,7 @@ def _parameters(shape: Mapping[str, Any]) -> int:
 def _run(job: Job, shape: Mapping[str, Any] | None) -> list[tuple[str, int]]:
     """RUN_DIR of a trainer: checkpoints that stay and the one that is written, weight versions, groups."""
     trainer, lora, sampling = job.config.trainer, job.config.lora, job.config.sampling
-    kept = trainer.keep_checkpoints + trainer.keep_best + 1
+    kept = trainer.keep_checkpoints + 2  # the best, and the one that is written
     parameters = trained = _parameters(shape) if shape else 0
     if lora.rank and shape and parameters:
         trained = ModelShape.of(shape).lora_parameters(lora.rank, lora.target_modules)

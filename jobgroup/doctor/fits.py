@@ -92,8 +92,7 @@ def _on_gpu(job: Job, shape: ModelShape, size: int, plan: Plan, here: int | None
 def _critics(config: Config) -> Config:
     """The settings by which a critic-server learns: a whole model without a reference."""
     algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
-    trainer = config.trainer.model_copy(update={"micro_batch_tokens": config.critic.micro_batch_tokens})
-    return config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm, "trainer": trainer})
+    return config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm})
 
 
 def _parts(estimate: TrainerMemory) -> str:

@@ -153,7 +153,7 @@ def check_sandbox(plan: Plan) -> Iterable[Result]:
         yield warn("sandbox", "reward.code_sandbox is none: programs run as this user", "only for code that you trust")
         return
     try:
-        Sandbox(Limits(reward.code_timeout_s, reward.code_memory_mb, reward.code_output_kb), 1, python=reward.code_python)
+        Sandbox(Limits(reward.code_timeout_s, reward.code_memory_mb), 1, python=reward.code_python)
     except ConfigError as error:
         yield fail("sandbox", error.message, error.remedy or "see docs/rewards.md")
     else:

@@ -23,6 +23,8 @@ from services.http.story import Work
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _KINDS = (MSGPACK,)
+MAX_REQUESTS = 16
+"""Requests in work at once: the critic computes them one after the other."""
 
 
 def create_critic_app(config: Config) -> FastAPI:
@@ -53,7 +55,7 @@ def create_critic_app(config: Config) -> FastAPI:
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
-        max_requests=config.critic.max_requests,
+        max_requests=MAX_REQUESTS,
         work=Work(now=lambda: _whose(keeper)),
     )
     tell = _gauges(metrics, keeper)

@@ -17,6 +17,8 @@ from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 
 _T = TypeVar("_T")
+MAX_REQUESTS = 256
+"""Requests in work at once; more are answered 503."""
 
 
 def create_reward_app(
@@ -46,7 +48,7 @@ def create_reward_app(
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
-        max_requests=config.max_requests,
+        max_requests=MAX_REQUESTS,
         work=Work(scorer.totals, scorer.now),
     )
 

@@ -100,7 +100,7 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
     )
 
 
-def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> None:
+def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """One group: r − coef · Σ k1 goes into the group baseline; with a critic it is taken token by token."""
     config.algorithm = AlgorithmSection.model_validate(
         {"advantage": "group_centred", "kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
@@ -113,9 +113,10 @@ def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> 
     for advantages, value in zip(batch.advantages, shaped, strict=True):
         np.testing.assert_allclose(advantages, value - sum(shaped) / 4, atol=1e-5)
     section = AlgorithmSection.model_validate(
-        {"advantage": "gae", "kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1", "whiten": False, "gae_lambda": 0.0}
+        {"advantage": "gae", "kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1", "gae_lambda": 0.0}
     )
     batch.values = [np.zeros(length, np.float32) for length in batch.lengths]
+    monkeypatch.setattr("trainer.algorithms.compute_advantages.whiten", lambda values, _: values)
     weigh(batch, section, 512, kl_coef=0.5)
     for i, (advantages, reward) in enumerate(zip(batch.advantages, [1.0, 0.0, 0.0, 1.0], strict=True)):
         expected = np.full(batch.lengths[i], -0.5 * 0.1 * i, np.float32)
@@ -159,7 +160,7 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
 
 def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(config: Config, groups: list[Group]) -> None:
     assert config.trainer.run_dir is not None
-    changed = with_algorithm(config, kl_coef=0.1, reference_refresh=1, kl_target=1e-3, kl_horizon=16)
+    changed = with_algorithm(config, kl_coef=0.1, reference_refresh=1, kl_target=1e-3)
     unbroken = Learner(changed, Ranks())
     unbroken.update(weighed(unbroken, groups))
     assert unbroken.kl_coef < 0.1  # the policy began at the reference: below its target
@@ -173,7 +174,7 @@ def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(conf
 
 def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[Group]) -> None:
     def coefficient(target: float) -> float:
-        changed = with_algorithm(config, kl_coef=0.1, kl_target=target, kl_horizon=100)
+        changed = with_algorithm(config, kl_coef=0.1, kl_target=target)
         learner = Learner(changed, Ranks())
         for _ in range(4):
             learner.update(weighed(learner, groups))

@@ -23,7 +23,7 @@ def weigh(batch: Batch, config: AlgorithmSection, max_new_tokens: int, kl_coef: 
     rewards = torch.tensor([row.reward for row in batch.rows], dtype=torch.float32)
     lengths = torch.tensor(batch.lengths)
     if config.overlong_buffer:
-        rewards = rewards + overlong_penalty(lengths, max_new_tokens, config.overlong_buffer, config.overlong_factor)
+        rewards = rewards + overlong_penalty(lengths, max_new_tokens, config.overlong_buffer)
     penalties = _kl_penalties(batch, config, kl_coef)
     if config.advantage == "gae":
         batch.advantages, batch.returns = _token_advantages(batch, rewards, penalties, config)
@@ -58,9 +58,8 @@ def _token_advantages(
     advantages, returns = gae(
         torch.from_numpy(token_rewards), torch.from_numpy(values), torch.from_numpy(mask), config.gamma, config.gae_lambda
     )
-    if config.whiten:
-        counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
-        advantages = whiten(advantages, counts)
+    counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
+    advantages = whiten(advantages, counts)
     both = (advantages.numpy(), returns.numpy())
     by_row = [[matrix[i, :length] for i, length in enumerate(batch.lengths)] for matrix in both]
     return by_row[0], by_row[1]

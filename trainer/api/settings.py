@@ -304,7 +304,7 @@ def _decided_elsewhere(name: str) -> bool:
     section, _, rest = name.partition(".")
     return rest == "port" or {
         "data": not rest.startswith("curriculum"),
-        "reward": rest not in ("workers", "function_timeout_s", "function_batch", "require_stop", "max_batch_items"),
+        "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
         "rollout": rest != "max_running_requests",
         "critic": rest == "location",
     }.get(section, False)

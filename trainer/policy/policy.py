@@ -75,7 +75,6 @@ class Learner:
             settings.adam_betas,
             settings.weight_decay,
             settings.max_grad_norm,
-            settings.max_skipped_updates,
         )
 
     def _load_reference(self, config: ModelSection, directory: Path | None) -> Scorer:
@@ -163,7 +162,7 @@ class Learner:
         """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
 
         An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
-        `trainer.max_skipped_updates` of them in a row.
+        `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm, sums = self.config.algorithm, Sums(self.ranks.device)
         counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
@@ -195,9 +194,7 @@ class Learner:
         self.step += 1
         algorithm = self.config.algorithm
         if algorithm.kl_target is not None and metrics.trained_tokens and math.isfinite(metrics.kl_reference):
-            self.kl_coef = adapted_kl_coef(
-                self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions, algorithm.kl_horizon
-            )
+            self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions)
         if self.reference is not None and algorithm.reference_refresh and self.step % algorithm.reference_refresh == 0:
             theirs = named_tensors(self.reference.model).values()
             for old, new in zip(theirs, named_tensors(self.policy).values(), strict=True):

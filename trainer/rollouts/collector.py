@@ -29,8 +29,10 @@ from common.critic_client import CriticClient
 from common.errors import ServiceError
 from common.rollout_client import RolloutClient
 from common.schemas import Completion, Group, Prompt, SampledGroups, SampleRequest, TakeRequest
+from services.reward.limits import MAX_BATCH_ITEMS
 from trainer.background import LoopThread
 from trainer.rollouts.mixing import mixed_in
+from trainer.rollouts.priorities import PRIORITY_EXPONENT
 from trainer.rollouts.prompts import Prompter, reward_items
 from trainer.rollouts.request_batcher import Together
 from trainer.timing import StageClock
@@ -154,7 +156,7 @@ class Collector:
         self._dropped: list[Drawn] = []  # their groups were dropped: they come before other prompts
         self._tries: Counter[int] = Counter()  # groups that were dropped, by position
         self._failure: BaseException | None = None
-        self._grade_all = Together(services.reward.grade_all, config.reward.max_batch_items, len)
+        self._grade_all = Together(services.reward.grade_all, MAX_BATCH_ITEMS, len)
         self._store_all = Together(self._add, _MAX_STORE)
 
     @contextmanager
@@ -217,7 +219,7 @@ class Collector:
         request = SampleRequest(
             count=count,
             min_version=min_version,
-            priority_exponent=settings.priority_exponent,
+            priority_exponent=PRIORITY_EXPONENT,
             importance_exponent=importance_exponent,
             max_times_sampled=settings.max_times_sampled,
             seed=seed,

@@ -10,6 +10,11 @@ from trainer.trackers.base import LIBRARIES
 WANDB_KEY = "WANDB_API_KEY"
 
 
+def offline() -> bool:
+    """Whether wandb writes into the run directory alone (`WANDB_MODE`, as for wandb itself)."""
+    return os.environ.get("WANDB_MODE", "online") != "online"
+
+
 def check(settings: TrackersSection) -> None:
     """Raises ConfigError, with the remedy, for a tracker that cannot be used here."""
     for name in settings.names:
@@ -20,9 +25,9 @@ def check(settings: TrackersSection) -> None:
                 value=name,
                 remedy=f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out",
             )
-    if "wandb" in settings.names and settings.wandb_mode == "online" and not os.environ.get(WANDB_KEY):
+    if "wandb" in settings.names and not offline() and not os.environ.get(WANDB_KEY):
         raise ConfigError(
             "wandb needs a key to send anything",
             field=WANDB_KEY,
-            remedy="put it into the environment of the trainer (a secret of the job group), or set trackers.wandb_mode offline",
+            remedy="put it into the environment of the trainer (a secret of the job group), or WANDB_MODE=offline",
         )

@@ -94,7 +94,7 @@ class Outlet:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._told = True
-            self._say(f"tracker {self.name} did not take what was left in the time it had (trackers.flush_timeout_s)")
+            self._say(f"tracker {self.name} did not take what was left in the time it had")
             self._process.kill()
             self._thread.join()
         self._lose_rest()

@@ -17,6 +17,8 @@ from trainer.trackers.base import Cell, RunInfo
 from trainer.trackers.check import check
 from trainer.trackers.outlet import Outlet
 
+_FLUSH_S = 60.0
+"""For what is still on its way when the run ends; then it is lost, and said to be."""
 _INTERRUPTED_S = 5.0
 """To flush, when the run ends before its end: whoever ends it does not wait long."""
 _MAX_TEXT, _MAX_ROWS = 4000, 64
@@ -80,9 +82,8 @@ class Trackers:
         self._table(evaluation.step, "evaluation/answers", _ANSWERS, rows)
 
     def close(self, finished: bool) -> None:
-        """Waits until they have taken everything, `trackers.flush_timeout_s` at most, and ends them."""
-        limit = self._settings.flush_timeout_s if finished else min(_INTERRUPTED_S, self._settings.flush_timeout_s)
-        deadline = time.monotonic() + limit
+        """Waits until they have taken everything, `_FLUSH_S` at most, and ends them."""
+        deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
         for outlet in self._outlets:
             outlet.end(finished)
         for outlet in self._outlets:
