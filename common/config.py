@@ -74,11 +74,11 @@ class Config(BaseSettings):
     )
 
     seed: Main[int] = Field(0, ge=0)
-    """Of everything random: data order, sampling, dropout. A run on one seed repeats."""
+    """Seed of data order, sampling and dropout. A run repeats with the same seed."""
     state_dir: Path = Path("state")
-    """Where services keep what must survive a restart (data cursor, replay store, weights, logs)."""
+    """Directory of what services keep across a restart: data position, replay store, weights and logs."""
     max_body_mb: int = Field(256, gt=0)
-    """Largest request body a service accepts."""
+    """Largest request body that a service accepts, in MB."""
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()
     data: DataSection = DataSection()
