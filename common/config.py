@@ -122,11 +122,6 @@ class Config(BaseSettings):
                 f"algorithm.mini_batches {self.algorithm.mini_batches} is more than the {completions} completions of a batch: "
                 "lower it"
             )
-        if self.replay.mix_successes >= self.sampling.group_size:
-            raise ValueError(
-                f"replay.mix_successes {self.replay.mix_successes} is not below sampling.group_size "
-                f"{self.sampling.group_size}: a group of nothing but successes has no advantage"
-            )
         if self.trainer.weight_sync == "distributed" and self.rollout.engine == "sglang":
             ranks = _RANK_OPTIONS.intersection(word.partition("=")[0] for word in self.rollout.engine_args)
             if ranks:
@@ -196,14 +191,9 @@ class Config(BaseSettings):
             unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
         elif not self.model.reference:
             unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
-        replay = self.replay
-        if replay.reuse_ratio == 0:
-            reuse = ("priority", "max_times_sampled", "corrected")
+        if self.replay.reuse_ratio == 0:
+            reuse = ("priority", "max_times_sampled", "max_reuse_staleness", "corrected")
             unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
-            if replay.mix_successes == 0:
-                unread["replay.max_reuse_staleness"] = "replay.reuse_ratio and replay.mix_successes are 0"
-        if replay.priority != "recency":
-            unread["replay.recency_half_life"] = f"replay.priority is {replay.priority}"
         return unread
 
     @classmethod

@@ -1,5 +1,6 @@
 """Settings that are gone or have another name: what a user who still sets one is told to do."""
 
+_NO_EFFECT = "it was removed, because it had no effect in our study (docs/adr/0009-fewer-ways-of-reuse.md): "
 _ONE_VALUE = "leave it out: it is now fixed at {}".format
 
 REMOVED = {
@@ -17,6 +18,10 @@ REMOVED = {
     "data.max_requests": _ONE_VALUE(256),
     "data.task": "set reward.functions, or name a column of tasks in data.task_field",
     "replay.importance_exponent": _ONE_VALUE("0.4, rising to 1"),
+    "replay.mix_successes": f"{_NO_EFFECT}leave it out",
+    "replay.priority difficulty": f"{_NO_EFFECT}take advantage, reward or package.module:name",
+    "replay.priority recency": f"{_NO_EFFECT}take advantage, reward or package.module:name",
+    "replay.recency_half_life": f"{_NO_EFFECT}leave it out",
     "replay.max_requests": _ONE_VALUE(256),
     "replay.priority_exponent": f"{_ONE_VALUE(0.6)}; a function of your own in replay.priority can correct for it",
     "reward.code_output_kb": _ONE_VALUE("64 kB"),

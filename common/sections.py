@@ -212,17 +212,11 @@ class ReplaySection(Section):
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: Main[float] = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, 0 to below 1."""
-    priority: str = Field("advantage", pattern=r"^(advantage|difficulty|reward|recency|[\w.]+:\w+)$")
-    """What makes a group be reused more often: `advantage` (its mean |advantage|), `difficulty` (half of the answers
-    right), `reward` (its mean reward), `recency`, or a function `package.module:name` of (group, advantages) that returns
-    a number of at least 0."""
-    recency_half_life: float = Field(4.0, gt=0)
-    """Weight versions after which the priority has halved (priority recency)."""
+    priority: str = Field("advantage", pattern=r"^(advantage|reward|[\w.]+:\w+)$")
+    """What makes a group more likely to be reused: its mean |`advantage`|, its mean `reward`, or what your own function
+    `package.module:name` of (group, advantages) returns, at least 0."""
     corrected: bool = True
     """Correct reused groups by importance weights and by the policy that sampled them. Without it the update is biased."""
-    mix_successes: int = Field(0, ge=0)
-    """In a fresh group whose answers are all wrong, replace so many by verified right answers of the same prompt from the
-    buffer, where there are any (RLEP)."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest group that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)
