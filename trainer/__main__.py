@@ -31,6 +31,7 @@ from trainer.observe.run_dir import console
 from trainer.rollouts.services import Services
 from trainer.run import Opening, Run
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.trackers.thread import prompt_exit
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
@@ -182,5 +183,6 @@ def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Clie
 
 
 if __name__ == "__main__":
-    main()
+    with prompt_exit():
+        main()
     end()

@@ -45,7 +45,7 @@ from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
 from trainer.timing import StageClock
-from trainer.trackers.check import check
+from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.sync import PublishedWeights, Publishes, WeightSync
 
@@ -177,13 +177,13 @@ class Run:
     def training(self) -> Iterator[None]:
         """Groups are collected, and steps recorded, while inside."""
         step = self.policy.step
-        with self.checkpoints, self.log.training(step, self.total_steps, self.rollouts.drops):
-            with self.rollouts.collecting(step, self.total_steps):
-                try:
-                    yield
-                    self.weights.wait()
-                finally:
-                    self.weights.close()
+        log = self.log.training(step, self.total_steps, self.rollouts.drops)
+        with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
+            try:
+                yield
+                self.weights.wait()
+            finally:
+                self.weights.close()
 
     def begin_step(self) -> None:
         """Seeds what is random in the step, dropout for example. Raises CheckpointFailed when the last one was not written."""

@@ -189,13 +189,14 @@ def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
 def test_every_setting_changes_the_update(config: Config) -> None:
     base = parameters(trained(config, batches=2))
     for name, value in {
-        "learning_rate": 2e-3,
-        "update_epochs": 1,
-        "mini_batches": 1,
-        "value_clip": 1e-3,
-        "max_grad_norm": 1e-6,
+        "critic.learning_rate": 2e-3,
+        "algorithm.update_epochs": 1,
+        "algorithm.mini_batches": 1,
+        "critic.value_clip": 1e-3,
+        "trainer.max_grad_norm": 1e-6,
     }.items():
         changed = config.model_copy(deep=True)
-        setattr(changed.critic, name, value)
+        section, _, key = name.partition(".")
+        setattr(getattr(changed, section), key, value)
         new = parameters(trained(changed, batches=2))
-        assert any(not torch.equal(new[key], base[key]) for key in base), name
+        assert any(not torch.equal(new[each], base[each]) for each in base), name

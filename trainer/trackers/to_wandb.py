@@ -2,8 +2,7 @@
 
 import wandb
 
-from trainer.trackers.base import Cell, RunInfo
-from trainer.trackers.check import offline
+from trainer.trackers.base import Cell, RunInfo, wandb_offline
 
 
 class Made:
@@ -21,7 +20,7 @@ class Made:
         self._run.config.update(run.config, allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self.where = f"wandb sync {self._run.settings.sync_dir}" if offline() else str(self._run.url)
+        self.where = f"wandb sync {self._run.settings.sync_dir}" if wandb_offline() else str(self._run.url)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self._run.log({**values, "step": step})
