@@ -18,7 +18,6 @@ from services.critic.keeper import CriticKeeper
 from services.critic.shapes import UPDATE_REQUEST, VALUE_REQUEST, VALUES
 from services.http.app import create_app
 from services.http.openapi import described, errors
-from services.http.story import Work
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -54,7 +53,6 @@ def create_critic_app(config: Config) -> FastAPI:
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=config.critic.max_requests,
-        work=Work(now=lambda: _whose(keeper)),
     )
     tell = _gauges(metrics, keeper)
 
@@ -88,12 +86,6 @@ def create_critic_app(config: Config) -> FastAPI:
         return keeper.status()
 
     return app
-
-
-def _whose(keeper: CriticKeeper) -> str:
-    """For the log."""
-    status = keeper.status()
-    return f"the critic of run {status.run_id} at step {status.step}" if status.run_id else "the critic of no run yet"
 
 
 def _gauges(metrics: Metrics, keeper: CriticKeeper) -> Callable[[CriticMetrics], None]:

@@ -15,7 +15,6 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.http.app import serve
-from services.http.story import starts
 
 _CRASHED = 70  # EX_SOFTWARE
 
@@ -52,7 +51,6 @@ def main() -> None:
     try:
         log = setup_logging("rollout-engine")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-        starts("rollout-engine", ", ".join(f"{name} {value}" for name, value in shown.items()))
         model = Model(arguments.model_path, arguments.max_context_tokens)
         engine = Engine(
             model,
@@ -61,8 +59,9 @@ def main() -> None:
             weight_version=arguments.weight_version,
             on_crash=_die,
         )
-        log.info("loaded %s, weight version %s, %d threads", model.path, engine.weight_version, torch.get_num_threads())
-        serve(make_app(engine, shown), arguments.host, arguments.port)
+        log.info("loaded %s on %d threads", model.path, torch.get_num_threads())
+        settings = " ".join(f"{name}={value}" for name, value in shown.items() if name not in ("host", "port"))
+        serve(make_app(engine, shown), arguments.host, arguments.port, settings)
     except (ConfigError, NotReady) as error:
         fail(error)
 

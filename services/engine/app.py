@@ -21,7 +21,6 @@ from services.engine.protocol import GenerateBody, answer, answers
 from services.engine.stops import texts
 from services.http.app import create_app
 from services.http.openapi import JSON, OBJECT, described
-from services.http.story import Work
 
 
 def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
@@ -46,7 +45,6 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         metrics=engine.metrics,
         max_requests=engine.max_waiting + 1024,  # the queue bounds what generates; agents have to get through beside it
         fails=(400,),
-        work=Work(engine.totals, engine.now, lambda: engine.running > 0, "requests that the router sends"),
     )
     add_control(app, engine)
     add_distributed(app, engine)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from common.errors import ServiceError
@@ -69,13 +69,6 @@ class CheckBody(_Body):
     """`/weights_checker`."""
 
     action: str = "checksum"
-
-
-class NameBody(_Body):
-    """`/get_weights_by_name`."""
-
-    name: str
-    truncate_size: int = Field(100, ge=0)
 
 
 class Updates:
@@ -194,7 +187,6 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
     """Adds SGLang's calls for weights that come by broadcast, and those that look at weights."""
     updates = Updates(engine)
     checked = described(CheckBody, OBJECT, statuses=(200, 400))
-    rows = described(NameBody, {"anyOf": [OBJECT, {"type": "array"}]}, statuses=(200, 400))
 
     @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
     async def init_weights_update_group(request: Request) -> Response:
@@ -239,14 +231,6 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
         rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
         return reply({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total})
-
-    @app.get("/get_weights_by_name", **rows)
-    @app.post("/get_weights_by_name", **rows)
-    async def get_weights_by_name(request: Request) -> Response:
-        """The first `truncate_size` rows of a tensor; 400 for a name that is not of the model."""
-        body = await read_body(request, NameBody)
-        found = await asyncio.wrap_future(engine.weights_by_name(body.name, body.truncate_size))
-        return reply({"error": {"message": "Get parameter by name failed"}}, 400) if found is None else reply(found)
 
 
 async def _call(function: Callable[[], str]) -> str:

@@ -19,7 +19,6 @@ from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, Succe
 from common.sections import ReplaySection
 from services.http.app import create_app
 from services.http.openapi import described, errors
-from services.http.story import Work
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
 from services.replay.shapes import EXPERIENCES, FOUND, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
@@ -77,7 +76,6 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         max_requests=config.max_requests,
-        work=Work(now=partial(_holds, buffer)),
     )
     app.state.worker = worker
     _queue_routes(app, worker)
@@ -240,13 +238,6 @@ async def _unwanted(request: Request) -> None:
         if request.app.state.draining:
             return
         await asyncio.sleep(_WATCH_S)
-
-
-def _holds(buffer: ReplayBuffer) -> str:
-    """Groups by state, for the log."""
-    groups = {state: groups for state, (groups, _) in buffer.store.committed.items()}
-    held = ", ".join(f"{groups[state]} {state}" for state in ("fresh", "leased", "consumed"))
-    return f"groups: {held}; {buffer.store.size() / 1e6:.1f} MB"
 
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:

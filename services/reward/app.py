@@ -12,7 +12,6 @@ from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from common.sections import RewardSection
 from services.http.app import create_app
-from services.http.story import Work
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 
@@ -47,7 +46,6 @@ def create_reward_app(
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         max_requests=config.max_requests,
-        work=Work(scorer.totals, scorer.now),
     )
 
     @app.post("/reward")
