@@ -4,7 +4,6 @@ A line in is `[call, arguments]`; a line out is `{"done": â€¦}` or `{"error": â€
 Ends when its input does, and some time after its parent even if the tracker hangs.
 """
 
-import importlib
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from common.imports import import_callable
 from trainer.trackers.base import LIBRARIES, RunInfo, Tracker
 
 _LINGER_S = 60.0
@@ -22,9 +22,7 @@ _LINGER_S = 60.0
 
 def load(name: str) -> Callable[[RunInfo], Tracker]:
     """The class of a tracker: one of this package, or `package.module:Class`."""
-    module, _, attribute = (f"trainer.trackers.to_{name}:Made" if name in LIBRARIES else name).partition(":")
-    found: Callable[[RunInfo], Tracker] = getattr(importlib.import_module(module), attribute)
-    return found
+    return import_callable(f"trainer.trackers.to_{name}:Made" if name in LIBRARIES else name, "trackers.names")
 
 
 def main() -> None:
