@@ -66,7 +66,7 @@ async def test_contract_the_trainers_scores_are_the_engines(target_url: str, mod
         assert learner._scorer.layout is layout
         learner.step = groups[0].weight_version
         batch: Batch = weighed(learner, groups)
-        for column in (batch.old_logprobs, batch.reference_logprobs):
+        for column in (batch.old_logprobs, batch.ref_logprobs):
             assert [len(row) for row in column] == batch.lengths
             for row, completion in zip(column, completions, strict=True):
                 np.testing.assert_allclose(row, completion.logprobs, rtol=0, atol=TOLERANCE)

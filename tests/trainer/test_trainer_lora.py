@@ -92,9 +92,9 @@ def test_the_reference_is_the_frozen_model_without_a_copy(lora: Config, policy_d
     batch, full = weighed(learner, off_policy_groups()), config.model_copy(deep=True)
     full.lora.rank = 0
     expected = weighed(Learner(full, Ranks()), off_policy_groups())
-    assert batch.reference_logprobs is not None
-    assert expected.reference_logprobs is not None
-    for found, right in zip(batch.reference_logprobs, expected.reference_logprobs, strict=True):
+    assert batch.ref_logprobs is not None
+    assert expected.ref_logprobs is not None
+    for found, right in zip(batch.ref_logprobs, expected.ref_logprobs, strict=True):
         np.testing.assert_array_equal(found, right)
     assert distance(logits(learner.policy), logits(plain(policy_dir))) > 1e-3  # the adapter is on again
 

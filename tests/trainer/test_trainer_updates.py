@@ -107,7 +107,7 @@ def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> 
     )
     batch = Batch.of([groups[0]], [1.0], config)
     batch.old_logprobs = [np.full(length, -1.0, np.float32) for length in batch.lengths]
-    batch.reference_logprobs = [np.full(length, -1.0 - 0.1 * i, np.float32) for i, length in enumerate(batch.lengths)]
+    batch.ref_logprobs = [np.full(length, -1.0 - 0.1 * i, np.float32) for i, length in enumerate(batch.lengths)]
     weigh(batch, config.algorithm, 512, kl_coef=0.5)
     shaped = [reward - 0.5 * 0.1 * i * batch.lengths[i] for i, reward in enumerate([1.0, 0.0, 0.0, 1.0])]
     for advantages, value in zip(batch.advantages, shaped, strict=True):
@@ -217,8 +217,8 @@ def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: C
     assert not batch.old_logprobs
     fresh = {float(completion.logprobs[0]) for group in groups[:2] for completion in group.completions}
     reused = {float(completion.logprobs[0]) for group in groups[2:] for completion in group.completions}
-    assert {float(row.behaviour_logprobs[0]) for row in batch.rows[:8]} == fresh
-    assert not {float(row.behaviour_logprobs[0]) for row in batch.rows[8:]} & reused
+    assert {float(row.rollout_logprobs[0]) for row in batch.rows[:8]} == fresh
+    assert not {float(row.rollout_logprobs[0]) for row in batch.rows[8:]} & reused
 
 
 def test_a_policy_that_is_held_stays_and_its_version_moves(config: Config, groups: list[Group]) -> None:

@@ -19,9 +19,8 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from trainer.policy.scorer import load_model, load_tokenizer, quiet
-from trainer.rollouts.collector import sampling_seed
 from trainer.rollouts.evaluation import SEED_OFFSET
-from trainer.rollouts.prompts import Prompter, conversation
+from trainer.rollouts.prompts import Prompter, conversation, sampling_seed
 
 _T = TypeVar("_T")
 _FIRST_ANSWER_S = 15.0

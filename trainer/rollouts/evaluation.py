@@ -10,8 +10,9 @@ from common.config import Config
 from common.errors import InvalidInput
 from common.rollout_client import GenerationFailed
 from common.schemas import Completion, Prompt, RewardResult
-from trainer.rollouts.collector import Services, sampling_seed
-from trainer.rollouts.prompts import Prompter, reward_items
+from trainer.background import LoopThread
+from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
+from trainer.rollouts.services import Services
 
 SEED_OFFSET = 1 << 20
 """Keeps the seeds of evaluation apart from those of training."""
@@ -46,6 +47,49 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         """Everything but the answers."""
         return {key: value for key, value in asdict(self).items() if key != "answers"}
+
+
+class Evaluator:
+    """The evaluation of a rank above 0: rank 0 evaluates."""
+
+    last: Evaluation | None = None
+
+    def prepare(self) -> None:
+        """Gets the held-out problems."""
+
+    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
+        """Evaluates the weights that the engines serve, those after `step` steps.
+
+        pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without held-out problems.
+        """
+        return None
+
+
+class ServedEvaluator(Evaluator):
+    """Rank 0's evaluation, over the services of training.
+
+    Args:
+        config: of the run.
+        services: clients, used in `loop`.
+        prompter: tokenises prompts.
+        loop: event loop in a thread of its own.
+    """
+
+    def __init__(self, config: Config, services: Services, prompter: Prompter, loop: LoopThread) -> None:
+        self._config, self._services, self._prompter, self._loop = config, services, prompter, loop
+        self._held_out: list[Prompt] = []
+
+    def prepare(self) -> None:
+        if count := self._config.trainer.eval_samples:
+            self._held_out = self._loop.call(self._services.data.eval_prompts(count))
+
+    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
+        """See `Evaluator`. Raises ServiceError when an answer or a grade cannot be had."""
+        if not self._held_out:
+            return None
+        arguments = (self._config, self._services, self._prompter, self._held_out, step, pass_samples)
+        self.last = self._loop.call(evaluate(*arguments))
+        return self.last
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
