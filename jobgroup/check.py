@@ -26,7 +26,9 @@ from typing import Any
 
 import yaml
 
+from common.errors import ConfigError
 from jobgroup.fit import Placed, problems, warnings
+from jobgroup.spec import assignment
 
 FOLDER = Path(__file__).resolve().parent
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -301,24 +303,21 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
     return volumes, problems
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not re.fullmatch(r"[A-Za-z_]\w*", name) or not (equals or name in os.environ):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, nor a variable that is set here")
-    return name, value if equals else os.environ[name]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status."""
     parser = argparse.ArgumentParser(description="Checks job-group YAMLs with SkyPilot itself, offline.", allow_abbrev=False)
     parser.add_argument(
         "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (every *-jobgroup.yaml beside this file)"
     )
-    parser.add_argument("--env", action="append", default=[], type=_pair, metavar="K=V", help="as for sky jobs launch")
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch")
     parser.add_argument(
         "--volume", action="append", type=Path, metavar="YAML", help="volumes (all in volumes/ beside this file)"
     )
     options = parser.parse_args(argv)
+    try:
+        env = [assignment(text, "--env") for text in options.env]
+    except ConfigError as error:
+        parser.error(str(error))
     paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
     groups = {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path) for path in paths}
     switched_on = {name: _MARKED.sub(r"\1\2", text) for name, text in groups.items()}
@@ -333,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"INVALID {problem}")
         valid = not problems
         for name, text in groups.items():
-            check = Check(sky, text, options.env, volumes)
+            check = Check(sky, text, env, volumes)
             valid = valid and not check.problems
             print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
             print("".join(f"  WARNING {name}: {warning}\n" for warning in check.warnings), end="")

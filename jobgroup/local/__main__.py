@@ -5,7 +5,6 @@ Every node of every task is a process group with the `SKYPILOT_*` variables it w
 Primary tasks decide when the group ends and with which status; nothing is left behind.
 """
 
-import argparse
 import asyncio
 import os
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.cli import Parser
 from common.config import fail
 from common.errors import ConfigError
 from common.security import token
@@ -21,7 +21,7 @@ from jobgroup import scrape, spec
 from jobgroup.local.output import Screen
 from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
-from jobgroup.spec import JobGroup, Task, seconds, variable
+from jobgroup.spec import JobGroup, Task, assignment, seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         group = spec.load(
             Path(options.yaml),
-            dict(_assignment(text, "--env") for text in options.env),
-            dict(_assignment(text, "--secret") for text in options.secret),
+            dict(assignment(text, "--env") for text in options.env),
+            dict(assignment(text, "--secret") for text in options.secret),
             dict(_node_count(text) for text in options.num_nodes),
         )
         tasks = _chosen(group, options.only)
@@ -85,10 +85,8 @@ class _Environment:
         return {**defaults, **os.environ, **task.env, **skypilot}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobgroup.local", description="Runs a SkyPilot job-group YAML on this machine.", allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = Parser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task; K alone takes it from here")
@@ -102,15 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
     add("--fail-fast", action="store_true", help="ends all when any task has failed for good (SkyPilot lets the others run on)")
     return parser
-
-
-def _assignment(text: str, option: str) -> tuple[str, str]:
-    """`K=V`, or `K` for a variable of this environment."""
-    name, equals, value = text.partition("=")
-    variable(name, option)
-    if not equals and name not in os.environ:
-        raise ConfigError(f"{name} is not set here", field=option, value=text, remedy=f"write {option} {name}=VALUE")
-    return name, value if equals else os.environ[name]
 
 
 def _node_count(text: str) -> tuple[str, int]:

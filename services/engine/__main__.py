@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from common.cli import Parser, positive
 from common.config import fail
 from common.errors import ConfigError, NotReady
 from common.observe import setup_logging
@@ -21,21 +22,15 @@ _CRASHED = 70  # EX_SOFTWARE
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m services.engine", description=__doc__)
+    parser = Parser("services.engine", __doc__ or "")
     parser.add_argument("--model-path", type=Path, required=True, help="local Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30001)
     parser.add_argument("--weight-version", default="default", help="label of these weights in every answer")
-    parser.add_argument("--max-running-requests", type=_positive, default=256, help="completions decoded at once")
-    parser.add_argument("--max-context-tokens", type=_positive, default=2048, help="prompt plus completion")
+    parser.add_argument("--max-running-requests", type=positive, default=256, help="completions decoded at once")
+    parser.add_argument("--max-context-tokens", type=positive, default=2048, help="prompt plus completion")
     parser.add_argument("--seed", type=int, default=0, help="of requests without sampling_seed")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _die() -> None:

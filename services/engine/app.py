@@ -11,11 +11,10 @@ from fastapi.responses import StreamingResponse
 
 from common.errors import ServiceError
 from services.engine.bodies import abort_unfinished, all_done, finish, read_body, reply
-from services.engine.control import add_control, add_info
+from services.engine.control import add_control, add_info, add_lora
 from services.engine.distributed import add_distributed
 from services.engine.engine import Engine
 from services.engine.jobs import Job, Sequence
-from services.engine.lora import add_lora
 from services.engine.openai import ChatBody, CompletionBody, chat_answer, completion_answer
 from services.engine.protocol import GenerateBody, answer, answers
 from services.engine.stops import texts

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import InvalidInput, NotReady, ServiceError
 from services.engine.engine import Engine
@@ -22,6 +22,12 @@ class ClientGone(ServiceError):
 
     status = 499
     code = "client_gone"
+
+
+class Body(BaseModel):
+    """A request of SGLang's; fields that this engine does not know are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 async def read_body(request: Request, kind: type[_B]) -> _B:

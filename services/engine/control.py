@@ -1,4 +1,4 @@
-"""Control and information calls of SGLang: weights, pause, abort, cache, health."""
+"""Control and information calls of SGLang: weights, adapters, pause, abort, cache, health."""
 
 import asyncio
 import time
@@ -7,10 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict
 
 from common.errors import NotReady, ServiceError
-from services.engine.bodies import finish, read_body, reply
+from services.engine.bodies import Body, finish, read_body, reply
 from services.engine.engine import Engine
 from services.engine.jobs import Job, Sampling
 from services.engine.protocol import BadRequest
@@ -18,24 +17,20 @@ from services.engine.scheduler import PauseMode
 from services.http.openapi import OBJECT, described
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class PauseBody(_Body):
+class PauseBody(Body):
     """`/pause_generation`."""
 
     mode: PauseMode = "abort"
 
 
-class AbortBody(_Body):
+class AbortBody(Body):
     """`/abort_request`: one name, or everything."""
 
     rid: str = ""
     abort_all: bool = False
 
 
-class UpdateBody(_Body):
+class UpdateBody(Body):
     """`/update_weights_from_disk`."""
 
     model_path: str
@@ -45,11 +40,23 @@ class UpdateBody(_Body):
     abort_all_requests: bool = False
 
 
-class VersionBody(_Body):
+class VersionBody(Body):
     """`/update_weight_version`."""
 
     new_version: str
     abort_all_requests: bool = True
+
+
+class UnloadBody(Body):
+    """`/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+class LoadBody(UnloadBody):
+    """`/load_lora_adapter`."""
+
+    lora_path: str
 
 
 def add_control(app: FastAPI, engine: Engine) -> None:
@@ -71,10 +78,10 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         await asyncio.wrap_future(engine.pause(body.mode))
         return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
 
-    @app.post("/continue_generation", **described(_Body, OBJECT))
+    @app.post("/continue_generation", **described(Body, OBJECT))
     async def continue_generation(request: Request) -> Response:
         """Generates again."""
-        await read_body(request, _Body)
+        await read_body(request, Body)
         await asyncio.wrap_future(engine.resume())
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -114,6 +121,37 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
 def _failed(message: str, status: int) -> Response:
     return reply({"success": False, "message": message, "num_paused_requests": 0}, status)
+
+
+def add_lora(app: FastAPI, engine: Engine) -> None:
+    """Adds the calls that load and unload LoRA adapters."""
+
+    def answer(error: ServiceError | None = None) -> Response:
+        message = "" if error is None else str(error)
+        body = {"success": error is None, "error_message": message, "loaded_adapters": engine.adapters}
+        return reply(body, 200 if error is None else error.status)
+
+    @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
+    async def load_lora_adapter(request: Request) -> Response:
+        """Makes an adapter known by a name; 400 for a name that is there and for files that do not fit."""
+        body = await read_body(request, LoadBody)
+        try:
+            await asyncio.wrap_future(engine.load_adapter(body.lora_name, Path(body.lora_path)))
+        except ServiceError as error:
+            return answer(error)
+        return answer()
+
+    @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Refuses new requests with this adapter, and forgets it when the last one is answered."""
+        body = await read_body(request, UnloadBody)
+        try:
+            await asyncio.wrap_future(engine.retire_adapter(body.lora_name))
+            while not await asyncio.wrap_future(engine.drop_adapter(body.lora_name)):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.02)
+        except ServiceError as error:
+            return answer(error)
+        return answer()
 
 
 def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from common import logs
@@ -21,6 +22,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_crash)
 
 
@@ -59,6 +61,11 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     code = codes.get(error.status_code, "http_error")
     wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
     return JSONResponse(wrapped.body(), error.status_code, error.headers)
+
+
+async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
+    """The client left in the middle of its body: nobody reads this answer, and it is no crash of the service."""
+    return error_response(ServiceError("the client closed the connection", code="client_gone", status=499), request.scope)
 
 
 async def _on_crash(request: Request, error: Exception) -> JSONResponse:
