@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -126,32 +127,33 @@ def _failed(message: str, status: int) -> Response:
 def add_lora(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that load and unload LoRA adapters."""
 
-    def answer(error: ServiceError | None = None) -> Response:
-        message = "" if error is None else str(error)
-        body = {"success": error is None, "error_message": message, "loaded_adapters": engine.adapters}
-        return reply(body, 200 if error is None else error.status)
+    async def answer(work: Awaitable[None]) -> Response:
+        message, status = "", 200
+        try:
+            await work
+        except ServiceError as error:
+            message, status = str(error), error.status
+        return reply({"success": status == 200, "error_message": message, "loaded_adapters": engine.adapters}, status)
+
+    async def unload(name: str) -> None:
+        await asyncio.wrap_future(engine.retire_adapter(name))
+        while not await asyncio.wrap_future(engine.drop_adapter(name)):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.02)
+
+    async def load(name: str, path: str) -> None:
+        await asyncio.wrap_future(engine.load_adapter(name, Path(path)))
 
     @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
     async def load_lora_adapter(request: Request) -> Response:
         """Makes an adapter known by a name; 400 for a name that is there and for files that do not fit."""
         body = await read_body(request, LoadBody)
-        try:
-            await asyncio.wrap_future(engine.load_adapter(body.lora_name, Path(body.lora_path)))
-        except ServiceError as error:
-            return answer(error)
-        return answer()
+        return await answer(load(body.lora_name, body.lora_path))
 
     @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
     async def unload_lora_adapter(request: Request) -> Response:
         """Refuses new requests with this adapter, and forgets it when the last one is answered."""
         body = await read_body(request, UnloadBody)
-        try:
-            await asyncio.wrap_future(engine.retire_adapter(body.lora_name))
-            while not await asyncio.wrap_future(engine.drop_adapter(body.lora_name)):  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0.02)
-        except ServiceError as error:
-            return answer(error)
-        return answer()
+        return await answer(unload(body.lora_name))
 
 
 def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:

@@ -197,10 +197,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use.
 
-    Args:
-        app: the service.
-        host, port: it listens on these.
-        settings: that matter most, as `name=value`: on the first line of its log.
+    `settings` are those that matter most, as `name=value`; the line that says where it listens has them.
     """
     sock = listen(host, port)
     server = Server(app, host, port)
