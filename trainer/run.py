@@ -177,13 +177,13 @@ class Run:
     def training(self) -> Iterator[None]:
         """Groups are collected, and steps recorded, while inside."""
         step = self.policy.step
-        with self.checkpoints, self.log.training(step, self.total_steps, self.rollouts.drops):
-            with self.rollouts.collecting(step, self.total_steps):
-                try:
-                    yield
-                    self.weights.wait()
-                finally:
-                    self.weights.close()
+        log = self.log.training(step, self.total_steps, self.rollouts.drops)
+        with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
+            try:
+                yield
+                self.weights.wait()
+            finally:
+                self.weights.close()
 
     def begin_step(self) -> None:
         """Seeds what is random in the step, dropout for example. Raises CheckpointFailed when the last one was not written."""

@@ -23,9 +23,9 @@ class WeightSync:
     """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0 publishes."""
 
     def push(self, policy: Policy) -> "Future[None]":
-        """Publishes the policy's weights as version `policy.step`; the future is done when the engines serve them. A collective.
+        """Publishes the weights as version `policy.step`; the future is done when the engines serve them. A collective.
 
-        Raises PublishFailed and the like, in the future if it went on in the background.
+        Raises PublishFailed when no engine does; in the future, if publishing goes on in the background.
         """
         deque(policy.weights(), maxlen=0)
         return _served()
@@ -40,8 +40,8 @@ class WeightSync:
 class PublishedWeights(WeightSync):
     """Rank 0's weight sync.
 
-    In the background, a thread publishes a copy of the weights. At most one version is on its way: the next one waits for it, so
-    versions arrive in order and one copy is held.
+    In the background, a thread publishes a copy of the weights. At most one version is on its way: the next one waits for
+    it, so versions arrive in order and one copy is held.
 
     Args:
         publisher: brings weights to the engines.

@@ -18,7 +18,7 @@ async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> 
         return [2 * item for item in items]
 
     batched = RequestBatcher(double, most=10)
-    assert await asyncio.gather(*map(together, range(4))) == [0, 2, 4, 6]
+    assert await asyncio.gather(*map(batched, range(4))) == [0, 2, 4, 6]
     assert await batched(7) == 14
     assert calls == [[0, 1, 2, 3], [7]]
 
@@ -58,7 +58,7 @@ async def test_an_error_is_of_the_item_that_causes_it() -> None:
         return [1 / item for item in items]
 
     batched = RequestBatcher(invert, most=10)
-    results = await asyncio.gather(*map(together, [1, 0, 2]), return_exceptions=True)
+    results = await asyncio.gather(*map(batched, [1, 0, 2]), return_exceptions=True)
     assert [results[0], results[2]] == [1.0, 0.5]
     assert isinstance(results[1], ZeroDivisionError)
 
@@ -71,7 +71,7 @@ async def test_a_service_that_did_not_answer_in_time_is_not_asked_again_by_each(
         raise Unreachable("no answer within 600 s")
 
     batched = RequestBatcher(unanswered, most=10)
-    results = await asyncio.gather(*map(together, [1, 2, 3]), return_exceptions=True)
+    results = await asyncio.gather(*map(batched, [1, 2, 3]), return_exceptions=True)
     assert calls == [[1, 2, 3]]
     assert all(isinstance(result, Unreachable) for result in results)
 
