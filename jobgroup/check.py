@@ -20,7 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class Check:
         literal = re.compile(rf"(?<![\w${{}}.-])([a-z0-9][a-z0-9-]*-\d+)\.{re.escape(str(group))}(?![\w.-])")
         for field, script in (("setup", task.setup), ("run", task.run)):
             where, script = f"{task.name}.{field}", script or ""
-            faults = shell_faults(script, given)
+            faults = shell_faults(script, frozenset(given))
             for fault in faults:
                 self._add(where, fault)
             if faults:
@@ -239,7 +240,8 @@ def _placed(task: Any) -> Placed:
     )
 
 
-def shell_faults(script: str, given: Collection[str]) -> list[str]:
+@cache  # the job groups of this project share most scripts
+def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
     """Syntax errors of a bash script and variables that it reads without a default and that nobody defines, by shellcheck.
 
     Args:
@@ -255,9 +257,9 @@ def shell_faults(script: str, given: Collection[str]) -> list[str]:
     result = subprocess.run([program, *command[1:]], input=f"{known}\n{script}", text=True, capture_output=True, check=False)
     found = json.loads(result.stdout)
     if errors := [each for each in found if each["code"] < 2000 and each["level"] == "error"]:
-        return [f"bash cannot read it: line {errors[0]['line'] - 1}: {' '.join(each['message'] for each in errors)}"]
+        return (f"bash cannot read it: line {errors[0]['line'] - 1}: {' '.join(each['message'] for each in errors)}",)
     unset = {each["message"].split()[0] for each in found if each["code"] == _UNASSIGNED}
-    return [f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in sorted(unset)]
+    return tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in sorted(unset))
 
 
 def _one_line(error: object) -> str:

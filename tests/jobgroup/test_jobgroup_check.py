@@ -231,13 +231,13 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     ],
 )
 def test_variables_of_a_script(script: str, missing: str) -> None:
-    told = [f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in missing.split()]
-    assert shell_faults(script, {"GIVEN"}) == told
+    told = tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in missing.split())
+    assert shell_faults(script, frozenset({"GIVEN"})) == told
 
 
 @pytest.mark.parametrize("script", ["if true; then echo", 'echo "services', "echo $(", "f() {"])
 def test_a_script_that_bash_cannot_read(script: str) -> None:
-    (fault,) = shell_faults(f"true\n{script}", set())
+    (fault,) = shell_faults(f"true\n{script}", frozenset())
     assert fault.startswith("bash cannot read it: line 2: ")
 
 
