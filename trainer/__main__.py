@@ -30,6 +30,7 @@ from trainer.observe.run_dir import console
 from trainer.rollouts.services import Services
 from trainer.run import Opening, Run
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.trackers.thread import prompt_exit
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
@@ -71,7 +72,7 @@ def run(config: Config, topology: Topology) -> None:
     _say_start(config, ranks, topology, run_dir)
     watchdog.start()
     with (
-        watchdog.stalls(settings.stall_dump_s),
+        watchdog.stalls(),
         ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
@@ -110,7 +111,7 @@ class JobGroup:
         board = WeightBoard(opening.run_dir / "weights")
         health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
         replay = LiveReplay(services.replay, opening.loop)
-        app = create_trainer_app(board, opening.registry, config.trainer.max_requests, health, replay)
+        app = create_trainer_app(board, opening.registry, health, replay)
         bind = topology.bind(names.TRAINER, config.trainer.port)
         opening.stack.enter_context(server := BackgroundServer(app, *bind))
         opening.stack.callback(board.close)
@@ -181,5 +182,6 @@ def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Clie
 
 
 if __name__ == "__main__":
-    main()
+    with prompt_exit():
+        main()
     end()

@@ -45,7 +45,7 @@ from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
 from trainer.timing import StageClock
-from trainer.trackers.check import check
+from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.sync import PublishedWeights, Publishes, WeightSync
 

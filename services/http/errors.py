@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from common import logs
 from common.errors import InvalidInput, ServiceError
+from services.http.disconnect import ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
     """The client left in the middle of its body: nobody reads this answer, and it is no crash of the service."""
-    return error_response(ServiceError("the client closed the connection", code="client_gone", status=499), request.scope)
+    return error_response(ClientGone("the client closed the connection"), request.scope)
 
 
 async def _on_crash(request: Request, error: Exception) -> JSONResponse:

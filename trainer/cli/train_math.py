@@ -9,6 +9,7 @@ from common.errors import ConfigError
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import DATASETS, add_fields, problems, setting
+from trainer.trackers.thread import prompt_exit
 
 _EPILOG = """\
 examples:
@@ -92,4 +93,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "; the same command with --resume and --output-dir goes on from the newest checkpoint")
+    with prompt_exit():
+        run(main, "; the same command with --resume and --output-dir goes on from the newest checkpoint")
