@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.config import program
 from common.errors import ConfigError
 from common.security import Hider
 from common.topology import DATA
@@ -110,7 +111,7 @@ def _checks(plan: Plan, env: dict[str, str], gpus: list[gpu.Gpu], why: str, shap
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jobgroup.doctor",
+        prog=program("jobgroup.doctor"),
         description="Checks a machine, or a running job group from within.",
         allow_abbrev=False,
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.config import Config, load
+from common.config import Config, load, packaged
 from common.errors import ConfigError
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
 from jobgroup import spec
@@ -99,6 +99,7 @@ def make(
 
     Raises Usage for a file or a task that does not exist.
     """
+    path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
         raise Usage(f"there is no file {path}")
     inside = bool(env.get("SKYPILOT_JOBGROUP_NAME"))
@@ -137,7 +138,9 @@ def make(
 def _job(task: spec.Task, env: Mapping[str, str]) -> Job:
     """A task with its configuration. Raises ConfigError."""
     file = env.get("RUN_CONFIG")
-    config = load([], {**env, "RUN_CONFIG": str(task.workdir / file)} if file else env)
+    if file and (task.workdir / file).exists():
+        file = str(task.workdir / file)
+    config = load([], {**env, "RUN_CONFIG": file} if file else env)
     return Job(task.name, config, env, task.num_nodes, task.gpus, task.workdir, task.setup or "", task.run)
 
 

@@ -22,10 +22,13 @@ _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m
 def check_python(plan: Plan) -> Iterable[Result]:
     """The interpreter that runs this, and the one that the tasks name."""
     version = platform.python_version()
-    if sys.version_info[:2] == (3, 11):
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
         yield ok("python", f"{version} in {sys.prefix}")
     else:
-        yield fail("python", f"{version}, 3.11 is needed", "make the environment anew: make PYTHON=/path/to/python3.11 lint")
+        remedy = "make the environment anew: make PYTHON=/path/to/python3.11 lint"
+        yield fail("python", f"{version}, 3.11 to 3.13 is needed", remedy)
+    if plan.topology is None and not (ROOT / "Makefile").exists():
+        return  # installed: a local run gives its tasks this Python
     for job in plan.here:
         if ".venv/bin/python" in job.run and not (job.workdir / ".venv/bin/python").exists():
             mend = f"in {job.workdir}: {job.setup.strip() or 'make lint'}"
@@ -41,7 +44,9 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterable[Result]:
     extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA} | {"trainer" for job in plan.here if job.computes}
     for extra in extras:
         wanted |= {_name(text) for text in project["optional-dependencies"][extra]}
-    again = ".venv/bin/pip install -c constraints.txt -e '.[{}]'".format(",".join(sorted(extras)))
+    chosen, pip = ",".join(sorted(extras)), f"{sys.executable} -m pip install -c {root / 'constraints.txt'}"
+    checkout = (root / "Makefile").exists()
+    again = f".venv/bin/pip install -c constraints.txt -e '.[{chosen}]'" if checkout else f"{pip} 'rlhf-math[{chosen}]'"
     for name in sorted(wanted - set(installed)):
         if name != "torch":  # has a line of its own
             yield fail(f"package {name}", "not installed", again)

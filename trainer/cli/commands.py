@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_args
 import yaml
 from pydantic.fields import FieldInfo
 
-from common.config import fail
+from common.config import fail, program
 from common.errors import ConfigError, ServiceError
 from common.schemas import Prompt
 from services.data.loaders import CustomDatasetLoader, GSM8KLoader, Loader, MATHLoader, TinyLoader
@@ -23,10 +23,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
         super().__init__(
-            prog=f"python -m {prog}",
-            usage=f"python -m {prog} {usage}",
+            prog=program(prog),
+            usage=f"{program(prog)} {usage}",
             description=description,
-            epilog=epilog,
+            epilog=epilog.replace(f"python -m {prog} ", f"{program(prog)} "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
