@@ -27,6 +27,7 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from trainer.lead import Lead
 
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients import DataClient, ReplayClient, RewardClient
@@ -37,11 +38,10 @@ from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
 from trainer.background import LoopThread
-from trainer.lead import Lead
 from trainer.loop import train
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, read_lines
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
 from trainer.policy.update_metrics import Sums, UpdateMetrics
 from trainer.rollouts.collector import Progress, Services
@@ -175,7 +175,7 @@ def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, An
 
         services, engine = loop.call(connect())
         tokenizer = load_tokenizer(config.model)
-        learner = cast(Learner, SleepingLearner(config, training_s))
+        learner = cast(Policy, SleepingLearner(config, training_s))
         recorder = Recorder(config.trainer.run_dir, config, Console(quiet=True))
         publisher = DirectPublisher(config.trainer.run_dir / "weights", engine, loop)
         metrics = TrainerMetrics(Metrics("overlap"))

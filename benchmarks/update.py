@@ -36,9 +36,8 @@ from common.errors import ConfigError
 from common.schemas import Completion, Group
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch
-from trainer.algorithms.compute_advantages import weigh
 from trainer.cli.tiny_model import make_tokenizer
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer, quiet
 
 SHAPES = {
@@ -168,7 +167,7 @@ def measure(case: Case) -> Result:
     ]
     config = load(words, {})
     with Ranks.from_env(600, config.trainer.device) as ranks:
-        learner = Learner(config, ranks)
+        learner = Policy(config, ranks)
         groups = make_groups(case, load_tokenizer(config.model))
         flops = required_flops(groups, learner.policy)
         seconds = []

@@ -315,18 +315,6 @@ class ReplayClient(Client):
         response = await self.request("POST", "/groups/sample", json=request.model_dump(), headers={"accept": wire.MSGPACK})
         return wire.decode_sampled(response.content)
 
-    async def successes(self, prompt_ids: list[str], count: int, min_version: int) -> list[Group]:
-        """Right answers to these prompts, at most `count` to each, in groups with only these completions, newest first.
-
-        They come from groups that were trained on and are at least of weight version `min_version`; a prompt without any
-        is absent. Reading them changes nothing.
-        """
-        if not prompt_ids:
-            return []
-        body = {"prompt_ids": prompt_ids, "count": count, "min_version": min_version}
-        response = await self.request("POST", "/groups/successes", json=body, headers={"accept": wire.MSGPACK})
-        return wire.decode_groups(response.content)
-
     async def set_priorities(self, priorities: dict[str, float]) -> None:
         """Priorities of groups for `sample`; unknown ids are ignored (they may have left the buffer)."""
         body = {"ids": list(priorities), "priorities": list(priorities.values())}

@@ -47,6 +47,14 @@ SHORT_NAMES = {
     "RUN_DIR": ("trainer", "run_dir"),
 }
 _PREFIX = "RLHF_"
+_NO_EFFECT = "it was removed, because it had no effect in our study (docs/adr/0009-fewer-ways-of-reuse.md): "
+REMOVED = {
+    "replay.mix_successes": f"{_NO_EFFECT}leave it out",
+    "replay.recency_half_life": f"{_NO_EFFECT}leave it out",
+    "replay.priority difficulty": f"{_NO_EFFECT}take advantage, reward or package.module:name",
+    "replay.priority recency": f"{_NO_EFFECT}take advantage, reward or package.module:name",
+}
+"""Settings, and single values (`setting value`), that are gone or renamed: what happened and what to do instead."""
 _RANK_OPTIONS = frozenset(
     f"--{name}"
     for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
@@ -116,11 +124,6 @@ class Config(BaseSettings):
             raise ValueError(
                 f"algorithm.mini_batches {self.algorithm.mini_batches} or critic.mini_batches {self.critic.mini_batches} is "
                 f"more than the {completions} completions of a batch: lower it"
-            )
-        if self.replay.mix_successes >= self.sampling.group_size:
-            raise ValueError(
-                f"replay.mix_successes {self.replay.mix_successes} is not below sampling.group_size "
-                f"{self.sampling.group_size}: a group of nothing but successes has no advantage"
             )
         if self.trainer.weight_sync == "distributed" and self.rollout.engine == "sglang":
             ranks = _RANK_OPTIONS.intersection(word.partition("=")[0] for word in self.rollout.engine_args)
@@ -193,14 +196,10 @@ class Config(BaseSettings):
             unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
         replay = self.replay
         if replay.reuse_ratio == 0:
-            reuse = ("priority", "priority_exponent", "importance_exponent", "max_times_sampled", "corrected")
-            unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
-            if replay.mix_successes == 0:
-                unread["replay.max_reuse_staleness"] = "replay.reuse_ratio and replay.mix_successes are 0"
+            reuse = ("priority", "priority_exponent", "importance_exponent", "max_times_sampled", "max_reuse_staleness")
+            unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in (*reuse, "corrected")}
         elif not replay.corrected:
             unread["replay.importance_exponent"] = "replay.corrected is false"
-        if replay.priority != "recency":
-            unread["replay.recency_half_life"] = f"replay.priority is {replay.priority}"
         return unread
 
     @classmethod
@@ -224,6 +223,10 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     path, rest = _take_config_option(list(argv))
+    for word in rest:
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in REMOVED:
+            raise _unknown(name, word.partition("=")[0], value or None)
     path = path or env.get("RUN_CONFIG") or None
     try:
         sources: list[PydanticBaseSettingsSource] = [
@@ -280,12 +283,21 @@ def from_validation(error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
-        return ConfigError(f"there is no setting {name}", field=name, value=first["input"], remedy="see --help")
+        return _unknown(name, name, first["input"])
+    if f"{name} {first['input']}" in REMOVED:
+        remedy = REMOVED[f"{name} {first['input']}"]
+        return ConfigError(f"there is no {name} {first['input']} any more", field=name, value=first["input"], remedy=remedy)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     whole = isinstance(first["input"], dict | BaseModel)  # of a section: says nothing, and might hold a credential
     return ConfigError(
         f"{first['msg']}{more}", field=name, value=None if whole else shorten(first["input"]), remedy="see --help"
     )
+
+
+def _unknown(name: str, field: str, value: object = None, remedy: str = "see --help") -> ConfigError:
+    """The error for a setting that does not exist (any more). `field` is how the user wrote it."""
+    more = " any more" if name in REMOVED else ""
+    return ConfigError(f"there is no setting {name}{more}", field=field, value=value, remedy=REMOVED.get(name, remedy))
 
 
 def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
@@ -336,7 +348,7 @@ def _check_exists(keys: tuple[str, ...], name: str) -> None:
     for key in keys:
         fields = getattr(model, "model_fields", {})
         if key not in fields:
-            raise ConfigError(f"there is no setting {'.'.join(keys)}", field=name, remedy="RLHF_SECTION__FIELD; see --help")
+            raise _unknown(".".join(keys), name, remedy="RLHF_SECTION__FIELD; see --help")
         model = fields[key].annotation
     if hasattr(model, "model_fields"):
         raise ConfigError(f"{'.'.join(keys)} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD; see --help")

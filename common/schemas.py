@@ -282,6 +282,11 @@ class Group:
         """[n]"""
         return np.array([completion.reward for completion in self.completions], np.float32)
 
+    @property
+    def zero_variance(self) -> bool:
+        """Whether all completions got the same reward, so that the group has no gradient."""
+        return bool((self.rewards == self.rewards[0]).all())
+
 
 @dataclass(slots=True)
 class TakenGroups:
@@ -323,21 +328,7 @@ class SampleRequest(Wire):
     max_times_sampled: int | None = Field(None, gt=0)
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     """Of this request: a retry with the same id gets the same groups, and they count as sampled once."""
-    recency_half_life: float | None = Field(None, gt=0)
-    """Weight versions over which a priority halves, counted from the newest group that may be reused; unset: age does not
-    count. It acts before `priority_exponent` α, so the chance of a group halves every `recency_half_life` / α versions."""
     seed: int = Field(0, ge=0)
-
-
-class SuccessRequest(Wire):
-    """Body of `POST /groups/successes`: right answers to these prompts, out of groups that were trained on."""
-
-    prompt_ids: list[Annotated[str, StringConstraints(max_length=512)]] = Field(min_length=1, max_length=65536)
-    """An id that is named twice counts once; one without a right answer is not in the answer."""
-    count: int = Field(gt=0, le=1024)
-    """Completions per prompt, at most."""
-    min_version: int = Field(0, ge=0, lt=2**53)
-    """Groups with an older weight version are passed over."""
 
 
 class GroupIds(Wire):

@@ -242,12 +242,9 @@ class ReplaySection(Section):
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each training batch that comes from prioritised reuse instead of fresh groups."""
-    priority: str = Field("advantage", pattern=r"^(advantage|difficulty|reward|recency|[\w.]+:\w+)$")
-    """What makes a group be reused more often: `advantage` (its mean |advantage|), `difficulty` (half of the answers
-    right), `reward` (its mean reward), `recency`, or a function `package.module:name` of (group, advantages) that returns
-    a number of at least 0."""
-    recency_half_life: float = Field(4.0, gt=0)
-    """Weight versions after which the priority has halved (priority recency)."""
+    priority: str = Field("advantage", pattern=r"^(advantage|reward|[\w.]+:\w+)$")
+    """What makes a group be reused more often: `advantage` (its mean |advantage|), `reward` (its mean reward), or a function
+    `package.module:name` of (group, advantages) that returns a number of at least 0."""
     priority_exponent: float = Field(0.6, ge=0)
     """α of prioritised experience replay (Schaul et al. 2016): P(i) ∝ priority^α."""
     importance_exponent: float = Field(0.4, ge=0, le=1)
@@ -255,9 +252,6 @@ class ReplaySection(Section):
     corrected: bool = True
     """Correct reused groups by their importance weights and by the policy that sampled them. Without it they are trained
     on as if they were fresh, which is biased: for comparison."""
-    mix_successes: int = Field(0, ge=0)
-    """In a fresh group whose answers are all wrong, replace so many by verified right answers of the same prompt from the
-    buffer, where there are any (RLEP)."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest experience that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)

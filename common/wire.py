@@ -27,14 +27,6 @@ def encode_groups(groups: list[Group], **extra: object) -> bytes:
     return pack({"groups": [group_dict(group, raw) for group in groups], **extra})
 
 
-def encode_taken(taken: TakenGroups) -> bytes:
-    return encode_groups(taken.groups, evicted=taken.evicted)
-
-
-def encode_sampled(sampled: SampledGroups) -> bytes:
-    return encode_groups(sampled.groups, weights=raw(sampled.weights))
-
-
 def group_json(group: Group) -> dict[str, Any]:
     """A group as plain lists and numbers, for `GET /groups/{id}` and sample files."""
     return group_dict(group, lambda array: array.tolist())

@@ -15,13 +15,13 @@ from pydantic import Field
 from common import wire
 from common.errors import InvalidInput, NotReady, ServiceError
 from common.observe import Metrics
-from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, SuccessRequest, TakeRequest, Text, Wire
+from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
 from services.http.app import create_app
 from services.http.openapi import described, errors
 from services.http.story import Work
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
-from services.replay.shapes import EXPERIENCES, FOUND, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
+from services.replay.shapes import EXPERIENCES, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
 
 _T = TypeVar("_T")
@@ -121,11 +121,6 @@ def _reuse_routes(app: FastAPI, worker: Worker) -> None:
         """Acknowledged groups by priority, with importance weights."""
         sampled = await worker.call(buffer.sample, body)
         return await _answer(request, sampled.blobs, weights=sampled.weights)
-
-    @app.post("/groups/successes", **described(answer=FOUND, writes=KINDS))
-    async def successes(body: SuccessRequest, request: Request) -> Response:
-        """Right completions of prompts, newest first, each in the acknowledged group it was sampled in. Changes nothing."""
-        return await _answer(request, await worker.call(buffer.successes, body))
 
     @app.post("/groups/priorities")
     async def priorities(body: PriorityUpdate) -> dict[str, int]:

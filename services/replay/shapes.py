@@ -69,7 +69,6 @@ _EXAMPLE = {
 GROUPS = fields(("groups",), groups=_list(GROUP, minItems=1)) | {"examples": [{"groups": [_EXAMPLE]}]}
 TAKEN = fields(("groups", "evicted"), groups=_list(GROUP), evicted=_COUNT)
 SAMPLED = fields(("groups", "weights"), groups=_list(GROUP), weights=_list({"type": "number"}))
-FOUND = fields(("groups",), groups=_list(GROUP))
 EXPERIENCES = fields(
     ("experiences",),
     experiences=_list(

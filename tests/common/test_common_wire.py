@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
-from common.schemas import Completion, Group, SampledGroups, TakenGroups
+from common.schemas import Completion, Group
 from common.wire import (
     decode_groups,
     decode_sampled,
     decode_taken,
     encode_groups,
-    encode_sampled,
-    encode_taken,
     group_from_dict,
     group_json,
 )
@@ -63,6 +61,11 @@ groups = st.builds(
 )
 
 
+def sampled_body(groups: list[Group], weights: list[float]) -> bytes:
+    """An answer of `POST /groups/sample`."""
+    return encode_groups(groups, weights=np.array(weights, "<f4").tobytes())
+
+
 def one() -> Group:
     first = Completion(np.array([5, 6], np.int32), np.array([-0.5, -1.5], np.float32), "ab", "stop", [(3, 0, 1), (4, 1, 2)])
     second = Completion(np.array([7], np.int32), np.array([-2.0], np.float32), "c", "length", [(4, 0, 1)], reward=1.0)
@@ -83,9 +86,9 @@ def test_groups_survive_msgpack_and_json(items: list[Group]) -> None:
 
 
 def test_answers_survive_the_round_trip() -> None:
-    taken = decode_taken(encode_taken(TakenGroups([one(), one()], evicted=3)))
+    taken = decode_taken(encode_groups([one(), one()], evicted=3))
     assert (len(taken.groups), taken.evicted) == (2, 3)
-    sampled = decode_sampled(encode_sampled(SampledGroups([one()], np.array([0.25], np.float32))))
+    sampled = decode_sampled(sampled_body([one()], [0.25]))
     assert sampled.weights.tolist() == [0.25]
     assert sampled.groups[0].weight_version == 3
     assert sampled.groups[0].rewards.tolist() == [0.0, 1.0]
@@ -203,11 +206,11 @@ def test_a_bad_count_of_evicted_groups_is_refused(evicted: object) -> None:
 
 def test_weights_must_match_the_groups() -> None:
     with pytest.raises(InvalidInput, match="as many weights"):
-        decode_sampled(encode_sampled(SampledGroups([one()], np.array([1, 2], np.float32))))
+        decode_sampled(sampled_body([one()], [1, 2]))
 
 
 def test_every_truncation_is_refused() -> None:
-    body = encode_sampled(SampledGroups([one()], np.array([1], np.float32)))
+    body = sampled_body([one()], [1])
     for end in range(len(body)):
         with pytest.raises(InvalidInput):
             decode_sampled(body[:end])
@@ -226,7 +229,7 @@ def test_garbage_is_invalid_input_and_nothing_else(body: bytes) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_bytes_decode_or_are_invalid_input(data: st.DataObject) -> None:
-    body = bytearray(encode_sampled(SampledGroups([one()], np.array([1], np.float32))))
+    body = bytearray(sampled_body([one()], [1]))
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:

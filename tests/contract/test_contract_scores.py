@@ -14,7 +14,7 @@ from learning.layout import Packed, Packing, Padded
 from learning.ranks import Ranks
 from tests.trainer.groups import weighed
 from trainer.algorithms.batch import Batch
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 LENGTHS, COMPLETIONS = (3, 17, 9, 40), (24, 5, 1, 32)
 TOLERANCE = 1e-4
@@ -62,11 +62,11 @@ async def test_contract_the_trainers_scores_are_the_engines(target_url: str, mod
         config = Config(algorithm=AlgorithmSection(kl_coef=0.1, kl_in="reward", rollout_correction="none"))
         config.model.name, config.sampling.temperature = str(model_dir), temperature
         config.trainer.packing, config.trainer.micro_batch_tokens = packing, 128
-        learner = Learner(config, Ranks())
+        learner = Policy(config, Ranks())
         assert learner._scorer.layout is layout
         learner.step = groups[0].weight_version
         batch: Batch = weighed(learner, groups)
-        for column in (batch.old_logprobs, batch.reference_logprobs):
+        for column in (batch.old_logprobs, batch.ref_logprobs):
             assert [len(row) for row in column] == batch.lengths
             for row, completion in zip(column, completions, strict=True):
                 np.testing.assert_allclose(row, completion.logprobs, rtol=0, atol=TOLERANCE)

@@ -214,7 +214,7 @@ async def test_very_large_whole_numbers_in_arrays_are_refused(client: ReplayClie
         ("/groups/ack", {"ids": "a"}),
         ("/groups/sample", {"count": 1, "importance_exponent": 2}),
         ("/groups/sample", {"count": 1, "seed": -1}),
-        ("/groups/sample", {"count": 1, "recency_half_life": 0}),
+        ("/groups/sample", {"count": 1, "recency_half_life": 4.0}),
         ("/add", {"experiences": [{"prompt": "p", "response": "\ud800", "reward": 1}]}),
         ("/add", {"experiences": []}),
         ("/add", {"experiences": [{"prompt": "p", "response": "r"}]}),

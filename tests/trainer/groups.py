@@ -11,9 +11,8 @@ from common.config import Config
 from common.schemas import Completion, Group
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch
-from trainer.algorithms.compute_advantages import weigh
 from trainer.policy.checkpoint import Checkpoints, TrainerState
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 VOCABULARY = 300
 
@@ -64,7 +63,7 @@ def with_algorithm(config: Config, **settings: Any) -> Config:
     return changed
 
 
-def weighed(learner: Learner, groups: list[Group], weights: list[float] | None = None) -> Batch:
+def weighed(learner: Policy, groups: list[Group], weights: list[float] | None = None) -> Batch:
     """The batch of these groups as the training loop prepares it for `learner`."""
     config = learner.config
     batch = Batch.of(groups, weights or [1.0] * len(groups), config, learner.step)
@@ -78,10 +77,10 @@ def weighed(learner: Learner, groups: list[Group], weights: list[float] | None =
 
 def whole(groups: list[Group], config: Config) -> Batch:
     """The batch of these groups for a new learner."""
-    return weighed(Learner(config, Ranks()), groups)
+    return weighed(Policy(config, Ranks()), groups)
 
 
-def save(learner: Learner, directory: Path, keep: int = 3, accuracy: float | None = None, static: Sequence[Path] = ()) -> Path:
+def save(learner: Policy, directory: Path, keep: int = 3, accuracy: float | None = None, static: Sequence[Path] = ()) -> Path:
     """A complete checkpoint of the learner. Every rank calls it."""
     checkpoints = Checkpoints(directory, learner.ranks, keep, static=lambda: static)
     state = TrainerState(learner.step, 7, "run", learner.kl_coef, accuracy=accuracy)

@@ -10,10 +10,10 @@ from common.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import local
 from tests.trainer.groups import off_policy_groups, weighed
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 
-def held(learner: Learner) -> dict[str, int]:
+def held(learner: Policy) -> dict[str, int]:
     """Bytes of weights, gradients and the optimiser's tensors (without its step counts) on this rank."""
     parameters = list(learner.policy.parameters())
     moments = [tensor for name, tensor in learner.optimizer.state_dict().items() if not name.endswith(".step")]
@@ -28,7 +28,7 @@ def main(directory: Path, model: str) -> None:
     torch.set_num_threads(1)
     config = load(["--model.name", model], {})
     with Ranks.from_env(timeout_s=100) as ranks:
-        learner = Learner(config, ranks)
+        learner = Policy(config, ranks)
         learner.update(weighed(learner, off_policy_groups()))
         (directory / f"{ranks.rank}.json").write_text(json.dumps(held(learner)))
         ranks.barrier()

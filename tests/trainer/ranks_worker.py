@@ -10,7 +10,7 @@ from common.config import load
 from common.wire import decode_groups
 from learning.ranks import Ranks, end
 from tests.trainer.groups import weighed
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 
 def main(directory: Path, settings: list[str]) -> None:
@@ -18,7 +18,7 @@ def main(directory: Path, settings: list[str]) -> None:
     config = load(settings, {})
     groups = decode_groups((directory / "groups.msgpack").read_bytes())
     with Ranks.from_env(timeout_s=60) as ranks:
-        learner = Learner(config, ranks)
+        learner = Policy(config, ranks)
         metrics = learner.update(weighed(learner, groups))
         new = {name: tensor.clone() for name, tensor in learner.weights()}
         if ranks.first:

@@ -22,12 +22,11 @@ import trainer.policy.scorer
 from common.config import Config, load
 from learning.ranks import Ranks, end
 from tests.trainer.groups import off_policy_groups, save, weighed
-from trainer.lead import resumed_learner
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_scorer
 
 
-def learned(learner: Learner, updates: int) -> list[list[float]]:
+def learned(learner: Policy, updates: int) -> list[list[float]]:
     """Loss, gradient norm and KL of every update."""
     found = []
     for _ in range(updates):
@@ -44,10 +43,10 @@ def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[f
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
             module.computes_low = lambda *_: True  # type: ignore[attr-defined]
     if "resume" in case:
-        learner, progress, _ = resumed_learner(config, ranks, Path(case["resume"]))
+        learner, progress, _ = Policy.resume(config, ranks, Path(case["resume"]))
         assert (learner.step, progress.position) == (2, 7)
     else:
-        learner = Learner(config, ranks)
+        learner = Policy(config, ranks)
     metrics = learned(learner, case.get("updates", 3))
     if "save" in case:
         save(learner, Path(case["save"]) / "checkpoints")

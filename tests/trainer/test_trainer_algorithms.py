@@ -13,8 +13,7 @@ from common.schemas import Group
 from learning.ranks import Ranks
 from tests.trainer.groups import off_policy_groups, weighed, whole, with_algorithm
 from trainer.algorithms.batch import Batch
-from trainer.algorithms.compute_advantages import weigh
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def groups() -> list[Group]:
 
 def updated(config: Config, groups: list[Group], max_tokens: int = 16_384) -> dict[str, torch.Tensor]:
     config.trainer.micro_batch_tokens = max_tokens
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     learner.update(weighed(learner, groups))
     return {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
 
@@ -43,7 +42,7 @@ def test_every_recipe_gives_an_update_that_micro_batches_do_not_change(
 ) -> None:
     changed = with_algorithm(config, name=recipe)
     one, many = updated(changed, groups), updated(changed, groups, max_tokens=40)
-    base = Learner(changed, Ranks()).policy.state_dict()
+    base = Policy(changed, Ranks()).policy.state_dict()
     assert any(not torch.equal(value, base[name]) for name, value in one.items())
     for name, expected in one.items():
         torch.testing.assert_close(many[name], expected, atol=3e-5, rtol=0, msg=name)
@@ -54,7 +53,7 @@ def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> 
     losses = {}
     for recipe in RECIPES:
         changed = with_algorithm(config, name=recipe)
-        metrics = Learner(changed, Ranks()).update(whole(groups, changed))
+        metrics = Policy(changed, Ranks()).update(whole(groups, changed))
         losses[recipe] = (round(metrics.loss, 6), round(metrics.grad_norm, 6))
     losses.pop("dapo")  # it differs from grpo by its upper clip and by which groups it takes, not on this batch alone
     assert len(set(losses.values())) == len(losses), losses
@@ -108,13 +107,11 @@ def test_what_is_set_beside_a_recipe_wins() -> None:
         ["--algorithm.overlong_buffer", "512", "--sampling.max_new_tokens", "512"],
         ["--algorithm.kl_coef", "0.1", "--algorithm.kl_target", "0"],
         ["--sampling.group_size", "2", "--trainer.batch_size", "2", "--algorithm.mini_batches", "5"],
-        ["--sampling.group_size", "4", "--replay.mix_successes", "4"],
         ["--model.reference", "somewhere"],
         ["--trainer.offload_reference", "true"],
         ["--critic.learning_rate", "1e-3"],
         ["--critic.location", "server"],
-        ["--replay.priority", "recency"],
-        ["--replay.reuse_ratio", "0.5", "--replay.recency_half_life", "2"],
+        ["--replay.priority", "reward"],
         ["--replay.max_times_sampled", "9"],
         ["--replay.reuse_ratio", "0.5", "--replay.corrected", "false", "--replay.importance_exponent", "0.5"],
         ["--replay.reuse_ratio", "0.5", "--replay.priority", "newest"],
@@ -152,7 +149,7 @@ def test_contradictions_are_refused_at_start(words: list[str]) -> None:
 def test_every_setting_changes_the_gradient(settings: dict[str, Any], config: Config, groups: list[Group]) -> None:
     def gradient(changed: Config) -> tuple[float, float]:
         changed.trainer.max_grad_norm = 1e9
-        metrics = Learner(changed, Ranks()).update(whole(groups, changed))
+        metrics = Policy(changed, Ranks()).update(whole(groups, changed))
         return metrics.loss, metrics.grad_norm
 
     base = gradient(with_algorithm(config))
@@ -182,7 +179,7 @@ def test_truncated_completions_can_be_left_out(config: Config, groups: list[Grou
     assert [row.counts for row in kept.rows] == [False] + [True] * 15
     for all_of_them, rest in zip(every.advantages, kept.advantages, strict=True):
         assert (all_of_them == rest).all()  # it still counts in its group's statistics
-    tokens = [Learner(c, Ranks()).update(b).trained_tokens for c, b in ((config, every), (masked, kept))]
+    tokens = [Policy(c, Ranks()).update(b).trained_tokens for c, b in ((config, every), (masked, kept))]
     assert tokens[0] - tokens[1] == len(groups[0].completions[0].token_ids)
 
 
@@ -199,5 +196,5 @@ def test_the_overlong_penalty_shapes_the_reward(config: Config, groups: list[Gro
 
 
 def test_off_policy_the_effective_sample_size_is_below_one(config: Config, groups: list[Group]) -> None:
-    metrics = Learner(config, Ranks()).update(whole(groups, config))
+    metrics = Policy(config, Ranks()).update(whole(groups, config))
     assert 0 < metrics.effective_sample_size < 0.99

@@ -20,10 +20,9 @@ from common.schemas import WorkerReport
 from learning.ranks import Ranks
 from tests.trainer.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
-from trainer.lead import resumed_learner
 from trainer.observe.run_dir import read_lines
 from trainer.policy import checkpoint
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Progress
 from trainer.rollouts.evaluation import pass_at_k
@@ -38,11 +37,11 @@ def batch(config: Config, seed: int) -> Batch:
 
 
 def test_a_resumed_learner_makes_the_same_updates(config: Config, tmp_path: Path) -> None:
-    unbroken = Learner(config, Ranks())
+    unbroken = Policy(config, Ranks())
     unbroken.update(batch(config, 0))
     save(unbroken, tmp_path / "checkpoints")
     unbroken.update(batch(config, 10))
-    resumed, progress, path = resumed_learner(config, Ranks(), tmp_path)
+    resumed, progress, path = Policy.resume(config, Ranks(), tmp_path)
     assert (resumed.step, progress.position, path) == (1, 7, tmp_path / "checkpoints" / "step_000001")
     resumed.update(batch(config, 10))
     for (name, a), b in zip(unbroken.policy.named_parameters(), resumed.policy.parameters(), strict=True):
@@ -50,7 +49,7 @@ def test_a_resumed_learner_makes_the_same_updates(config: Config, tmp_path: Path
 
 
 def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, tmp_path: Path) -> None:
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     static = write_static_files(learner.policy, load_tokenizer(config.model), tmp_path / "model")
     tmp_path = tmp_path / "checkpoints"
     for learner.step in (1, 2, 3, 12):
@@ -68,11 +67,11 @@ def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, t
 def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints_of_another(config: Config) -> None:
     """Those of an earlier run have higher steps: they would push out what the new run writes, and be resumed from."""
     assert config.trainer.run_dir is not None
-    directory, learner = config.trainer.run_dir / "checkpoints", Learner(config, Ranks())
+    directory, learner = config.trainer.run_dir / "checkpoints", Policy(config, Ranks())
     for learner.step in (60, 80, 100):
         save(learner, directory)
     config.trainer.resume = False
-    anew, progress, saved = resumed_learner(config, Ranks(), config.trainer.run_dir)
+    anew, progress, saved = Policy.resume(config, Ranks(), config.trainer.run_dir)
     assert (anew.step, progress, saved) == (0, Progress(), None)
     anew.step = 20
     assert save(anew, directory).is_dir()
@@ -82,7 +81,7 @@ def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints
 
 
 def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path) -> None:
-    complete = save(Learner(config, Ranks()), tmp_path)
+    complete = save(Policy(config, Ranks()), tmp_path)
     (tmp_path / "step_000099.partial").mkdir()
     assert checkpoint.newest(tmp_path) == complete
     (complete / "trainer_state.json").write_bytes(b"garbage")
@@ -93,7 +92,7 @@ def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path
 @pytest.mark.parametrize("lost", ["trainer_state.json", "model.safetensors", "state/.metadata"])
 def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Config, tmp_path: Path, lost: str) -> None:
     """A mounted bucket moves and uploads a directory file by file, in any order; a pod may be lost in between."""
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     learner.update(batch(config, 0))
     first = save(learner, tmp_path)
     learner.step = 2
@@ -108,7 +107,7 @@ def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Conf
 
 def test_the_best_checkpoint_stays_where_there_can_be_no_link(config: Config, tmp_path: Path) -> None:
     (tmp_path / "best.new" / "in the way").mkdir(parents=True)
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     for learner.step, accuracy in enumerate([0.2, 0.5, 0.4, None, 0.3], 1):
         save(learner, tmp_path, keep=1, accuracy=accuracy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.new", "step_000002", "step_000005"]
@@ -131,8 +130,8 @@ def report(version: int | None, state: str = "ready", run_id: str = "run", node:
     )
 
 
-def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]) -> tuple[Publisher, WeightBoard, Learner]:
-    learner = Learner(config, Ranks())
+def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]) -> tuple[Publisher, WeightBoard, Policy]:
+    learner = Policy(config, Ranks())
     board = WeightBoard(tmp_path / "weights")
     static = write_static_files(learner.policy, load_tokenizer(config.model), tmp_path / "model")
     return Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print), board, learner

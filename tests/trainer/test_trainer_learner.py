@@ -20,7 +20,7 @@ from learning.ranks import Ranks
 from tests.ranks import run_ranks
 from tests.trainer.groups import make_group, weighed, whole
 from trainer.algorithms.batch import Batch, MicroBatch
-from trainer.policy.policy import Learner, learning_rate
+from trainer.policy.policy import Policy, learning_rate
 from trainer.policy.scorer import Scorer
 
 
@@ -31,17 +31,17 @@ def groups() -> list[Group]:
     return [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
 
 
-def parameters(learner: Learner) -> dict[str, torch.Tensor]:
+def parameters(learner: Policy) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
 
 
 def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     learner.update(batch)
     return parameters(learner)
 
 
-def score(learner: Learner, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
+def score(learner: Policy, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
     """Log-probabilities and entropies of one completion, scored alone."""
     padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
     with torch.no_grad():
@@ -51,7 +51,7 @@ def score(learner: Learner, prompt: Int32, completion: Int32, temperature: float
 
 def on_policy(config: Config, groups: list[Group]) -> None:
     """Makes the behaviour logprobs those of the policy itself."""
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     for group in groups:
         for completion in group.completions:
             completion.logprobs = score(learner, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
@@ -60,7 +60,7 @@ def on_policy(config: Config, groups: list[Group]) -> None:
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
     """Layout, selection before the head and temperature against the plain forward of every row alone."""
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     batch = whole(groups, config)
     scorer = Scorer(learner.policy, packing)
     micro = MicroBatch.of(batch, np.arange(len(batch.rows)), scorer.layout)
@@ -79,7 +79,7 @@ def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Gr
 
 def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
     on_policy(config, groups)
-    metrics = Learner(config, Ranks()).update(whole(groups, config))
+    metrics = Policy(config, Ranks()).update(whole(groups, config))
     assert metrics.ratio == pytest.approx(1, abs=1e-5)
     assert metrics.delta_logprob == pytest.approx(0, abs=1e-5)
     assert metrics.delta_logprob_current == pytest.approx(0, abs=1e-5)
@@ -108,13 +108,13 @@ def test_a_micro_batch_has_at_most_so_many_completions(
     one = updated(config, whole(groups, config))
     config.trainer.micro_batch_size = size
     passes: list[int] = []
-    backward = Learner._backward
+    backward = Policy._backward
 
-    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> torch.Tensor:
+    def counted(learner: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
         passes.append(micro.count)
         return backward(learner, micro, *more)
 
-    monkeypatch.setattr(Learner, "_backward", counted)
+    monkeypatch.setattr(Policy, "_backward", counted)
     batch = whole(groups, config)
     many = updated(config, batch)
     assert max(passes) == size
@@ -135,14 +135,14 @@ def test_the_device_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
-    with_equal, without = Learner(config, Ranks()), Learner(config, Ranks())
+    with_equal, without = Policy(config, Ranks()), Policy(config, Ranks())
     assert [bool(row.any()) for row in whole(groups, config).advantages] == [True] * 8 + [False] * 4 + [True] * 4
     others = [*groups[:2], groups[3]]
     both = [learner.update(weighed(learner, part)) for learner, part in ((with_equal, groups), (without, others))]
     assert both[0].trained_tokens == both[1].trained_tokens  # the equal group is left out of the forward pass
     tokens = [sum(len(c.token_ids) for group in part for c in group.completions) for part in (groups, others)]
     assert both[0].loss == pytest.approx(both[1].loss * tokens[1] / tokens[0], rel=1e-4)
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     before = parameters(learner)
     metrics = learner.update(whole([groups[2]], config))
     assert metrics.grad_norm == 0
@@ -163,7 +163,7 @@ def test_two_trainer_processes_give_the_update_of_one(
     words = ("--model.name", config.model.name, "--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings)
     run_ranks(2, Path(__file__).with_name("ranks_worker.py"), str(tmp_path), *words)
     config.algorithm = load(settings, {}).algorithm
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     metrics = learner.update(whole(groups, config))
     loss, grad_norm, tokens = (tmp_path / "metrics.txt").read_text().split()
     assert float(loss) == pytest.approx(metrics.loss, abs=1e-6)
@@ -197,7 +197,7 @@ def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
 def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]) -> None:
     """Equal rewards leave the KL term alone; a policy that moved away has a gradient towards the reference."""
     config.algorithm.kl_coef = 0.5
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     with torch.no_grad():
         for parameter in learner.policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
@@ -210,7 +210,7 @@ def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]
 
 def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
     config.trainer.max_grad_norm = 1e9
-    learners = [Learner(config, Ranks()), Learner(config, Ranks())]
+    learners = [Policy(config, Ranks()), Policy(config, Ranks())]
     full, half = (learner.update(weighed(learner, groups, [w] * 4)) for learner, w in zip(learners, (1.0, 0.5), strict=True))
     assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
 
@@ -219,7 +219,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
     config: Config, groups: list[Group]
 ) -> None:
     config.trainer.max_skipped_updates = 1
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     good, bad = whole(groups, config), whole(groups, config)
     bad.advantages[0][:] = float("nan")
     before = parameters(learner)
@@ -237,7 +237,7 @@ def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]
     def entropy(coefficient: float) -> float:
         changed = config.model_copy(deep=True)
         changed.algorithm.entropy_coef = coefficient
-        learner = Learner(changed, Ranks())
+        learner = Policy(changed, Ranks())
         with torch.no_grad():  # away from the uniform distribution, where there is nothing to raise
             learner.policy.get_output_embeddings().weight.mul_(8)
         for _ in range(5):

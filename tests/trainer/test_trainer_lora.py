@@ -29,7 +29,7 @@ from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConf
 from trainer.cli.export import export
 from trainer.observe.run_dir import read_lines
 from trainer.policy.lora import adapter_tensors, merged_tensors
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
 from trainer.weights.adapters import AdapterPublisher, static_files
 from trainer.weights.host_copy import Snapshot
@@ -46,8 +46,8 @@ def lora(config: Config) -> Config:
     return config
 
 
-def trained(config: Config, steps: int = 2) -> Learner:
-    learner = Learner(config, Ranks())
+def trained(config: Config, steps: int = 2) -> Policy:
+    learner = Policy(config, Ranks())
     for _ in range(steps):
         learner.update(weighed(learner, off_policy_groups()))
     return learner
@@ -70,7 +70,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def test_only_the_adapter_moves_and_a_new_one_changes_nothing(lora: Config, policy_dir: Path) -> None:
     base = plain(policy_dir)
-    learner = Learner(lora, Ranks())
+    learner = Policy(lora, Ranks())
     assert torch.equal(logits(learner.policy), logits(base))
     learner.update(weighed(learner, off_policy_groups()))
     assert distance(logits(learner.policy), logits(base)) > 1e-3
@@ -91,10 +91,10 @@ def test_the_reference_is_the_frozen_model_without_a_copy(lora: Config, policy_d
     assert learner.reference.model is learner.policy
     batch, full = weighed(learner, off_policy_groups()), config.model_copy(deep=True)
     full.lora.rank = 0
-    expected = weighed(Learner(full, Ranks()), off_policy_groups())
-    assert batch.reference_logprobs is not None
-    assert expected.reference_logprobs is not None
-    for found, right in zip(batch.reference_logprobs, expected.reference_logprobs, strict=True):
+    expected = weighed(Policy(full, Ranks()), off_policy_groups())
+    assert batch.ref_logprobs is not None
+    assert expected.ref_logprobs is not None
+    for found, right in zip(batch.ref_logprobs, expected.ref_logprobs, strict=True):
         np.testing.assert_array_equal(found, right)
     assert distance(logits(learner.policy), logits(plain(policy_dir))) > 1e-3  # the adapter is on again
 
@@ -111,7 +111,7 @@ def test_dropout_is_for_updates_alone(lora: Config) -> None:
     assert not any(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # as an update computes them
 
 
-def publish(learner: Learner, directory: Path) -> Path:
+def publish(learner: Policy, directory: Path) -> Path:
     config = learner.config
     static = static_files(config, learner.policy, load_tokenizer(config.model), directory / "static")
     manifest = write_version(learner.weights(), static, directory, "run", 3)
@@ -157,8 +157,8 @@ def test_a_frozen_model_in_bfloat16_is_merged_in_float32_and_rounded_once() -> N
 @pytest.mark.parametrize("modules", [["q_proj", "down_proj"], []])
 def test_the_layers_are_those_that_are_named(lora: Config, modules: list[str]) -> None:
     lora.lora.target_modules = modules
-    found = {name.split(".")[-2] for name, _ in Learner(lora, Ranks()).weights()}
-    names = {name.split(".")[-3] for name, _ in Learner(lora, Ranks()).weights()}
+    found = {name.split(".")[-2] for name, _ in Policy(lora, Ranks()).weights()}
+    names = {name.split(".")[-3] for name, _ in Policy(lora, Ranks()).weights()}
     assert found == {"lora_A", "lora_B"}
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert names == (set(modules) or every)
@@ -167,7 +167,7 @@ def test_the_layers_are_those_that_are_named(lora: Config, modules: list[str]) -
 def test_a_layer_that_is_not_there_is_refused_with_those_that_are(lora: Config) -> None:
     lora.lora.target_modules = ["c_attn"]
     with pytest.raises(ConfigError, match=r"no linear layer c_attn.*lora\.target_modules.*down_proj.*v_proj"):
-        Learner(lora, Ranks())
+        Policy(lora, Ranks())
 
 
 @pytest.mark.parametrize(

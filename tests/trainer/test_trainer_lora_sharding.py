@@ -15,9 +15,8 @@ from learning.ranks import Ranks
 from tests.trainer.groups import save
 from tests.trainer.sharding_worker import learned
 from tests.trainer.test_trainer_sharding import One, run_cases
-from trainer.lead import resumed_learner
 from trainer.policy.checkpoint import newest
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 SETTINGS = {
@@ -43,7 +42,7 @@ class OneAdapter(One):
     """What one process comes to in three updates, and the checkpoint after two of them."""
 
     def __init__(self, config: Config, directory: Path) -> None:
-        learner = Learner(config, Ranks())
+        learner = Policy(config, Ranks())
         self.metrics = learned(learner, 2)
         save(learner, directory / "one" / "checkpoints")
         self.metrics += learned(learner, 1)
@@ -95,7 +94,7 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
     }
     assert load_file(path / "adapter_model.safetensors").keys() == one.weights.keys()
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    learner, _, _ = resumed_learner(load(words(policy_dir), {}), Ranks(), run)
+    learner, _, _ = Policy.resume(load(words(policy_dir), {}), Ranks(), run)
     found = model.state_dict()
     for name, tensor in learner.policy.state_dict().items():
         torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
@@ -105,8 +104,8 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
     """Of the size that it had: another size does not count as complete (`test_trainer_files.py`)."""
     config = load(words(policy_dir), {})
-    path = save(Learner(config, Ranks()), tmp_path / "checkpoints")
+    path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(ConfigError, match=r"adapter cannot be loaded.*adapter_model\.safetensors.*remove that checkpoint"):
-        resumed_learner(config, Ranks(), tmp_path)
+        Policy.resume(config, Ranks(), tmp_path)

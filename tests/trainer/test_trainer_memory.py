@@ -14,7 +14,7 @@ from learning.ranks import Ranks
 from tests.ranks import run_ranks
 from tests.trainer.groups import VOCABULARY, make_group, off_policy_groups, whole
 from tests.trainer.memory_worker import held
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 
 def shape_of(config: Config) -> ModelShape:
@@ -22,7 +22,7 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def test_one_process_holds_what_is_estimated(config: Config) -> None:
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     learner.update(whole(off_policy_groups(), config))
     estimate = trainer_memory(shape_of(config), config, 1, width=4)
     assert held(learner) == {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer")}
@@ -45,7 +45,7 @@ def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
         for completion in group.completions:
             completion.token_ids = rng.integers(3, VOCABULARY, 100).astype(np.int32)
             completion.logprobs = np.full(100, -5.7, np.float32)
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     weights = {parameter.untyped_storage().data_ptr() for parameter in learner.policy.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no place is used twice

@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.trainer.groups import VOCABULARY, save
 from tests.trainer.sharding_worker import learned
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -51,7 +51,7 @@ class One:
 
     def __init__(self, policy_dir: Path, directory: Path) -> None:
         config = Config.model_validate(nested(SETTINGS | {"model.name": str(policy_dir)}))
-        learner = Learner(config, Ranks())
+        learner = Policy(config, Ranks())
         self.metrics = learned(learner, 2)
         save(learner, directory / "one" / "checkpoints")
         self.metrics += learned(learner, 1)
@@ -134,7 +134,7 @@ def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None
 def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
     config.trainer.offload_optimizer = True
     with pytest.raises(ConfigError, match=r"cannot be offloaded.*trainer\.offload_optimizer"):
-        Learner(config, Ranks())
+        Policy(config, Ranks())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -192,16 +192,16 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["missing", "killed"])
 def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
     """Killed in the middle of writing, or a disk that says no: then the next step says so."""
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     first = save(learner, tmp_path)
     learner.step = 1
     if kind == "killed":
         code = (
             "import os, sys; from pathlib import Path; import learning.saving as saving;"
             "from common.config import Config; from learning.ranks import Ranks;"
-            "from tests.trainer.groups import save; from trainer.policy.policy import Learner;"
+            "from tests.trainer.groups import save; from trainer.policy.policy import Policy;"
             "saving.Snapshot.write_state = lambda *_: os._exit(9);"
-            "c = Config(); c.model.name = sys.argv[1]; l = Learner(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
+            "c = Config(); c.model.name = sys.argv[1]; l = Policy(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
         )
         root = str(Path(__file__).resolve().parents[2])
         done = subprocess.run(
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config,
 
 
 def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     for learner.step, accuracy in enumerate([None, 0.2, 0.5, 0.4, None, 0.3], 1):
         save(learner, tmp_path, keep=2, accuracy=accuracy)
     assert (tmp_path / "best").resolve() == tmp_path / "step_000003"
@@ -234,7 +234,7 @@ def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
 
 def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path) -> None:
     """The thread writes a copy: updates that follow at once do not reach it."""
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     expected = {name: tensor.clone() for name, tensor in learner.weights()}
     gate = threading.Event()
 

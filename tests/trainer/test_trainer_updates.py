@@ -14,9 +14,7 @@ from common.schemas import Group
 from learning.ranks import Ranks
 from tests.trainer.groups import make_group, off_policy_groups, save, weighed, whole, with_algorithm
 from trainer.algorithms.batch import Batch
-from trainer.algorithms.compute_advantages import weigh
-from trainer.lead import resumed_learner
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 
 @pytest.fixture
@@ -24,7 +22,7 @@ def groups() -> list[Group]:
     return off_policy_groups()
 
 
-def parameters(learner: Learner) -> dict[str, torch.Tensor]:
+def parameters(learner: Policy) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
 
 
@@ -34,7 +32,7 @@ def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_two_passes_over_a_batch_are_two_updates_on_it(config: Config, groups: list[Group]) -> None:
     """Ratio and clip are to the policy that sampled, in both passes."""
-    once, twice = Learner(config, Ranks()), Learner(with_algorithm(config, update_epochs=2), Ranks())
+    once, twice = Policy(config, Ranks()), Policy(with_algorithm(config, update_epochs=2), Ranks())
     for _ in range(2):
         once.update(whole(groups, config))
     metrics = twice.update(whole(groups, twice.config))
@@ -45,7 +43,7 @@ def test_two_passes_over_a_batch_are_two_updates_on_it(config: Config, groups: l
 
 def test_mini_batches_are_updates_on_shares_of_the_batch(config: Config, groups: list[Group]) -> None:
     changed = with_algorithm(config, mini_batches=4)
-    first, again, other = Learner(changed, Ranks()), Learner(changed, Ranks()), Learner(changed, Ranks())
+    first, again, other = Policy(changed, Ranks()), Policy(changed, Ranks()), Policy(changed, Ranks())
     other.config = changed.model_copy(update={"seed": 1})
     metrics = first.update(whole(groups, changed))
     assert metrics.updates == 4
@@ -57,13 +55,13 @@ def test_mini_batches_are_updates_on_shares_of_the_batch(config: Config, groups:
 
 def test_updates_end_early_when_the_policy_has_moved_too_far(config: Config, groups: list[Group]) -> None:
     settings = {"update_epochs": 5, "rollout_correction": "truncate"}  # the ratio is to the policy before the updates
-    full = Learner(with_algorithm(config, **settings), Ranks())
+    full = Policy(with_algorithm(config, **settings), Ranks())
     metrics = full.update(weighed(full, groups))
     assert (metrics.updates, metrics.stopped_early) == (5, 0)
-    early = Learner(with_algorithm(config, **settings, early_stop_kl=1e-9), Ranks())
+    early = Policy(with_algorithm(config, **settings, early_stop_kl=1e-9), Ranks())
     metrics = early.update(weighed(early, groups))
     assert (metrics.updates, metrics.stopped_early) == (1, 1)
-    once = Learner(with_algorithm(config, rollout_correction="truncate"), Ranks())
+    once = Policy(with_algorithm(config, rollout_correction="truncate"), Ranks())
     once.update(weighed(once, groups))
     for name, expected in parameters(once).items():  # the gradient that came too late was not applied
         torch.testing.assert_close(parameters(early)[name], expected, atol=1e-6, rtol=0, msg=name)
@@ -71,7 +69,7 @@ def test_updates_end_early_when_the_policy_has_moved_too_far(config: Config, gro
 
 def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(config: Config, groups: list[Group]) -> None:
     changed = with_algorithm(config, rollout_correction="truncate", update_epochs=2)
-    learner = Learner(changed, Ranks())
+    learner = Policy(changed, Ranks())
     batch = weighed(learner, groups)
     with torch.no_grad():
         for row, old in zip(batch.rows, batch.old_logprobs, strict=True):
@@ -79,13 +77,13 @@ def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(config: Conf
             logits = learner.policy(ids).logits[0, len(row.prompt_ids) - 1 : -1]
             expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(row.completion_ids).long()[:, None])[:, 0]
             torch.testing.assert_close(torch.from_numpy(old), expected, atol=1e-5, rtol=0)
-    one = Learner(with_algorithm(config, rollout_correction="truncate"), Ranks())
+    one = Policy(with_algorithm(config, rollout_correction="truncate"), Ranks())
     assert one.update(weighed(one, groups)).ratio == pytest.approx(1, abs=1e-5)  # not the ratio to what the engine said
-    assert Learner(config, Ranks()).update(whole(groups, config)).ratio != pytest.approx(1, abs=1e-2)
+    assert Policy(config, Ranks()).update(whole(groups, config)).ratio != pytest.approx(1, abs=1e-2)
 
 
 def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups: list[Group]) -> None:
-    one, five = Learner(config, Ranks()), Learner(with_algorithm(config, update_epochs=5), Ranks())
+    one, five = Policy(config, Ranks()), Policy(with_algorithm(config, update_epochs=5), Ranks())
     first, last = one.update(whole(groups, config)), five.update(whole(groups, five.config))
     for name in ("delta_logprob", "kl_rollout", "effective_sample_size"):
         assert getattr(first, name) == pytest.approx(getattr(last, name), rel=1e-5)
@@ -94,8 +92,8 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
     for group in groups[1:]:
         for completion in group.completions:
             completion.weight_versions = [(7, 0, len(completion.token_ids))]
-    only_first = Learner(config, Ranks()).update(whole([groups[0]], config))
-    assert Learner(config, Ranks()).update(whole(groups, config)).delta_logprob_current == pytest.approx(
+    only_first = Policy(config, Ranks()).update(whole([groups[0]], config))
+    assert Policy(config, Ranks()).update(whole(groups, config)).delta_logprob_current == pytest.approx(
         only_first.delta_logprob, rel=1e-5
     )
 
@@ -107,7 +105,7 @@ def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> 
     )
     batch = Batch.of([groups[0]], [1.0], config)
     batch.old_logprobs = [np.full(length, -1.0, np.float32) for length in batch.lengths]
-    batch.reference_logprobs = [np.full(length, -1.0 - 0.1 * i, np.float32) for i, length in enumerate(batch.lengths)]
+    batch.ref_logprobs = [np.full(length, -1.0 - 0.1 * i, np.float32) for i, length in enumerate(batch.lengths)]
     weigh(batch, config.algorithm, 512, kl_coef=0.5)
     shaped = [reward - 0.5 * 0.1 * i * batch.lengths[i] for i, reward in enumerate([1.0, 0.0, 0.0, 1.0])]
     for advantages, value in zip(batch.advantages, shaped, strict=True):
@@ -137,20 +135,20 @@ def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, 
 def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
     config: Config, groups: list[Group], tmp_path: Path
 ) -> None:
-    other = Learner(config, Ranks())
+    other = Policy(config, Ranks())
     with torch.no_grad():
         for parameter in other.policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
     other.policy.save_pretrained(tmp_path / "other")
     changed = with_algorithm(config, kl_coef=0.1)
-    assert Learner(changed, Ranks()).update(whole(groups, changed)).kl_reference == pytest.approx(0, abs=1e-6)
+    assert Policy(changed, Ranks()).update(whole(groups, changed)).kl_reference == pytest.approx(0, abs=1e-6)
     changed.model.reference = str(tmp_path / "other")
-    far = Learner(changed, Ranks()).update(whole(groups, changed))
+    far = Policy(changed, Ranks()).update(whole(groups, changed))
     assert far.kl_reference > 1e-3
     changed.trainer.offload_reference = True
-    assert Learner(changed, Ranks()).update(whole(groups, changed)) == far
+    assert Policy(changed, Ranks()).update(whole(groups, changed)) == far
     changed = with_algorithm(changed, kl_coef=0.1, reference_refresh=2)
-    learner = Learner(changed, Ranks())
+    learner = Policy(changed, Ranks())
     distances = [learner.update(weighed(learner, groups)).kl_reference for _ in range(3)]
     assert distances[0] > 1e-3
     assert distances[1] > 1e-3
@@ -160,11 +158,11 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
 def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(config: Config, groups: list[Group]) -> None:
     assert config.trainer.run_dir is not None
     changed = with_algorithm(config, kl_coef=0.1, reference_refresh=1, kl_target=1e-3, kl_horizon=16)
-    unbroken = Learner(changed, Ranks())
+    unbroken = Policy(changed, Ranks())
     unbroken.update(weighed(unbroken, groups))
     assert unbroken.kl_coef < 0.1  # the policy began at the reference: below its target
     save(unbroken, config.trainer.run_dir / "checkpoints")
-    resumed, _, _ = resumed_learner(changed, Ranks(), config.trainer.run_dir)
+    resumed, _, _ = Policy.resume(changed, Ranks(), config.trainer.run_dir)
     for learner in (unbroken, resumed):
         learner.update(weighed(learner, groups))
     assert resumed.kl_coef == unbroken.kl_coef
@@ -174,7 +172,7 @@ def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(conf
 def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[Group]) -> None:
     def coefficient(target: float) -> float:
         changed = with_algorithm(config, kl_coef=0.1, kl_target=target, kl_horizon=100)
-        learner = Learner(changed, Ranks())
+        learner = Policy(changed, Ranks())
         for _ in range(4):
             learner.update(weighed(learner, groups))
         return learner.kl_coef
@@ -186,7 +184,7 @@ def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[
 def test_muon_updates_hidden_matrices_and_adamw_the_rest(config: Config, groups: list[Group], tmp_path: Path) -> None:
     changed = config.model_copy(deep=True)
     changed.trainer.optimizer = "muon"
-    adamw, muon = Learner(config, Ranks()), Learner(changed, Ranks())
+    adamw, muon = Policy(config, Ranks()), Policy(changed, Ranks())
     before = parameters(adamw)
     for learner in (adamw, muon):
         learner.update(whole(groups, config))
@@ -196,7 +194,7 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(config: Config, groups:
         if hidden:  # a step of about the same size
             sizes = [(moved - before[name]).square().mean().sqrt() for moved in (value, parameters(adamw)[name])]
             assert 0.1 < sizes[0] / sizes[1] < 10, name
-    resumed = Learner(changed, Ranks())
+    resumed = Policy(changed, Ranks())
     resumed.policy.load_state_dict(muon.policy.state_dict())
     resumed.optimizer.load_state_dict(copy.deepcopy(muon.optimizer.state_dict()))  # else both would share it
     resumed.step = muon.step
@@ -209,7 +207,7 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest(config: Config, groups:
 
 def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: Config, groups: list[Group]) -> None:
     config.replay.corrected = False
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     batch = Batch.of(groups, [1.0] * 4, config, step=0, fresh=2)
     learner.score(batch)
     weigh(batch, config.algorithm, 512, 0.0)
@@ -217,12 +215,12 @@ def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: C
     assert not batch.old_logprobs
     fresh = {float(completion.logprobs[0]) for group in groups[:2] for completion in group.completions}
     reused = {float(completion.logprobs[0]) for group in groups[2:] for completion in group.completions}
-    assert {float(row.behaviour_logprobs[0]) for row in batch.rows[:8]} == fresh
-    assert not {float(row.behaviour_logprobs[0]) for row in batch.rows[8:]} & reused
+    assert {float(row.rollout_logprobs[0]) for row in batch.rows[:8]} == fresh
+    assert not {float(row.rollout_logprobs[0]) for row in batch.rows[8:]} & reused
 
 
 def test_a_policy_that_is_held_stays_and_its_version_moves(config: Config, groups: list[Group]) -> None:
-    learner = Learner(config, Ranks())
+    learner = Policy(config, Ranks())
     before = parameters(learner)
     metrics = learner.hold(whole(groups, config))
     assert (learner.step, metrics.updates, metrics.trained_tokens) == (1, 0, 0)

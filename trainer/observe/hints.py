@@ -58,7 +58,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         return {}
     steps = _Steps(history, config)
     found = {
-        "equal_groups": _equal_groups(steps),
+        "zero_variance_groups": _zero_variance_groups(steps),
         "format": _format(steps),
         "truncated": _truncated(steps),
         "policy_moves": _policy_moves(steps),
@@ -108,10 +108,10 @@ class _Steps:
         return now - before if now >= before else now
 
 
-def _equal_groups(steps: _Steps) -> str:
+def _zero_variance_groups(steps: _Steps) -> str:
     """Too easy or too hard."""
-    replaced = steps.dropped("equal_rewards")
-    equal = sum(line["equal_groups"] for line in steps.last) + replaced
+    replaced = steps.dropped("zero_variance")
+    equal = sum(line["zero_variance_groups"] for line in steps.last) + replaced
     share = equal / (steps.groups + replaced)
     if share < MAX_EQUAL:
         return ""
