@@ -75,9 +75,8 @@ class Critic:
         """
         if not rows:
             raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
-        sequences = [row.sequence for row in rows]
-        self._check(sequences, "rows")
-        sizes, norms = self._sizes(sequences), []
+        self._check(rows, "rows")
+        sizes, norms = self._sizes(rows), []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(self._settings.update_epochs):
             for indices in mini_batches(len(rows), self._settings.mini_batches, seed + epoch):
@@ -105,13 +104,12 @@ class Critic:
         """Adds this rank's share of a mini-batch to the gradient; its sums of loss, clipped tokens and tokens."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        sequences = [row.sequence for row in rows]
         for part in micro_batches(sizes, indices, self._ranks, self._settings.micro_batch_tokens):
             if not len(part):
                 if self._ranks.sharded:  # the other ranks' passes need this one's
-                    (self.model(self._rows(sequences, indices[:1])).sum() * 0).backward()
+                    (self.model(self._rows(rows, indices[:1])).sum() * 0).backward()
                 continue
-            values, chosen = self.model(self._rows(sequences, part)), [rows[i] for i in part]
+            values, chosen = self.model(self._rows(rows, part)), [rows[i] for i in part]
             old, returns, weights = (
                 torch.from_numpy(np.concatenate(arrays)).to(values.device, non_blocking=True)
                 for arrays in (

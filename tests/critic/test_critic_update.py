@@ -156,7 +156,7 @@ def test_tokens_outside_the_vocabulary_are_refused(config: Config, ids: list[int
         critic.values(sequences)
     assert (error.value.field, error.value.value) == ("sequences[1].prompt_ids", str(ids[-1]))
     rows = make_rows(2)
-    rows[0].sequence.completion_ids[0] = ids[-1]
+    rows[0].completion_ids[0] = ids[-1]
     with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
         critic.update(rows, seed=0)
     assert error.value.field == "rows[0].completion_ids"
