@@ -119,4 +119,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info
