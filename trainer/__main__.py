@@ -73,7 +73,7 @@ def run(config: Config, topology: Topology) -> None:
     _say_start(config, ranks, topology, run_dir)
     watchdog.start()
     with (
-        watchdog.stalls(settings.stall_dump_s),
+        watchdog.stalls(),
         ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
@@ -112,7 +112,7 @@ class JobGroup:
         board = WeightBoard(opening.run_dir / "weights")
         health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
         replay = LiveReplay(services.replay, opening.loop)
-        app = create_trainer_app(board, opening.registry, config.trainer.max_requests, health, replay)
+        app = create_trainer_app(board, opening.registry, health, replay)
         bind = topology.bind(names.TRAINER, config.trainer.port)
         opening.stack.enter_context(server := BackgroundServer(app, *bind))
         opening.stack.callback(board.close)

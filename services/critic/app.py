@@ -25,6 +25,8 @@ _VALUE_REQUEST = struct_schema(ValueRequest) | {
     "dependentRequired": {"run_id": ["step"], "step": ["run_id"]},
     "examples": [{"sequences": [{"prompt_ids": [5, 6], "completion_ids": [7, 2]}]}],
 }
+MAX_REQUESTS = 16
+"""Requests in work at once: the critic computes them one after the other."""
 
 
 def create_critic_app(config: Config) -> FastAPI:
@@ -55,7 +57,7 @@ def create_critic_app(config: Config) -> FastAPI:
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
-        max_requests=config.critic.max_requests,
+        max_requests=MAX_REQUESTS,
         work=Work(now=lambda: _whose(keeper)),
     )
     tell = _gauges(metrics, keeper)

@@ -81,7 +81,6 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
-        max_requests=config.max_requests,
         work=Work(now=partial(_holds, buffer)),
     )
     app.state.worker = worker

@@ -15,6 +15,9 @@ from services.http.story import Work
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 
+MAX_REQUESTS = 256
+"""Requests in work at once; more are answered 503."""
+
 
 def create_reward_app(
     config: RewardSection, max_body_bytes: int = 256 << 20, functions: Sequence[RewardFunction] | None = None
@@ -43,7 +46,7 @@ def create_reward_app(
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
-        max_requests=config.max_requests,
+        max_requests=MAX_REQUESTS,
         work=Work(scorer.totals, scorer.now),
     )
 

@@ -134,8 +134,10 @@ async def test_the_last_checkpoints_written_stay(client: CriticClient, config: C
     assert steps(config) == ["step_000001"]
 
 
-async def test_an_update_that_fails_midway_leaves_nobodys_critic(client: CriticClient, config: Config) -> None:
-    config.trainer.max_skipped_updates = 0
+async def test_an_update_that_fails_midway_leaves_nobodys_critic(
+    client: CriticClient, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 0)
     await client.restore("a", 0)
     await client.update("a", 0, seed=0, rows=make_rows(6))
     await client.save("a", 1, keep=1)

@@ -217,9 +217,9 @@ def test_importance_weights_scale_the_gradient(config: Config, groups: list[Grou
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_run(
-    config: Config, groups: list[Group]
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.trainer.max_skipped_updates = 1
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 1)
     policy = Policy(config, Ranks())
     good, bad = whole(groups, config), whole(groups, config)
     known(bad.advantages)[0][:] = float("nan")

@@ -99,7 +99,7 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
     assert every.delta_logprob_current == pytest.approx(only_first.delta_logprob, rel=1e-5)
 
 
-def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> None:
+def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """One group: r − coef · Σ k1 goes into the group baseline; with a critic it is taken token by token."""
     in_reward = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
     config = with_algorithm(config, advantage="group_centred", **in_reward)
@@ -110,7 +110,8 @@ def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group]) -> 
     shaped = [reward - 0.5 * 0.1 * i * batch.lengths[i] for i, reward in enumerate([1.0, 0.0, 0.0, 1.0])]
     for advantages, value in zip(found, shaped, strict=True):
         np.testing.assert_allclose(advantages, value - sum(shaped) / 4, atol=1e-5)
-    config = with_algorithm(config, advantage="gae", whiten=False, gae_lambda=0.0, **in_reward)
+    config = with_algorithm(config, advantage="gae", gae_lambda=0.0, **in_reward)
+    monkeypatch.setattr("trainer.algorithms.compute_advantages.whiten", lambda values, _: values)
     batch.values = [np.zeros(length, np.float32) for length in batch.lengths]
     found, _ = compute_advantages(batch, config, kl_coef=0.5)
     for i, (advantages, reward) in enumerate(zip(found, [1.0, 0.0, 0.0, 1.0], strict=True)):
@@ -158,7 +159,7 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
 
 def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(config: Config, groups: list[Group]) -> None:
     assert config.trainer.run_dir is not None
-    changed = with_algorithm(config, kl_coef=0.1, reference_refresh=1, kl_target=1e-3, kl_horizon=16)
+    changed = with_algorithm(config, kl_coef=0.1, reference_refresh=1, kl_target=1e-3)
     unbroken = Policy(changed, Ranks())
     reference = Reference(unbroken)
     unbroken.update(prepared(unbroken, groups, reference=reference))
@@ -174,7 +175,7 @@ def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(conf
 
 def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[Group]) -> None:
     def coefficient(target: float) -> float:
-        changed = with_algorithm(config, kl_coef=0.1, kl_target=target, kl_horizon=100)
+        changed = with_algorithm(config, kl_coef=0.1, kl_target=target)
         policy = Policy(changed, Ranks())
         for _ in range(4):
             policy.update(prepared(policy, groups))

@@ -34,7 +34,7 @@ _DROPS = {
     "generation": "rollout-server fails or is too slow: look at its log, give it time (sampling.request_timeout_s), or ask for "
     "less (sampling.max_new_tokens)",
     "reward": "answers cannot be graded: look at the log of reward-server for what times out or fails, and give it time "
-    "(reward.timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
+    "(reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
     "stale": "long answers are overtaken by more than trainer.max_staleness updates: raise that, or lower "
     "sampling.max_new_tokens",
 }
@@ -248,7 +248,7 @@ def _reward_bound(steps: _Steps) -> str:
         return ""
     return (
         f"the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
-        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.timeout_s, "
+        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.math_timeout_s, "
         "reward.code_timeout_s, reward.function_timeout_s)"
     )
 

@@ -1,7 +1,7 @@
 """What makes a group be reused more often: its priority for `POST /groups/sample`, as pure functions of the group and the
 advantages of its completions.
 
-Priorities are relative: the buffer takes them to the power of `replay.priority_exponent` and divides by their sum. None is
+Priorities are relative: the buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum. None is
 below MIN_PRIORITY, so a choice made here changes how often a group is reused and never excludes one.
 """
 
@@ -18,6 +18,8 @@ Priority = Callable[[Group, Sequence[float]], float]
 it is the mean |advantage| of the completion's tokens."""
 MIN_PRIORITY = 1e-3
 """Of a group that scores less: seldom reused, never excluded."""
+PRIORITY_EXPONENT, IMPORTANCE_EXPONENT = 0.6, 0.4
+"""α and, at the first step, β of prioritised experience replay (Schaul et al. 2016); β rises linearly to 1."""
 _MIN_REWARD_PRIORITY = 0.1
 """Of a group whose mean reward is 0 or less; the buffer's own sampling by reward starts from the same number."""
 

@@ -61,6 +61,11 @@ def load(name: str) -> Callable[[RunInfo], Tracker]:
     return found
 
 
+def wandb_offline() -> bool:
+    """Whether wandb writes into the run directory alone (`WANDB_MODE`, as for wandb itself)."""
+    return os.environ.get("WANDB_MODE", "online") != "online"
+
+
 def check(settings: TrackersSection) -> None:
     """Raises ConfigError, with the remedy, for a tracker that cannot be used here."""
     for name in settings.names:
@@ -71,8 +76,8 @@ def check(settings: TrackersSection) -> None:
                 value=name,
                 remedy=f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out",
             )
-    if "wandb" in settings.names and settings.wandb_mode == "online" and not os.environ.get(_WANDB_KEY):
-        remedy = "put it into the environment of the trainer (a secret of the job group), or set trackers.wandb_mode offline"
+    if "wandb" in settings.names and not wandb_offline() and not os.environ.get(_WANDB_KEY):
+        remedy = "put it into the environment of the trainer (a secret of the job group), or WANDB_MODE=offline"
         raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
 
 

@@ -17,6 +17,8 @@ from trainer.rollouts.evaluation import Evaluation
 from trainer.trackers.base import Cell, RunInfo, check
 from trainer.trackers.thread import TrackerThread
 
+_FLUSH_S = 60.0
+"""Time to flush when the run ends; what is left then is lost, and said to be."""
 _INTERRUPTED_S = 5.0
 """Time to flush when the run is interrupted: whoever ends it does not wait long."""
 _NO_TELEMETRY = {
@@ -88,9 +90,8 @@ class Trackers:
         self._table(evaluation.step, "evaluation/answers", _ANSWERS, rows)
 
     def close(self, finished: bool) -> None:
-        """Waits until they have taken everything, `trackers.flush_timeout_s` at most, and leaves behind those that have not."""
-        limit = self._settings.flush_timeout_s if finished else min(_INTERRUPTED_S, self._settings.flush_timeout_s)
-        deadline = time.monotonic() + limit
+        """Waits until they have taken everything, `_FLUSH_S` at most, and leaves behind those that have not."""
+        deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
         for thread in self._threads:
             thread.end(finished)
         for thread in self._threads:
