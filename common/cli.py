@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from common.config import fail
+from common.config import fail, program
 from common.errors import ConfigError, ServiceError
 
 
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, usage: str = "", epilog: str = "") -> None:
         super().__init__(
-            prog=f"python -m {prog}",
-            usage=f"python -m {prog} {usage}" if usage else None,
+            prog=program(prog),
+            usage=f"{program(prog)} {usage}" if usage else None,
             description=description,
-            epilog=epilog,
+            epilog=epilog.replace(f"python -m {prog} ", f"{program(prog)} "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -12,7 +12,7 @@ import torch
 from common import VERSION, watchdog
 from common import topology as names
 from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.config import Config, fail, load
+from common.config import Config, fail, load, program
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
 from common.logs import last_words
@@ -44,7 +44,7 @@ def main() -> None:
     """Runs this rank; a wrong setting ends with status 2, any other named error with 1, Ctrl-C with 130."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        config = load(prog="python -m trainer")
+        config = load(prog=program("trainer"))
         run(config, Topology.from_env())
     except ConfigError as error:
         fail(error)

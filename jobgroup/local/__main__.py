@@ -7,6 +7,7 @@ Primary tasks decide when the group ends and with which status; nothing is left 
 
 import asyncio
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.cli import Parser
-from common.config import fail
+from common.config import fail, packaged
 from common.errors import ConfigError
 from common.security import token
 from jobgroup import scrape, spec
@@ -23,13 +24,17 @@ from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
 from jobgroup.spec import JobGroup, Task, assignment, seconds
 
+_PYTHON = ".venv/bin/python"
+"""What the YAMLs call. `jobgroup/setup.sh` makes it; in a folder that lacks it, this Python takes its place."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status. A wrong option or YAML ends with status 2 and says what to do."""
     options = _parser().parse_args(argv)
     try:
+        yaml = packaged(Path(options.yaml), "jobgroup")
         group = spec.load(
-            Path(options.yaml),
+            yaml,
             dict(assignment(text, "--env") for text in options.env),
             dict(assignment(text, "--secret") for text in options.secret),
             dict(_node_count(text) for text in options.num_nodes),
@@ -47,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error)
     names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
     screen = Screen(names, follow=follow, quiet=options.quiet)
+    if yaml != Path(options.yaml):
+        screen.say(f"there is no file {options.yaml} here: running {yaml}, which comes with the package")
+    if not options.setup and (elsewhere := {task.name: _with_this_python(task) for task in tasks if _lacks_python(task)}):
+        screen.say(f"there is no {_PYTHON} here: {', '.join(elsewhere)} run with {sys.executable}")
+        tasks = [elsewhere.get(task.name, task) for task in tasks]
     for line in [*_notices(tasks, log_dir, setup=options.setup), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
@@ -113,6 +123,14 @@ def _chosen(group: JobGroup, only: Sequence[str]) -> list[Task]:
     names = [name.strip() for text in only for name in text.split(",")]
     chosen = {group.task(name, "--only").name for name in names}
     return [task for task in group.tasks if not only or task.name in chosen]
+
+
+def _lacks_python(task: Task) -> bool:
+    return _PYTHON in task.run and not (task.workdir / _PYTHON).exists()
+
+
+def _with_this_python(task: Task) -> Task:
+    return replace(task, run=task.run.replace(_PYTHON, shlex.quote(sys.executable)))
 
 
 def _log_dir(given: str | None, group: JobGroup) -> Path:

@@ -48,9 +48,9 @@ def test_a_local_critic_goes_on_from_its_checkpoint(config: Config, tmp_path: Pa
     write(again, tmp_path / "again")
     files = [tmp_path / name / "critic" / "model.safetensors" for name in ("one", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    values = (known(function.values(make_batch(4))) for function in (again, one))
-    for pair in zip(*values, strict=True):
-        np.testing.assert_allclose(*pair, rtol=0, atol=1e-7)  # rounding depends on where in memory the weights are
+    values, expected = (known(function.values(make_batch(4))) for function in (again, one))
+    for mine, theirs in zip(values, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-7)  # rounding depends on where in memory the weights are
     metrics = [asdict(update(function, make_batch(6, seed=1), seed=1)) for function in (again, one)]
     assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
 
