@@ -12,11 +12,13 @@ from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from services.reward.hosts import Host
+from services.reward.limits import BATCHES_QUEUED, MAX_BATCH_ITEMS
 from services.reward.pool import Job, WorkerPool
 from services.reward.score import Score
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
-_BATCHES_QUEUED = 4
+MEMORY_MB = 1024
+"""Address space of one worker."""
 
 
 class MathGrader(Host):
@@ -30,9 +32,9 @@ class MathGrader(Host):
             raise ConfigError("math-verify is not installed", remedy="pip install 'rlhf-math[services]'")
         super().__init__("math", lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
         self.config = config
-        arguments = {"memory_mb": config.memory_mb, "alarm_s": math.ceil(config.timeout_s) + 1}
-        job = Job("services.reward.equivalence", arguments, config.memory_mb)
-        self.pool = WorkerPool(job, config.workers, config.timeout_s, on_restart)
+        arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
+        job = Job("services.reward.equivalence", arguments, MEMORY_MB)
+        self.pool = WorkerPool(job, config.workers, config.math_timeout_s, on_restart)
 
     @property
     def problem(self) -> str | None:
@@ -86,7 +88,7 @@ class MathGrader(Host):
         return _graded(answer, said == b"right")
 
     def _check_room(self, count: int) -> None:
-        waiting, limit = self.pool.unfinished, _BATCHES_QUEUED * self.config.max_batch_items
+        waiting, limit = self.pool.unfinished, BATCHES_QUEUED * MAX_BATCH_ITEMS
         if count and waiting + count > limit:
             raise Overloaded(
                 f"{waiting} answers wait for a grader already",

@@ -1,5 +1,1 @@
-"""Experiment trackers (docs/trackers.md): what goes to `metrics.jsonl` goes to them too.
-
-Each has a process of its own, fed by a thread from a bounded queue: neither a slow nor a broken tracker touches a step.
-Nothing is imported here, so that those processes stay small.
-"""
+"""Experiment trackers (docs/trackers.md): they get what goes to `metrics.jsonl`, each in a thread with a bounded queue."""
