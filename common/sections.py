@@ -28,7 +28,7 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    """LoRA: a low-rank adapter of the frozen model is trained in the place of all its weights (docs/training.md)."""
+    """LoRA: a low-rank adapter of the frozen model is trained in the place of all its weights (docs/how-to/training.md)."""
 
     rank: int = Field(0, ge=0)
     """Rank of the adapter's matrices; 0: no adapter, all weights are trained."""
@@ -123,7 +123,7 @@ class RewardSection(Section):
     """Requests in work at once; more are answered 503 with Retry-After before their bodies are read."""
     functions: list[RewardName] = Field(["math"], min_length=1)
     """Reward functions, the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`,
-    `reward_model`, `judge`, or the import path `package.module:Class` of a RewardFunction. What each does: docs/rewards.md."""
+    `reward_model`, `judge`, or the import path `package.module:Class` of a RewardFunction (docs/how-to/rewards.md)."""
     weights: dict[RewardName, float] = {}
     """Weight of a function by its name above; 1.0 for those that are not named."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
@@ -314,7 +314,8 @@ class RolloutSection(Section):
     router: Literal["sglang-router", "smg"] = "sglang-router"
     """The program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
-    """How the router picks an engine for a request: in turn, by chance, or by what each was asked before (docs/sglang.md)."""
+    """How the router picks an engine for a request: in turn, by chance, or by what each was asked before
+    (docs/explanation/engines.md)."""
     startup_timeout_s: float = Field(1800.0, gt=0)
     """Seconds an engine may take until it answers (loading a large model takes minutes)."""
     hang_timeout_s: float = Field(30.0, gt=0)
@@ -434,7 +435,7 @@ class TrainerSection(Section):
 
 
 class TrackersSection(Section):
-    """Experiment trackers: they get what `metrics.jsonl` gets, and never hold up a step (docs/trackers.md)."""
+    """Experiment trackers: they get what `metrics.jsonl` gets, and never hold up a step (docs/how-to/trackers.md)."""
 
     names: list[TrackerName] = []
     """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of one's own."""

@@ -20,7 +20,7 @@ _PROMPT = 512
 """Tokens of a long prompt."""
 _TIGHT = 0.9
 _PROCESS = 600 << 20
-"""Of a process with torch on a CPU, before it has a model (docs/skypilot.md)."""
+"""Of a process with torch on a CPU, before it has a model (docs/how-to/scale.md)."""
 _FP32 = 4
 _LESS = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "

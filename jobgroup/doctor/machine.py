@@ -155,6 +155,6 @@ def check_sandbox(plan: Plan) -> Iterable[Result]:
     try:
         Sandbox(Limits(reward.code_timeout_s, reward.code_memory_mb, reward.code_output_kb), 1, python=reward.code_python)
     except ConfigError as error:
-        yield fail("sandbox", error.message, error.remedy or "see docs/rewards.md")
+        yield fail("sandbox", error.message, error.remedy or "see docs/how-to/rewards.md")
     else:
         yield ok("sandbox", "bubblewrap holds programs that try to break out")

@@ -87,7 +87,7 @@ def test_bf16_is_the_precision_of_the_update_on_a_gpu() -> None:
 
 
 def test_the_documentation_has_every_field_with_its_default() -> None:
-    page = (ROOT / "docs" / "python-api.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "python-api.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? \|", page, re.MULTILINE))
     for name, field in TrainerConfig.model_fields.items():
         default = field.get_default()
