@@ -167,8 +167,8 @@ def commands() -> str:
     """What every command prints with `--help`."""
     lines = [
         "# Command lines\n",
-        "What each command prints with `--help`. The services (`python -m services.data`, `services.reward`, `services.replay`,",
-        "`services.rollout`, `services.critic`) take the same settings as `python -m trainer`.\n",
+        "What each command prints with `--help`. The services (`python -m services.data`, `services.reward`,",
+        "`services.replay`, `services.rollout`, `services.critic`) take the same settings as `python -m trainer`.\n",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "110", "OMP_WAIT_POLICY": "passive"}
     for name in COMMANDS:

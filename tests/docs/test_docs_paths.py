@@ -4,14 +4,18 @@ import re
 import subprocess
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from common.config import SHORT_NAMES, Config
 from tests.conftest import ROOT
 
-GENERATED = {"docs/reference/settings.md", "docs/reference/commands.md", "docs/reference/http-api.md", "docs/reference/python.md"}
+GENERATED = {
+    "docs/reference/settings.md",
+    "docs/reference/commands.md",
+    "docs/reference/http-api.md",
+    "docs/reference/python.md",
+}
 """Pages that docs/hooks.py makes when the site is built; their anchors are checked by `mkdocs build --strict`."""
 MADE = (".venv", ".cache", "runs", "outputs", "site", "checkpoints", "trackers", "groups", "prompts", "critic")
 """First folders of paths that exist once something has run."""
@@ -57,7 +61,7 @@ def spans(name: str) -> Iterator[str]:
 
 
 @cache
-def tests() -> str:
+def suite() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
 
 
@@ -92,17 +96,23 @@ def test_every_path_named_exists(name: str) -> None:
 def test_every_test_named_exists(name: str) -> None:
     for span in spans(name):
         if re.fullmatch(r"test_\w+", span) and span != "test_cases":  # a column of code rewards
-            assert f"def {span}(" in tests(), f"{name} names {span}"
+            assert f"def {span}(" in suite(), f"{name} names {span}"
 
 
 @pytest.mark.parametrize("name", CURRENT)
 def test_every_setting_named_exists(name: str) -> None:
-    sections = {key: field.annotation for key, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
+    sections = {
+        key: field.annotation for key, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+    }
     for span in spans(name):
         match = _SETTING.match(span)
         if match and match[1] in sections and match[2] not in ("jsonl", "md", "py"):
             fields = getattr(sections[match[1]], "model_fields", {})
-            modules = (ROOT / match[1] / f"{match[2]}.py", ROOT / match[1] / match[2], ROOT / match[1] / "cli" / f"{match[2]}.py")
+            modules = (
+                ROOT / match[1] / f"{match[2]}.py",
+                ROOT / match[1] / match[2],
+                ROOT / match[1] / "cli" / f"{match[2]}.py",
+            )
             assert match[2] in fields or any(path.exists() for path in modules), f"{name} names {span}"
     for option, field in re.findall(r"--([a-z]+)\.([a-z_]+)", text(name)):
         if option in sections:
@@ -119,14 +129,10 @@ def test_short_names_are_documented() -> None:
 
 
 def test_mentions_of_the_documentation_in_the_code_are_right() -> None:
-    listed = subprocess.run(
-        ["git", "grep", "-nohE", r"docs/[a-z-]+(/[a-z0-9-]+)*\.(md|json|yml|yaml|png|svg)", "--", "*.py", "*.js", "*.html"]
-        + ["*.yaml", "*.yml", "*.sh", "*.toml", "Makefile"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    pattern = r"docs/[a-z-]+(/[a-z0-9-]+)*\.(md|json|yml|yaml|png|svg)"
+    kinds = ("*.py", "*.js", "*.html", "*.yaml", "*.yml", "*.sh", "*.toml", "Makefile")
+    words = ["git", "grep", "-nohE", pattern, "--", *kinds]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     named = {line.partition(":")[2] for line in listed.stdout.splitlines()} - GENERATED
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
