@@ -37,7 +37,7 @@ class Curve:
         evaluations, tokens, seconds = read_lines(directory / "evaluations.jsonl"), [0.0], [0.0]
         aside = 0
         for line in read_lines(directory / "metrics.jsonl"):
-            dropped = line["dropped"].get("equal_rewards", 0)
+            dropped = line["dropped"].get("zero_variance", 0)
             fresh = batch - line["reused_groups"] + dropped - aside  # dynamic sampling puts generated groups aside
             aside = dropped
             tokens.append(tokens[-1] + fresh * size * line["completion_tokens"])

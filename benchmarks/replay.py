@@ -2,7 +2,7 @@
 
 Adds and takes 256 completions × 1,024 tokens a request over HTTP to a real service process, the msgpack path beside the
 JSON path in the same run, every add synced to disk before it is acknowledged; then draws 64 of 100,000 groups from the
-index by priority, with their age and without, and looks up right answers to 64 prompts in a store of 2,000 groups.
+index by priority.
 """
 
 import argparse
@@ -22,10 +22,8 @@ import orjson
 
 from common import wire
 from common.clients import ReplayClient, wait_healthy
-from common.schemas import Completion, Group, SuccessRequest, TakeRequest
-from common.sections import ReplaySection
+from common.schemas import Completion, Group, Groups, TakeRequest
 from services.replay import sampling
-from services.replay.buffer import ReplayBuffer
 
 GROUPS, COMPLETIONS, TOKENS = 32, 8, 1024
 MEGABYTE = 1e6
@@ -70,7 +68,7 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
 
     async def take_json(request: TakeRequest) -> None:
         answer = await client.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": "application/json"})
-        assert len([wire.group_from_dict(item) for item in orjson.loads(answer.content)["groups"]]) == GROUPS
+        assert len(wire.decode_json(answer.content, Groups).groups) == GROUPS
 
     for i in range(rounds):
         first, second = make_groups(f"m{i}", rng), make_groups(f"j{i}", rng)
@@ -83,45 +81,19 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
     return {name: (statistics.median(values), sizes[name]) for name, values in seconds.items()}
 
 
-def sampling_seconds(groups: int, count: int, rounds: int, half_life: float | None = None) -> float:
+def sampling_seconds(groups: int, count: int, rounds: int) -> float:
     """Median seconds to draw `count` of `groups` by priority with importance weights, nothing cached."""
     rng = np.random.default_rng(0)
     rows = [(i + 1, i // 100, float(priority), 0) for i, priority in enumerate(rng.random(groups))]
-    index, seconds = sampling.ReuseIndex.of(rows), []
+    index, seconds = sampling.ReuseIndex(rows), []
     for seed in range(rounds):
         start = time.perf_counter()
         eligible = index.eligible(0, 4)
-        priorities = index.priorities[eligible]
-        if half_life is not None:
-            priorities = sampling.aged(priorities, index.versions[eligible], half_life)
-        included = sampling.inclusion(sampling.probabilities(priorities, 0.6), count)
+        included = sampling.inclusion(sampling.probabilities(index.rows["priority"][eligible], 0.6), count)
         chosen = sampling.draw(included, np.random.default_rng(seed))
         sampling.importance_weights(included, chosen, 0.4)
         seconds.append(time.perf_counter() - start)
         assert len(chosen) == count
-    return statistics.median(seconds)
-
-
-def success_seconds(batches: int, prompts: int, rounds: int) -> float:
-    """Median seconds to get 2 right answers to each of `prompts` prompts out of `batches` × 32 stored groups, without HTTP."""
-    rng, seconds = np.random.default_rng(0), []
-    with tempfile.TemporaryDirectory() as directory:
-        buffer = ReplayBuffer(ReplaySection(capacity=batches * GROUPS * COMPLETIONS), Path(directory) / "replay.db")
-        groups = make_groups("g", rng)
-        for batch in range(batches):
-            for i, group in enumerate(groups):
-                number = batch * GROUPS + i
-                group.id, group.prompt_id = f"g{number}", f"p{number % (batches * GROUPS // 4)}"  # four groups each
-                group.completions[i % COMPLETIONS].correct = True
-            buffer.add(groups)
-            buffer.ack([group.id for group in groups])
-        for _ in range(rounds):
-            asked = [f"p{number}" for number in rng.choice(batches * GROUPS // 4, prompts, replace=False)]
-            start = time.perf_counter()
-            found = buffer.successes(SuccessRequest(prompt_ids=asked, count=2))
-            seconds.append(time.perf_counter() - start)
-            assert prompts <= len(found) <= 2 * prompts
-        buffer.close()
     return statistics.median(seconds)
 
 
@@ -159,8 +131,6 @@ def main() -> None:
     for kind in ("add", "take"):
         print(f"msgpack is {results[f'JSON {kind}'][0] / results[f'msgpack {kind}'][0]:.1f} × as fast as JSON to {kind}")
     print(f"sampling 64 of 100,000 by priority: {sampling_seconds(100_000, 64, 50) * 1e3:.2f} ms")
-    print(f"the same with recency_half_life: {sampling_seconds(100_000, 64, 50, half_life=4.0) * 1e3:.2f} ms")
-    print(f"right answers to 64 prompts out of {63 * GROUPS:,} groups: {success_seconds(63, 64, rounds) * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

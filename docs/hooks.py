@@ -147,9 +147,8 @@ def _type(annotation: Any) -> str:
         return f"{get_origin(annotation).__name__} of {' to '.join(dict.fromkeys(_type(part) for part in parts))}"
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__)
-    return {"str": "text", "bool": "true or false", "float": "number", "int": "whole number", "Path": "path"}.get(
-        annotation.__name__, annotation.__name__
-    )
+    names = {"str": "text", "bool": "true or false", "float": "number", "int": "whole number", "Path": "path"}
+    return names.get(annotation.__name__, str(annotation.__name__))
 
 
 def _plain(value: object) -> str:
@@ -270,6 +269,7 @@ def python_api() -> str:
         "Every public name of the package `trainer`, from its docstring. How to use them:",
         "[training in one process](../how-to/python-api.md).\n",
     ]
+    lines += ["The fields of `TrainerConfig`:\n", *_setting_rows("", trainer.TrainerConfig.model_fields), ""]
     public = [getattr(trainer, name) for name in trainer.__all__]
     lines += [f"::: {each.__module__}.{each.__qualname__}\n" for each in public]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config, fail, load
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
-from common.logs import last_words, set_run
-from common.observe import Metrics, setup_logging
+from common.logs import last_words
+from common.observe import setup_logging
 from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport
 from common.topology import Topology
@@ -25,21 +26,16 @@ from services.http.story import starts, told
 from trainer.background import LoopThread
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
-from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
-from trainer.loop import save_last, train
-from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder, console
-from trainer.policy.critic import ValueFunction, value_function
-from trainer.policy.policy import Learner
-from trainer.policy.scorer import load_tokenizer, stop_token_ids
-from trainer.rollouts.collector import Progress, Services
-from trainer.rollouts.prompts import Prompter
+from trainer.loop import train
+from trainer.observe.run_dir import console
+from trainer.rollouts.services import Services
+from trainer.run import Opening, Run
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.trackers.check import check
-from trainer.weights.adapters import AdapterPublisher, static_files
+from trainer.trackers.thread import prompt_exit
+from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.delivery import Publishes
 from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.sync import Publishes
 from trainer.weights.transfer import BackendName, Meeting
 
 log = logging.getLogger(__name__)
@@ -65,7 +61,7 @@ def _interrupt(_sig: int, _frame: object) -> None:
 
 
 def run(config: Config, topology: Topology) -> None:
-    """Trains on this rank until the last step; rank 0 also leads."""
+    """Trains on this rank until the last step."""
     settings = config.trainer
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -77,45 +73,15 @@ def run(config: Config, topology: Topology) -> None:
     _say_start(config, ranks, topology, run_dir)
     watchdog.start()
     with (
-        watchdog.stalls(settings.stall_dump_s),
+        watchdog.stalls(),
         ranks,
         Liveness(ranks, topology, settings.lost_after_s),
         ExitStack() as stack,
     ):
-        if ranks.first:
-            check(config.trackers)
-        watchdog.at("loading the model")
-        learner, progress, saved = resumed_learner(config, ranks, run_dir)
-        checkpoints = open_checkpoints(config, ranks, run_dir)
-        lead, board, services, loop = None, None, None, None
-        run_id = new_run_id(topology.group or "local")
-        if ranks.first:
-            set_run(run_id)
-            loop = stack.enter_context(LoopThread())
-            services = _services(config, topology, loop, stack)
-        critic = value_function(config, ranks, services.critic if services else None, loop.call if loop else None, run_id)
-        watchdog.at("waiting for the services and the first publishing")
-        if services and loop:
-            lead, board = _lead(config, topology, learner, critic, services, loop, run_dir, progress, run_id, stack)
-            lead.prepare()
-        else:
-            learner.share_weights()
-        if critic:
-            critic.restore(saved)
-        total_steps = int(ranks.broadcast(str(lead.total_steps).encode() if lead else b""))
-        learner.total_steps = total_steps
-        if lead is None:
-            train(learner, critic, ranks, None, total_steps, checkpoints)
-            watchdog.at("the end of the run")
-            save_last(checkpoints, learner, critic, None)
-        else:
-            gc.freeze()  # libraries and model stay: the search for cycles need not pass over them again and again
-            with lead.collecting():
-                train(learner, critic, ranks, lead, total_steps, checkpoints)
-            watchdog.at("the end of the run")
-            lead.conclude(lambda: save_last(checkpoints, learner, critic, lead))
-            assert board is not None
-            lead.goodbye(_agents(config, topology, board))
+        training = Run.build(config, ranks, run_dir, topology.group or "local", JobGroup(topology), stack)
+        gc.freeze()  # libraries and models stay: the search for cycles need not pass over them again and again
+        train(training)
+        training.finish()
         ranks.barrier()
 
 
@@ -128,8 +94,61 @@ def _say_start(config: Config, ranks: Ranks, topology: Topology, run_dir: Path) 
         log.info("waiting for the other ranks to meet at %s", topology.node_ips[0])
 
 
-def _services(config: Config, topology: Topology, loop: LoopThread, stack: ExitStack) -> Services:
-    """The clients of rank 0; `stack` closes them."""
+class JobGroup:
+    """The `Backend` of a job group: services by name, weights pulled by or broadcast to the rollout nodes.
+
+    Args:
+        topology: of the job group, and this node in it.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.console, self._topology = console(), topology
+        self._agents: Callable[[], list[Client]] = list
+
+    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+        """See `Backend`. The trainer's own server is up when this returns."""
+        config, topology, recorder = opening.config, self._topology, opening.recorder
+        services = _clients(config, topology, opening)
+        board = WeightBoard(opening.run_dir / "weights")
+        health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
+        replay = LiveReplay(services.replay, opening.loop)
+        app = create_trainer_app(board, opening.registry, health, replay)
+        bind = topology.bind(names.TRAINER, config.trainer.port)
+        opening.stack.enter_context(server := BackgroundServer(app, *bind))
+        opening.stack.callback(board.close)
+        recorder.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
+        recorder.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
+        self._agents = lambda: _agents(config, topology, board)
+        return services, self._publisher(opening, services, board)
+
+    def agents(self) -> list[Client]:
+        """See `Backend`: those that are alive."""
+        return self._agents()
+
+    def _publisher(self, opening: Opening, services: Services, board: WeightBoard) -> Publishes:
+        config, run_id = opening.config, opening.run_id
+
+        def fence(worker: WorkerReport) -> None:
+            opening.loop.call(services.rollout.remove_worker(worker.url))
+
+        timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
+        broadcaster = None
+        if sync == "distributed":
+            meeting = _meeting(config, self._topology, opening.policy.ranks.device)
+            broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, meeting)
+            opening.stack.callback(broadcaster.close)
+        publisher = Publisher(
+            *(board, opening.static_files, run_id, timeout_s, fence, opening.recorder.say),
+            published=opening.metrics.published,
+            shared=sync == "shared",
+            broadcaster=broadcaster,
+        )
+        if config.lora.publishes_adapter:
+            return AdapterPublisher(publisher, services.rollout, run_id, sglang=config.rollout.engine == "sglang")
+        return publisher
+
+
+def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
     patience = config.trainer.service_timeout_s
     services = Services(
         DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
@@ -141,69 +160,8 @@ def _services(config: Config, topology: Topology, loop: LoopThread, stack: ExitS
         url = topology.url(names.CRITIC, config.critic.port)
         services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)
     for client in services.all():
-        stack.callback(_close, loop, client)
+        opening.stack.callback(_close, opening.loop, client)
     return services
-
-
-def _lead(
-    config: Config,
-    topology: Topology,
-    learner: Learner,
-    critic: ValueFunction | None,
-    services: Services,
-    loop: LoopThread,
-    run_dir: Path,
-    progress: Progress,
-    run_id: str,
-    stack: ExitStack,
-) -> tuple[Lead, WeightBoard]:
-    """HTTP server and publisher of rank 0; `stack` ends them."""
-    metrics = Metrics("ppo-trainer")
-    numbers = TrainerMetrics(metrics)
-    recorder = stack.enter_context(Recorder(run_dir, config, console(), learner.step, numbers.tracked))
-    recorder.say(f"run directory {run_dir}" + (f", going on after step {learner.step}" if learner.step else ""))
-    board = WeightBoard(run_dir / "weights")
-    health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
-    app = create_trainer_app(board, metrics, config.trainer.max_requests, health, LiveReplay(services.replay, loop))
-    stack.enter_context(server := BackgroundServer(app, *topology.bind(names.TRAINER, config.trainer.port)))
-    recorder.say(f"run {run_id}; weights, health and metrics on {server.url}")
-    stack.callback(board.close)
-    recorder.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
-    tokenizer = load_tokenizer(config.model)
-    prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
-
-    def fence(worker: WorkerReport) -> None:
-        loop.call(services.rollout.remove_worker(worker.url))
-
-    static = static_files(config, learner.policy, tokenizer, run_dir / "model")
-    timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
-    broadcaster = None
-    if sync == "distributed":
-        broadcaster = Broadcaster(board, static, run_id, timeout_s, _meeting(config, topology, learner.ranks.device))
-        stack.callback(broadcaster.close)
-    publisher: Publishes = Publisher(
-        *(board, static, run_id, timeout_s, fence, recorder.say),
-        published=numbers.published,
-        shared=sync == "shared",
-        broadcaster=broadcaster,
-    )
-    if config.lora.publishes_adapter:
-        publisher = AdapterPublisher(publisher, services.rollout, run_id, sglang=config.rollout.engine == "sglang")
-    lead = Lead(
-        config,
-        learner,
-        critic,
-        tokenizer,
-        services,
-        prompter,
-        publisher,
-        loop,
-        recorder,
-        numbers,
-        progress,
-        run_id,
-    )
-    return lead, board
 
 
 def _meeting(config: Config, topology: Topology, device: torch.device) -> Meeting:
@@ -225,5 +183,6 @@ def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Clie
 
 
 if __name__ == "__main__":
-    main()
+    with prompt_exit():
+        main()
     end()

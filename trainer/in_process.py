@@ -12,10 +12,9 @@ import torch
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.clients import DataClient, ReplayClient, RewardClient
+from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
-from common.observe import Metrics
 from common.rollout_client import BASE_VERSION, RolloutClient
 from common.schemas import Prompt, WeightManifest
 from learning.ranks import Ranks
@@ -30,22 +29,15 @@ from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient, adapters_kept
 from services.rollout.weights.adapters import load_adapter
-from trainer.background import LoopThread
-from trainer.lead import Lead, new_run_id, open_checkpoints, resumed_learner
-from trainer.loop import save_last, train
-from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder
+from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
-from trainer.policy.critic import value_function
-from trainer.policy.scorer import load_tokenizer, stop_token_ids
-from trainer.rollouts.collector import Services
-from trainer.rollouts.prompts import Prompter
-from trainer.trackers.check import check
-from trainer.weights.adapters import AdapterPublisher, base_directory, static_files
+from trainer.rollouts.services import Services
+from trainer.run import Opening, Run
+from trainer.weights.adapters import AdapterPublisher, base_directory
 from trainer.weights.publisher import Weights, version_name, write_version
+from trainer.weights.sync import Publishes
 
 _BASE = "http://in-process"
-_RUN = "in-process"
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 
@@ -76,25 +68,41 @@ def train_in_process(
 
     Raises ConfigError, or another ServiceError with the reason when training cannot go on.
     """
-    check(config.trackers)
-    run_dir = config.trainer.run_dir or Path("runs") / "local"
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    ranks = Ranks.alone(config.trainer)
-    learner, progress, saved = resumed_learner(config, ranks, run_dir)
-    checkpoints = open_checkpoints(config, ranks, run_dir)
-    tokenizer = load_tokenizer(config.model)
-    static = static_files(config, learner.policy, tokenizer, run_dir / "model")
+    run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
+    backend = InProcess(console or standard_console(), rollout_transport or _asgi, problems, rewards)
     with ExitStack() as stack:
-        recorder = stack.enter_context(Recorder(run_dir, config, console or standard_console(), learner.step))
-        loop = stack.enter_context(LoopThread())
-        direct = _DirectPublisher(run_dir / "weights", static, loop, config)
+        run = Run.build(config, ranks, run_dir, "in-process", backend, stack)
+        train(run)
+        return run.finish()
+
+
+class InProcess:
+    """The `Backend` of one process: the services' apps behind ASGI, the embedded engine, weights loaded from this disk.
+
+    The arguments are those of `train_in_process`.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        rollout_transport: WrapApp,
+        problems: Problems | None,
+        rewards: Sequence[RewardFunction] | None,
+    ) -> None:
+        self.console, self._arguments = console, (rollout_transport, problems, rewards)
+
+    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+        """See `Backend`."""
+        config, policy, loop = opening.config, opening.policy, opening.loop
+        publisher = DirectPublisher(opening)
         if config.lora.publishes_adapter:
-            directory, label = base_directory(config, tokenizer, run_dir / "base"), BASE_VERSION
+            directory, label = base_directory(config, opening.tokenizer, opening.run_dir / "base"), BASE_VERSION
         else:
-            directory, label = direct.write(learner.weights(), learner.step)[1], str(learner.step)
+            directory, label = publisher.write(policy.weights(), policy.step)[1], str(policy.step)
         engine = Engine(
             Model(directory, config.rollout.max_context_tokens),
             max_running=config.rollout.max_running_requests,
@@ -102,25 +110,15 @@ def train_in_process(
             weight_version=label,
         )
         apps = AsyncExitStack()
-        stack.callback(lambda: loop.call(apps.aclose()))
-        services, direct.engine = loop.call(_start(config, engine, apps, rollout_transport or _asgi, problems, rewards))
-        prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(learner.policy, tokenizer))
-        metrics = TrainerMetrics(Metrics("ppo-trainer"))
-        run_id = new_run_id("in-process")
-        publisher = AdapterPublisher(direct, services.rollout, _RUN, sglang=False) if config.lora.publishes_adapter else direct
-        critic = value_function(config, ranks, services.critic, loop.call, run_id)
-        lead = Lead(
-            config, learner, critic, tokenizer, services, prompter, publisher, loop, recorder, metrics, progress, run_id
-        )
-        lead.prepare()
-        if critic:
-            critic.restore(saved)
-        learner.total_steps = lead.total_steps
-        with lead.collecting():
-            train(learner, critic, ranks, lead, lead.total_steps, checkpoints)
-        path = lead.conclude(lambda: save_last(checkpoints, learner, critic, lead))
-        lead.goodbye([])
-        return path
+        opening.stack.callback(lambda: loop.call(apps.aclose()))
+        services, publisher.engine = loop.call(_start(config, engine, apps, *self._arguments))
+        if config.lora.publishes_adapter:
+            return services, AdapterPublisher(publisher, services.rollout, opening.run_id, sglang=False)
+        return services, publisher
+
+    def agents(self) -> list[Client]:
+        """See `Backend`: none."""
+        return []
 
 
 def _asgi(app: FastAPI) -> httpx.AsyncBaseTransport:
@@ -159,18 +157,18 @@ async def _start(
     return services, await apps.enter_async_context(EngineClient("engine", _BASE, transport=_asgi(rollout)))
 
 
-class _DirectPublisher:
+class DirectPublisher:
     """Writes a version and has the one engine load it: what agents do on rollout nodes, without the download."""
 
-    def __init__(self, directory: Path, static_files: list[Path], loop: LoopThread, config: Config) -> None:
+    def __init__(self, opening: Opening) -> None:
         self.engine: EngineClient | None = None
-        self._directory, self._static_files, self._loop = directory, static_files, loop
-        self._timeout_s, self._kept = config.trainer.publish_timeout_s, adapters_kept(config)
+        self._directory, self._opening = opening.run_dir / "weights", opening
+        self._timeout_s, self._kept = opening.config.trainer.publish_timeout_s, adapters_kept(opening.config)
 
     def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
         """Writes a version, and removes the others."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        manifest = write_version(weights, self._static_files, self._directory, _RUN, version)
+        manifest = write_version(weights, self._opening.static_files, self._directory, self._opening.run_id, version)
         return manifest, self._directory / version_name(version)
 
     def publish(self, weights: Weights, version: int) -> None:
@@ -178,6 +176,7 @@ class _DirectPublisher:
         assert self.engine is not None
         manifest, path = self.write(weights, version)
         if manifest.kind == "adapter":
-            self._loop.call(load_adapter(self.engine, path, manifest, self._kept, self._timeout_s))
+            load = load_adapter(self.engine, path, manifest, self._kept, self._timeout_s)
         else:
-            self._loop.call(self.engine.load(path, str(version), self._timeout_s))
+            load = self.engine.load(path, str(version), self._timeout_s)
+        self._opening.loop.call(load)

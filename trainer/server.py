@@ -22,17 +22,18 @@ from trainer.dashboard.runs import Run
 from trainer.weights.publisher import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
+_MAX_REQUESTS = 1024
+"""Requests in work at once. A rollout node has two: it waits for news, and downloads."""
 
 
 def create_trainer_app(
-    board: WeightBoard, metrics: Metrics, max_requests: int = 1024, health: Health | None = None, replay: Replay | None = None
+    board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
 ) -> FastAPI:
     """The app of rank 0, with the dashboard of its run (where the board's directory is).
 
     Args:
         board: what the rollout nodes ask and tell.
         metrics: of `/metrics`.
-        max_requests: at once.
         health: asks the other tasks, for the dashboard.
         replay: the replay-buffer, for the dashboard.
     """
@@ -41,7 +42,7 @@ def create_trainer_app(
         lifespan=health.running if health else None,
         metrics=metrics,
         max_body_bytes=1 << 20,
-        max_requests=max_requests,
+        max_requests=_MAX_REQUESTS,
         open_paths=PAGES,
         work=Work(now=_waits, waits_for="rollout nodes"),
     )

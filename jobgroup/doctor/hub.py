@@ -1,28 +1,31 @@
-"""Models and data sets: in a folder, in the cache, or on the hub; tokens; and the hub's clock."""
+"""Models and data sets: in a folder, in the cache or on the hub; and clocks, from the Date header of an answer."""
 
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from common.topology import CRITIC, DATA, REWARD, ROLLOUT, TRAINER
-from jobgroup.doctor import clock
+from jobgroup.doctor.network import compare_clocks
 from jobgroup.doctor.plan import Job, Plan
-from jobgroup.doctor.result import Result, fail, ok, warn
+from jobgroup.doctor.report import Result, expect, fail, ok
 
-TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
 """As in services/data/loaders_math.py, which is not imported: that takes seconds, and a light environment lacks it."""
-_TRUE = {"1", "on", "yes", "true"}
-_NO_ACCESS = (
-    "ask for access on its page and give HF_TOKEN (--secret HF_TOKEN); without one the hub answers the same for a wrong name"
-)
+_NO_ACCESS = "ask for access on its page and give HF_TOKEN (--secret HF_TOKEN); the hub answers a wrong name in the same way"
+_ANSWERS = {
+    401: (": gated, private or not there", _NO_ACCESS),
+    403: (": gated, private or not there", _NO_ACCESS),
+    404: (": no such name", "correct the name"),
+}
+_ELSEWHERE = ", or fetch it where the hub is reachable and copy the cache (HF_HOME), or name a folder"
 _MAKE_TINY = "trainer.tiny_model"
 
 
@@ -34,126 +37,100 @@ class Hub:
         self.cache = Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser()
         self.endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         self.shown = re.sub(r"//[^@/]*@", "//", self.endpoint)  # it can have a password in it
-        self.offline = any(env.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+        switches = (env.get(name, "").lower() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+        self.offline = any(switch in ("1", "on", "yes", "true") for switch in switches)
         path = Path(env.get("HF_TOKEN_PATH") or home / "token").expanduser()
         self.token = env.get("HF_TOKEN") or (path.read_text().strip() if os.access(path, os.R_OK) and path.is_file() else "")
 
     def cached(self, kind: str, name: str) -> Path | None:
         """The newest snapshot in the cache that has files."""
         folder = self.cache / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
-        if not os.access(folder, os.R_OK | os.X_OK):
-            return None
-        found = [path for path in folder.iterdir() if any(path.iterdir())]
+        found = [path for path in folder.iterdir() if any(path.iterdir())] if os.access(folder, os.R_OK | os.X_OK) else []
         return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
-    def get(self, path: str) -> httpx.Response:
-        """One request, with the token, through the proxies of the environment. Raises httpx.HTTPError."""
-        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
-        return httpx.get(f"{self.endpoint}/{path}", headers=headers, follow_redirects=True, timeout=TIMEOUT_S)
+    def look_up(self, title: str, path: str, cached: Path | None) -> tuple[Result, httpx.Response | None]:
+        """Whether the hub has it, and its answer if it does. Asks once, with the token, through the environment's proxies."""
+        problem, fix, elsewhere = "the hub is switched off (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE", _ELSEWHERE
+        if not self.offline:
+            headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+            try:
+                response = httpx.get(f"{self.endpoint}/{path}", headers=headers, follow_redirects=True, timeout=_TIMEOUT_S)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"{self.shown} does not answer: {str(error) or type(error).__name__}"
+                fix = "open the way (HTTPS_PROXY), set HF_ENDPOINT to a mirror"
+            else:
+                if response.is_success:
+                    return ok(title, f"{'cached, and ' if cached else ''}on {self.shown}"), response
+                meaning, fix = _ANSWERS.get(response.status_code, ("", "try again later, or another HF_ENDPOINT"))
+                problem, elsewhere = f"{self.shown} says {response.status_code}{meaning}", ""
+                problem += "" if self.token else " (there is no HF_TOKEN)"
+        if cached is None:
+            return fail(title, problem, fix + elsewhere), None
+        return expect(
+            title, self.offline, f"cached, but {problem}", "set HF_HUB_OFFLINE=1: nobody waits for the hub", "warn"
+        ), None
 
 
 def models(plan: Plan) -> dict[str, Job]:
     """The models that processes here load, each with a task that does."""
     found: dict[str, Job] = {}
     for job in plan.here:
-        config, names = job.config, []
-        if job.name in (TRAINER, ROLLOUT, CRITIC):
-            names.append(config.model.name)
-        if job.name == TRAINER and config.algorithm.kl_coef and config.model.reference:
-            names.append(config.model.reference)
-        if job.name in (TRAINER, CRITIC) and config.algorithm.needs_critic and config.critic.model:
-            names.append(config.critic.model)
-        if job.name == REWARD and "reward_model" in config.reward.function_names():
-            names.append(config.reward.reward_model_name)
-        found |= {name: job for name in names if name not in found}
+        config, learns = job.config, job.name in (TRAINER, CRITIC)
+        names = {
+            config.model.name: learns or job.name == ROLLOUT,
+            config.model.reference: job.name == TRAINER and config.algorithm.kl_coef,
+            config.critic.model: learns and config.algorithm.needs_critic,
+            config.reward.reward_model_name: job.name == REWARD and "reward_model" in config.reward.function_names(),
+        }
+        for name in [name for name, used in names.items() if name and used]:
+            found.setdefault(name, job)
     return found
 
 
-def check_model(name: str, job: Job, demo: bool, shapes: dict[str, dict[str, Any]]) -> Iterable[Result]:
-    """Can it be had? What its config.json says goes into `shapes`."""
-    title, folder = f"model {name}", job.path(name)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            return [fail(title, "the folder has no config.json", "name a folder as save_pretrained writes it")]
-        shapes[name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return [ok(title, "a folder here")]
-    if not _REPOSITORY.fullmatch(name):
-        if demo or _MAKE_TINY in job.setup:
-            return [ok(title, "not there yet; make demo, or the task's setup, makes it")]
-        make = f"make it: .venv/bin/python -m {_MAKE_TINY} {name}; or name another with MODEL_NAME"
-        return [fail(title, f"there is no folder {folder}", make)]
-    hub = Hub(job.env)
-    cached = hub.cached("model", name)
+def check_model(plan: Plan, name: str, job: Job) -> Iterator[Result]:
+    """Whether it can be had. Puts the content of its config.json into the plan's shapes."""
+    title, folder, hub = f"model {name}", job.path(name), Hub(job.env)
+    cached = folder if folder.is_dir() else hub.cached("model", name)
     if cached is not None and (cached / "config.json").is_file():
-        shapes[name] = json.loads((cached / "config.json").read_text(encoding="utf-8"))
-    result, response = _asked(hub, title, f"{name}/resolve/main/config.json", cached)
-    if response is not None and name not in shapes:
-        shapes[name] = response.json()
-    return [result]
+        plan.shapes[name] = json.loads((cached / "config.json").read_text(encoding="utf-8"))
+    if folder.is_dir():
+        fix = "name a folder as save_pretrained writes it"
+        yield expect(title, name in plan.shapes, f"a folder with{'' if name in plan.shapes else 'out'} config.json", fix)
+    elif _REPOSITORY.fullmatch(name):
+        result, response = hub.look_up(title, f"{name}/resolve/main/config.json", cached)
+        if response is not None:
+            plan.shapes.setdefault(name, response.json())
+        yield result
+    elif plan.demo or _MAKE_TINY in job.setup:
+        yield ok(title, "not there yet; make demo, or the task's setup, makes it")
+    else:
+        fix = f"make it: .venv/bin/python -m {_MAKE_TINY} {name}; or name another with MODEL_NAME"
+        yield fail(title, f"there is no folder {folder}", fix)
 
 
-def check_dataset(job: Job) -> Iterable[Result]:
-    """Can the prompts be had?"""
-    data = job.config.data
-    title = f"data set {data.source}"
-    if data.source == "tiny":
-        return [ok(title, "generated on the spot")]
-    name = _ON_HUB.get(data.source, data.source.removeprefix("math:"))
-    if data.source not in _ON_HUB and job.path(name).exists():
-        return [ok(title, "here in files")]
-    if not _REPOSITORY.fullmatch(name) or "/" not in name or job.path(name).suffix in (".jsonl", ".json", ".csv", ".parquet"):
-        return [fail(title, f"there is no {job.path(name)}", "correct data.source: a file, a folder, or org/name on the hub")]
-    hub = Hub(job.env)
-    result, response = _asked(hub, title, f"api/datasets/{name}", hub.cached("dataset", name))
-    if response is not None and response.json().get("gated") and not hub.token:
-        return [fail(title, "gated, and there is no HF_TOKEN", _NO_ACCESS)]
-    return [result]
+def check_dataset(plan: Plan) -> Iterator[Result]:
+    """Whether the prompts can be had."""
+    if (job := plan.job(DATA)) is None:
+        return
+    source, hub = job.config.data.source, Hub(job.env)
+    title, name = f"data set {source}", _ON_HUB.get(source, source.removeprefix("math:"))
+    file = job.path(name).suffix in (".jsonl", ".json", ".csv", ".parquet")
+    if source == "tiny" or (source not in _ON_HUB and job.path(name).exists()):
+        yield ok(title, "generated on the spot" if source == "tiny" else "here in files")
+    elif file or "/" not in name or not _REPOSITORY.fullmatch(name):
+        yield fail(title, f"there is no {job.path(name)}", "correct data.source: a file, a folder, or org/name on the hub")
+    else:
+        result, response = hub.look_up(title, f"api/datasets/{name}", hub.cached("dataset", name))
+        gated = response is not None and response.json().get("gated") and not hub.token
+        yield fail(title, "gated, and there is no HF_TOKEN", _NO_ACCESS) if gated else result
 
 
-def _asked(hub: Hub, title: str, path: str, cached: Path | None) -> tuple[Result, httpx.Response | None]:
-    """Whether the hub has it, and its answer if it does."""
-    elsewhere = "fetch it where the hub is reachable and copy the cache (HF_HOME), or name a folder"
-    if hub.offline:
-        if cached is not None:
-            return ok(title, f"cached in {hub.cache}; the hub is switched off (HF_HUB_OFFLINE)"), None
-        return fail(title, f"not in {hub.cache}, and the hub is switched off", f"unset HF_HUB_OFFLINE, or {elsewhere}"), None
-    try:
-        response = hub.get(path)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = f"{hub.shown} does not answer: {str(error) or type(error).__name__}"
-        if cached is not None:
-            return warn(title, f"cached, but {reason}", "set HF_HUB_OFFLINE=1, so that nobody waits for the hub"), None
-        return fail(title, reason, f"open the way (HTTPS_PROXY), set HF_ENDPOINT to a mirror, or {elsewhere}"), None
-    if response.is_success:
-        return ok(title, f"{'cached, and ' if cached else ''}on {hub.shown}"), response
-    told = f"{hub.shown} says {response.status_code}"
-    if response.status_code in (401, 403):
-        state = "with the token here" if hub.token else "and there is no HF_TOKEN"
-        return fail(title, f"{told}: gated, private or not there, {state}", _NO_ACCESS), None
-    if response.status_code == 404:
-        return fail(title, f"{told}: no such name", "correct the name"), None
-    return (warn if cached else fail)(title, told, "try again later, or another HF_ENDPOINT"), None
-
-
-def check_clock(env: Mapping[str, str]) -> Iterable[Result]:
-    """Our clock against the hub's, or another server's that a set-up needs."""
-    hub = Hub(env)
+def check_clock(plan: Plan) -> Iterator[Result]:
+    """Our clock against the hub's, or against that of another server which a set-up needs."""
+    hub = Hub(os.environ)
     for url in [] if hub.offline else [hub.endpoint, "https://pypi.org/simple/"]:
-        sent = time.time()
-        try:
-            response = httpx.head(url, timeout=TIMEOUT_S / 2)
-        except (httpx.HTTPError, httpx.InvalidURL):
-            continue
-        if (measured := clock.offset(response, sent)) is not None:
-            return [clock.judged(f"clock of {httpx.URL(url).host}", measured)]
-    return [ok("clock", "not compared: neither the hub nor the package index can be asked")]
-
-
-def check_hf_token(plan: Plan) -> Iterable[Result]:
-    """For gated models and data sets; whether one is needed the hub tells above."""
-    jobs = [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)]
-    for job in jobs[:1]:
-        if Hub(job.env).token:
-            yield ok("HF_TOKEN", "set")
-        else:
-            yield ok("HF_TOKEN", "not set; only gated or private models and data sets need it")
+        with suppress(httpx.HTTPError, httpx.InvalidURL):
+            sent = time.time()
+            yield compare_clocks(f"clock of {httpx.URL(url).host}", httpx.head(url, timeout=_TIMEOUT_S / 2), sent)
+            return
+    yield ok("clock", "not compared: neither the hub nor the package index can be asked")

@@ -109,7 +109,6 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
-        max_requests=config.data.max_requests,
         work=Work(lambda: {"prompts served": count(answered)}),
     )
 
@@ -169,7 +168,4 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
 
 def _difficulty(config: Config) -> Difficulty | None:
-    data = config.data
-    if data.curriculum == "none":
-        return None
-    return Difficulty(data.curriculum_target, data.curriculum_free_share, data.curriculum_smoothing)
+    return None if config.data.curriculum == "none" else Difficulty()

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
+from msgspec import Raw
 
 from common import wire
 from common.errors import InvalidInput, TooLarge
-from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, SuccessRequest, TakeRequest
+from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.replay import sampling
@@ -30,8 +30,6 @@ from services.replay.store import Added, GroupRow, Store, Taken
 log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are float32 from here on; a sum of any number of them is finite."""
-_HEAD = wire.encode_groups([])[:-1]
-"""Of `{"groups": […]}`: what comes before the array."""
 _LOWEST_WEIGHT = 0.1
 
 
@@ -55,30 +53,12 @@ class Sampled:
 
 def pack_group(group: Group) -> bytes:
     """One group as its own msgpack document; `join` puts several into one answer without decoding them."""
-    return wire.encode_groups([group])[len(_HEAD) + 1 :]
+    return wire.encode(group)
 
 
 def join(blobs: list[bytes], **extra: object) -> bytes:
     """What `wire.encode_groups(groups, **extra)` gives, from packed groups."""
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_map_header(1 + len(extra))
-    packer.pack("groups")
-    packer.pack_array_header(len(blobs))
-    head = packer.bytes()
-    packer.reset()
-    for name, value in extra.items():
-        packer.pack(name)
-        packer.pack(value)
-    return b"".join([head, *blobs, packer.bytes()])
-
-
-def right_answers(blob: bytes, count: int) -> bytes:
-    """A packed group with only its first `count` right completions; arrays are not decoded."""
-    group = msgpack.unpackb(blob)
-    group["completions"] = [completion for completion in group["completions"] if completion["correct"]][:count]
-    packed = msgpack.packb(group)
-    assert isinstance(packed, bytes)
-    return packed
+    return wire.encode({"groups": [Raw(blob) for blob in blobs], **extra})
 
 
 def unpack_groups(blobs: list[bytes]) -> list[Group]:
@@ -101,7 +81,7 @@ class ReplayBuffer:
         self.store = Store(path)
         # Seconds of another process mean nothing here, and the wall clock may jump: who held a lease has all of it again.
         self.store.renew_leases(self.clock() + self.lease_s)
-        self._index = sampling.ReuseIndex.of(self.store.consumed_rows())
+        self._index = sampling.ReuseIndex(self.store.consumed_rows())
 
     def close(self) -> None:
         """Writes everything into the one file and closes it; what has no room there stays in the log beside it."""
@@ -165,7 +145,7 @@ class ReplayBuffer:
     def reset_fresh(self, from_position: int | None = None) -> int:
         """Drops every group that is not consumed, and every one from `from_position` of the prompt stream on; how many."""
         dropped = self.store.reset_fresh(from_position)
-        self._index = sampling.ReuseIndex.of(self.store.consumed_rows())
+        self._index = sampling.ReuseIndex(self.store.consumed_rows())
         return dropped
 
     # ------------------------------------------------------------ reuse
@@ -178,27 +158,16 @@ class ReplayBuffer:
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
             return Sampled(before[0], np.array(before[1], np.float32))
         eligible = self._index.eligible(request.min_version, request.max_times_sampled)
-        priorities = self._index.priorities[eligible]
-        if request.recency_half_life is not None:
-            priorities = sampling.aged(priorities, self._index.versions[eligible], request.recency_half_life)
-        chances = sampling.probabilities(priorities, request.priority_exponent)
+        chances = sampling.probabilities(self._index.rows["priority"][eligible], request.priority_exponent)
         included = sampling.inclusion(chances, request.count)
         chosen = sampling.draw(included, np.random.default_rng(request.seed))
         if len(chosen) == 0:
             return Sampled([], np.zeros(0, np.float32))
         weights = sampling.importance_weights(included, chosen, request.importance_exponent).astype(np.float32)
         slots = eligible[chosen]
-        blobs = self.store.reuse(self._index.order[slots].tolist(), weights.tolist(), request.request_id)
-        self._index.times_sampled[slots] += 1
+        blobs = self.store.reuse(self._index.rows["order"][slots].tolist(), weights.tolist(), request.request_id)
+        self._index.rows["times_sampled"][slots] += 1
         return Sampled(blobs, weights)
-
-    def successes(self, request: SuccessRequest) -> list[bytes]:
-        """Right completions of each prompt, at most `count`, in the groups they were sampled in, newest consumed first.
-
-        Prompts are in the order asked for, those without a success absent. Nothing is counted or changed.
-        """
-        found = self.store.successes(dict.fromkeys(request.prompt_ids), request.count, request.min_version)
-        return [right_answers(self.store.blob_at(key), count) for key, count in found]
 
     def set_priorities(self, update: PriorityUpdate) -> int:
         """Sets priorities by id; ids that are not here are skipped. Returns how many groups may now be sampled by them."""
@@ -229,7 +198,7 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Forgets all groups and experiences; the counters stay."""
         self.store.clear()
-        self._index = sampling.ReuseIndex.of([])
+        self._index = sampling.ReuseIndex([])
 
     def add_experiences(self, experiences: list[Experience]) -> int:
         """Stores lone experiences; returns the size of the buffer."""

@@ -36,7 +36,6 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_turn ON groups (state, version, position, id);
 CREATE INDEX by_lease ON groups (request_id, lease_until) WHERE request_id IS NOT NULL;
-CREATE INDEX by_success ON groups (prompt_id, consumed, version, correct) WHERE correct > 0 AND consumed IS NOT NULL;
 CREATE TABLE blobs (key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE, data BLOB NOT NULL);
 CREATE TABLE experiences (
     key INTEGER PRIMARY KEY, prompt TEXT NOT NULL, response TEXT NOT NULL, reward REAL NOT NULL, ground_truth TEXT

@@ -1,6 +1,5 @@
 """What can be asked of the store without changing it."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from common.errors import NotFound
@@ -22,9 +21,10 @@ class Reading(Database):
         """What the groups are (those in one state when it is given), without contents, in the order they were added."""
         query = (
             "SELECT id, prompt_id, state, version, position, completions, correct, reward_sum / completions AS mean_reward, "
-            "priority, times_sampled, created FROM groups WHERE state = ?1 OR ?1 IS NULL ORDER BY key LIMIT ?2 OFFSET ?3"
+            "priority, times_sampled, created FROM groups WHERE state = :state OR :state IS NULL "
+            "ORDER BY key LIMIT :limit OFFSET :offset"
         )
-        cursor = self.db.execute(query, (state, limit, offset))
+        cursor = self.db.execute(query, {"state": state, "limit": limit, "offset": offset})
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor]
 
@@ -55,22 +55,6 @@ class Reading(Database):
         """(key, float32 rewards of its completions) of every group and (key, reward) of every lone experience."""
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups, self.db.execute("SELECT key, reward FROM experiences ORDER BY key").fetchall()
-
-    def successes(self, prompt_ids: Iterable[str], count: int, min_version: int) -> list[tuple[int, int]]:
-        """(key, right completions to take) of consumed groups, newest first, until each prompt has `count` of them."""
-        query = (
-            "SELECT key, correct FROM groups WHERE prompt_id = ? AND correct > 0 AND consumed IS NOT NULL AND version >= ? "
-            "ORDER BY consumed DESC"
-        )
-        found = []
-        for prompt_id in prompt_ids:
-            missing = count
-            for key, correct in self.db.execute(query, (prompt_id, min_version)):
-                found.append((key, min(correct, missing)))
-                missing -= correct
-                if missing <= 0:
-                    break
-        return found
 
     def blob_at(self, key: int) -> bytes:
         (data,) = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()

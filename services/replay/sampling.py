@@ -7,27 +7,11 @@ P (fixed-size sampling with unequal probabilities, systematic design). The impor
 really had, P(i) = π(i)/k, so they stay right in that case too: a sample that takes all that is there has weights of 1.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
-Bool = NDArray[np.bool_]
-
-
-def aged(priorities: Float64, versions: Int64, half_life: float) -> Float64:
-    """[N] priority · 0.5^(age / half_life): a priority halves every `half_life` weight versions.
-
-    `versions` [N] are those of the groups that may be reused; age is counted in weight versions from the newest of them
-    that has a priority above 0. That one keeps its priority, so the result is all zeros only where `priorities` is: a
-    group older than about a thousand half-lives comes out as 0, which means never, but some group always remains.
-    """
-    newest = versions.max(initial=0, where=priorities > 0)
-    with np.errstate(over="ignore"):  # a tiny half-life: infinitely many halvings give 0
-        halvings = np.maximum(newest - versions, 0) / half_life
-    return np.asarray(priorities * 0.5**halvings)
 
 
 def probabilities(priorities: Float64, exponent: float) -> Float64:
@@ -80,46 +64,35 @@ def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Flo
     return np.asarray((smallest / included[chosen]) ** exponent)
 
 
-@dataclass(slots=True)
 class ReuseIndex:
-    """What sampling needs to know of the N consumed groups, in memory. Arrays are [N], oldest consumed first."""
+    """What sampling needs to know of the consumed groups, in memory.
 
-    order: Int64
-    """Number of the consumption, ascending; finds the group in the store."""
-    versions: Int64
-    priorities: Float64
-    times_sampled: Int64
+    `rows` is a structured array, oldest consumed first. `order` is the number of the consumption: it ascends and finds the
+    group in the store.
+    """
 
-    @classmethod
-    def of(cls, rows: list[tuple[int, int, float, int]]) -> "ReuseIndex":
-        """From (order, version, priority, times_sampled) of each group, by order."""
-        order, versions, priorities, times = zip(*rows, strict=True) if rows else ((), (), (), ())
-        return cls(
-            np.array(order, np.int64), np.array(versions, np.int64), np.array(priorities, np.float64), np.array(times, np.int64)
-        )
+    _FIELDS = np.dtype([("order", np.int64), ("version", np.int64), ("priority", np.float64), ("times_sampled", np.int64)])
+
+    def __init__(self, rows: list[tuple[int, int, float, int]]) -> None:
+        """Starts from (order, version, priority, times_sampled) of each group, by order."""
+        self.rows = np.array(rows, self._FIELDS)
 
     def append(self, rows: list[tuple[int, int, float, int]]) -> None:
         """Adds newly consumed groups."""
-        new = ReuseIndex.of(rows)
-        self.order = np.concatenate([self.order, new.order])
-        self.versions = np.concatenate([self.versions, new.versions])
-        self.priorities = np.concatenate([self.priorities, new.priorities])
-        self.times_sampled = np.concatenate([self.times_sampled, new.times_sampled])
+        self.rows = np.concatenate([self.rows, np.array(rows, self._FIELDS)])
 
     def drop_until(self, order: int) -> None:
         """Forgets the groups consumed up to and including `order`."""
-        first = int(np.searchsorted(self.order, order, side="right"))
-        self.order, self.versions = self.order[first:], self.versions[first:]
-        self.priorities, self.times_sampled = self.priorities[first:], self.times_sampled[first:]
+        self.rows = self.rows[np.searchsorted(self.rows["order"], order, side="right") :]
 
     def set_priorities(self, updates: list[tuple[int, float]]) -> None:
-        """New priorities of groups, each by its order; of two for one group the last counts."""
-        for order, priority in updates:
-            self.priorities[np.searchsorted(self.order, order)] = priority
+        """Sets priorities by order; of two for one group the last counts."""
+        new = np.array(updates, [("order", np.int64), ("priority", np.float64)])
+        self.rows["priority"][np.searchsorted(self.rows["order"], new["order"])] = new["priority"]
 
     def eligible(self, min_version: int, max_times_sampled: int | None) -> Int64:
         """Indices of the groups that may be reused."""
-        mask: Bool = self.versions >= min_version
+        mask = self.rows["version"] >= min_version
         if max_times_sampled is not None:
-            mask &= self.times_sampled < max_times_sampled
+            mask &= self.rows["times_sampled"] < max_times_sampled
         return np.flatnonzero(mask)

@@ -91,8 +91,8 @@ class Store(Reading):
         return removed_until
 
     def _known(self, group_id: str) -> bool:
-        query = "SELECT 1 FROM groups WHERE id = ?1 UNION ALL SELECT 1 FROM gone WHERE id = ?1"
-        return self.db.execute(query, (group_id,)).fetchone() is not None
+        query = "SELECT 1 FROM groups WHERE id = :id UNION ALL SELECT 1 FROM gone WHERE id = :id"
+        return self.db.execute(query, {"id": group_id}).fetchone() is not None
 
     def _make_room(self, needed: int, capacity: int) -> int:
         totals = self.totals()

@@ -16,6 +16,7 @@ from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.grade import MathGrader
 from services.reward.hosts import Host, ProcessHost, ThreadHost
+from services.reward.limits import FUNCTION_BATCH
 from services.reward.pool import Job, WorkerPool
 from services.reward.sandbox.cases import parse_cases
 from services.reward.score import Score
@@ -23,6 +24,7 @@ from services.reward.score import Score
 _CHECK_S = 300.0
 _CALLS_AT_ONCE = 64  # threads that wait for slots of the sandbox, or for an endpoint
 _MODEL_START_S = 1800.0  # a large model is downloaded first
+_MODEL_CALL_S = 120.0
 _HOME = "services.reward.functions"
 _CALLS = "services.reward.calls"
 
@@ -91,11 +93,11 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
         elif name == "code":
             result.hosts[name] = _code(config, queue)
         elif name == "judge":
-            result.hosts[name] = ThreadHost(_judge(config), None, config.function_batch, queue, _CALLS_AT_ONCE)
+            result.hosts[name] = ThreadHost(_judge(config), None, FUNCTION_BATCH, queue, _CALLS_AT_ONCE)
         elif name == "reward_model":
             pool = _model_pool(config, on_restart)
             result.pools.append(pool)
-            result.hosts[name] = ProcessHost(name, pool, 0, config.function_batch, queue)
+            result.hosts[name] = ProcessHost(name, pool, 0, FUNCTION_BATCH, queue)
         elif name in _PLAIN:
             made, arguments = _PLAIN[name], _ARGUMENTS[name](config)
             made(**arguments)  # refuses wrong arguments here, before a worker does
@@ -107,7 +109,7 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
         pool = WorkerPool(job, config.workers, config.function_timeout_s, on_restart)
         result.pools.append(pool)
         for index, (name, spec) in enumerate(plain.items()):
-            result.hosts[name] = ProcessHost(spec["name"], pool, index, config.function_batch, queue)
+            result.hosts[name] = ProcessHost(spec["name"], pool, index, FUNCTION_BATCH, queue)
     check_names([host.name for host in result.hosts.values()])
     return result
 
@@ -120,7 +122,7 @@ _PLAIN: dict[str, Callable[..., RewardFunction]] = {
 _ARGUMENTS: dict[str, Callable[[RewardSection], dict[str, Any]]] = {
     "format": lambda c: {"required_patterns": c.format_required, "forbidden_patterns": c.format_forbidden},
     "length": lambda c: {"soft_chars": c.length_soft_chars, "hard_chars": c.length_hard_chars},
-    "repetition": lambda c: {"ngram": c.repetition_ngram},
+    "repetition": lambda c: {},
 }
 
 
@@ -130,7 +132,6 @@ def _code(config: RewardSection, queue: int) -> Host:
         config.code_partial_credit,
         slots=config.code_slots,
         memory_mb=config.code_memory_mb,
-        output_kb=config.code_output_kb,
         python=config.code_python,
         sandbox=config.code_sandbox,
     )
@@ -138,7 +139,7 @@ def _code(config: RewardSection, queue: int) -> Host:
     def check(item: RewardItem, where: str) -> None:
         parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
 
-    return ThreadHost(function, None, config.function_batch, queue, _CALLS_AT_ONCE, check)
+    return ThreadHost(function, None, FUNCTION_BATCH, queue, _CALLS_AT_ONCE, check)
 
 
 def _judge(config: RewardSection) -> JudgeRewardFunction:
@@ -146,9 +147,7 @@ def _judge(config: RewardSection) -> JudgeRewardFunction:
         config.judge_url,
         config.judge_model,
         config.judge_rubric or DEFAULT_RUBRIC,
-        scale=config.judge_scale,
         timeout_s=config.judge_timeout_s,
-        retries=config.judge_retries,
         concurrency=config.judge_concurrency,
         max_tokens=config.judge_max_tokens,
     )
@@ -156,16 +155,10 @@ def _judge(config: RewardSection) -> JudgeRewardFunction:
 
 def _model_pool(config: RewardSection, on_restart: Callable[[], None]) -> WorkerPool:
     """One process that holds the reward model: the server itself never loads torch."""
-    arguments = {
-        "model": config.reward_model_name,
-        "batch_size": config.reward_model_batch_size,
-        "device": config.reward_model_device,
-        "dtype": config.reward_model_dtype,
-        "max_tokens": config.reward_model_max_tokens,
-    }
+    arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
     spec = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
     job = Job(_CALLS, {"functions": [spec]}, answers=None)
-    return WorkerPool(job, 1, config.reward_model_timeout_s, on_restart, _MODEL_START_S)
+    return WorkerPool(job, 1, _MODEL_CALL_S, on_restart, _MODEL_START_S)
 
 
 def _custom(path: str) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.limits import BATCHES_QUEUED, MAX_BATCH_ITEMS
 from services.reward.pool import GraderPool
 from services.reward.score import Score
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
-_BATCHES_QUEUED = 4
+MEMORY_MB = 1024
+"""Address space of one worker."""
 
 
 class MathGrader:
@@ -30,7 +32,7 @@ class MathGrader:
         self.restarts = 0
         """Workers that were replaced."""
         self._on_restart = on_restart
-        self._pool = GraderPool(config.workers, config.timeout_s, config.memory_mb, self._restarted)
+        self._pool = GraderPool(config.workers, config.math_timeout_s, MEMORY_MB, self._restarted)
 
     async def __aenter__(self) -> Self:
         await self._pool.__aenter__()
@@ -105,7 +107,7 @@ class MathGrader:
         return _graded(answer, verdict == "right")
 
     def _check_room(self, count: int) -> None:
-        waiting, limit = self._pool.unfinished, _BATCHES_QUEUED * self.config.max_batch_items
+        waiting, limit = self._pool.unfinished, BATCHES_QUEUED * MAX_BATCH_ITEMS
         if count and waiting + count > limit:
             raise Overloaded(
                 f"{waiting} answers wait for a grader already",

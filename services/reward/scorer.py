@@ -15,10 +15,10 @@ from services.reward.build import built
 from services.reward.functions.base import RewardFunction
 from services.reward.functions.composite import check_names, combine
 from services.reward.hosts import Host, ThreadHost
+from services.reward.limits import BATCHES_QUEUED, FUNCTION_BATCH, MAX_BATCH_ITEMS
 from services.reward.pool import WorkerPool
 from services.reward.score import Score
 
-BATCHES_QUEUED = 4
 """Largest batches that may wait for a function at once."""
 
 
@@ -44,7 +44,7 @@ class Scorer:
         self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
         self._seconds = metrics.histogram("reward_batch_duration_seconds", "From request to verdicts, of one batch")
         self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
-        self._queue = BATCHES_QUEUED * config.max_batch_items
+        self._queue = BATCHES_QUEUED * MAX_BATCH_ITEMS
         metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
         metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(self._queue)
         self._counts: Counter[RewardStatus] = Counter()
@@ -66,7 +66,7 @@ class Scorer:
 
     def _threads(self, function: RewardFunction) -> Host:
         config = self.config
-        return ThreadHost(function, config.function_timeout_s, config.function_batch, self._queue, config.workers)
+        return ThreadHost(function, config.function_timeout_s, FUNCTION_BATCH, self._queue, config.workers)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
@@ -116,7 +116,7 @@ class Scorer:
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores a batch, in order. Cancelling the call frees the workers.
 
-        Raises TooLarge for more items than `max_batch_items`, InvalidInput for an item that cannot be scored, Overloaded when
+        Raises TooLarge for more items than `MAX_BATCH_ITEMS`, InvalidInput for an item that cannot be scored, Overloaded when
         too many answers wait already.
         """
         self._check_size(len(items))
@@ -183,13 +183,12 @@ class Scorer:
         )
 
     def _check_size(self, count: int) -> None:
-        limit = self.config.max_batch_items
-        if count > limit:
+        if count > MAX_BATCH_ITEMS:
             raise TooLarge(
-                f"a batch has at most {limit} items",
+                f"a batch has at most {MAX_BATCH_ITEMS} items",
                 field="items",
                 value=count,
-                remedy="send smaller batches, or raise reward.max_batch_items",
+                remedy="send smaller batches",
             )
 
     def _on_restart(self) -> None:

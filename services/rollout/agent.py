@@ -32,6 +32,8 @@ from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_S, _RECONCILE_S = 5.0, 1.0
+_ENGINE_STARTUP_S = 3600.0
+"""A large model is downloaded and loaded first."""
 
 
 class AgentStatus(BaseModel):
@@ -84,7 +86,7 @@ class Agent:
             self._engine_api.unhealthy_reason,
             env=engine_env(config) | topology.loopback_env(),
             log_file=config.state_dir / "logs" / f"{self.name}.engine.log",
-            timing=Timing(startup_s=rollout.startup_timeout_s, hang_s=rollout.hang_timeout_s),
+            timing=Timing(startup_s=_ENGINE_STARTUP_S, hang_s=rollout.hang_timeout_s),
             on_up=self._engine_up,
             on_down=self._engine_down,
         )

@@ -101,11 +101,10 @@ async def test_replay(tmp_path: Path) -> None:
         )
         left = await client.sample(request.model_copy(update={"request_id": "y"}))
         assert {each.id for each in sampled.groups} | {each.id for each in left.groups} == {"a", "b", "c"}
-        assert len(await client.successes(["p"], 9, 0)) == 3
         await client.reset_fresh()
         assert proxy.forwarded["POST /groups/reset_fresh"] == 2
         assert (await client.stats())["dropped"] == 1
-        for call in ("POST /groups", "POST /groups/ack", "POST /groups/priorities", "POST /groups/successes"):
+        for call in ("POST /groups", "POST /groups/ack", "POST /groups/priorities"):
             assert proxy.forwarded[call] == 2
 
 

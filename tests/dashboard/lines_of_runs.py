@@ -17,7 +17,7 @@ def line(step: int, **more: Any) -> dict[str, Any]:
         "step": step,
         "reward": reward,
         "accuracy": reward,
-        "equal_groups": 1,
+        "zero_variance_groups": 1,
         "staleness": 0.0,
         "completion_tokens": 12.0,
         "truncated": 0.0,

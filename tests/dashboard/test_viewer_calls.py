@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Directory:
     late = RecordedGroup(group(9, [0.5]), reason="stale", detail="its weights are older than version 3")
     steps = [
         [trained(group(1, [1.0, 0.0])), trained(group(2, [0.0, 1.0], ["text", HOSTILE], prompt=HOSTILE))],
-        [trained(group(4, [1.0, 1.0], metadata={"mixed": 1})), late],
+        [trained(group(4, [1.0, 1.0])), late],
     ]
     record(tmp_path, steps)
     return Directory(tmp_path)
@@ -78,8 +78,6 @@ def test_a_group_is_shown_in_full(run: Directory) -> None:
     assert first["weight_versions"] == [[2, 0, 4], [3, 4, 7]]
     assert len(first["tokens"]) == len(first["logprobs"]) == len(first["trainer_logprobs"]) == len(first["token_ids"]) == 7
     assert first["trainer_logprobs"][0] - first["logprobs"][0] == pytest.approx(0.01, abs=1e-6)
-    mixed = client(run).get("/dashboard/api/groups/group-4").json()
-    assert [completion["mixed"] for completion in mixed["completions"]] == [False, True]
 
 
 def test_a_dropped_group_is_shown_with_its_reason(run: Directory) -> None:

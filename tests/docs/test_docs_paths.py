@@ -1,4 +1,5 @@
-"""What the documentation names exists: files, links, anchors, tests and settings. Dated reports may name what is gone."""
+"""What the documentation names exists: files, links, anchors, tests and settings. Reports and decisions are dated
+and may name what is gone."""
 
 import re
 import subprocess
@@ -40,7 +41,7 @@ def documents() -> list[str]:
 
 
 DOCUMENTS = documents()
-CURRENT = [name for name in DOCUMENTS if not name.startswith("docs/reports/")]
+CURRENT = [name for name in DOCUMENTS if not name.startswith(("docs/reports/", "docs/adr/"))]
 
 
 @cache

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from jobgroup.doctor.plan import Assumed, Plan, make
+from jobgroup.doctor.plan import Plan, make
 
 LARGE = {  # Llama 3 70B
     "model_type": "llama",
@@ -49,11 +49,10 @@ def plan_of(
     tasks: Mapping[str, str],
     around: Mapping[str, str] | None = None,
     task: str | None = None,
-    assumed: Assumed | None = None,
     env: Mapping[str, object] | None = None,
 ) -> Plan:
     """The plan for such a group in the environment `around`; `env` is that of the YAML."""
-    return make(write_group(folder, tasks, env or {}), {}, around or {}, task, assumed)
+    return make(write_group(folder, tasks, env or {}), {}, around or {}, task)
 
 
 def write_model(folder: Path, config: Mapping[str, object]) -> Path:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobgroup.doctor import cluster
-from jobgroup.doctor.result import Result, perform
+from jobgroup.doctor import network
+from jobgroup.doctor.report import Result, perform
 from tests.jobgroup.doctoring import free_port, plan_of, serving
 
 TASKS = dict.fromkeys(("data-server", "reward-server", "replay-buffer", "rollout-server", "ppo-trainer"), "")
@@ -29,8 +29,8 @@ def _status(state: str = "ready", version: int | None = 3, wanted: int | None = 
 
 def _looked(folder: Path, around: dict[str, str], ports: Mapping[str, int], task: str | None = None) -> dict[str, Result]:
     plan = plan_of(folder, TASKS, {**INSIDE, **around}, task, env=ports)
-    assert plan.problems == ()
-    return {result.name: result for result in perform(cluster.checks(plan))}
+    assert plan.problems == []
+    return {result.name: result for result in perform(network.cluster_checks(plan))}
 
 
 def test_every_service_is_told_with_health_reason_and_clock(tmp_path: Path, stack: ExitStack) -> None:
@@ -94,7 +94,7 @@ def test_the_token_of_the_run_is_sent_and_never_shown(tmp_path: Path, stack: Exi
     assert found["data-server-0"].state == "ok"
     refused = _looked(tmp_path, {"API_TOKEN": "another-token-of-this-run"}, {"RLHF_DATA__PORT": port}, "data-server")
     assert refused["data-server-0"].state == "fail"
-    assert "API_TOKEN" in refused["data-server-0"].mend
+    assert "API_TOKEN" in refused["data-server-0"].fix
     assert "another-token" not in refused["data-server-0"].text()
 
 
@@ -103,4 +103,4 @@ def test_a_name_that_does_not_resolve_says_whose_it_is(tmp_path: Path) -> None:
     result = _looked(tmp_path, around, {}, "data-server")["data-server-0"]
     assert result.state == "fail"
     assert "data-server-0.no-such-group.invalid does not resolve" in result.found
-    assert "sky jobs queue" in result.mend
+    assert "sky jobs queue" in result.fix

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jobgroup.doctor import fits, hub, tokens, versions
+from jobgroup.doctor import environment, hub, memory
 from jobgroup.doctor.__main__ import main
-from jobgroup.doctor.plan import ROOT, Assumed, make
-from jobgroup.doctor.result import Result
+from jobgroup.doctor.plan import ROOT, make
+from jobgroup.doctor.report import Check, Result, perform
 from tests.jobgroup.doctoring import LARGE, QWEN_7B, free_port, plan_of, serving, write_group, write_model
 
 DATA = {"data-server": ""}
@@ -62,7 +62,7 @@ def test_a_wrong_setting_is_a_failed_line_in_its_own_words(
     assert main([_group(tmp_path), "--env", "RLHF_TRAINER__BATCH_SIZE=0"]) == 1
     out = capsys.readouterr().out
     assert "FAIL  settings of data-server: Input should be greater than 0 · field: trainer.batch_size · value: 0" in out
-    assert "\n      mend: see --help" in out
+    assert "\n      fix: see --help" in out
     assert "ok    python: " in out  # and the rest is looked at
 
 
@@ -108,8 +108,8 @@ def test_no_secret_is_ever_printed(
 
 
 def test_the_demo_is_what_is_judged_without_a_yaml() -> None:
-    plan = make(None, {}, {"PATH": os.environ["PATH"]}, None, None)
-    assert (plan.problems, plan.demo, plan.group) == ((), True, "rlhf-math")
+    plan = make(None, {}, {"PATH": os.environ["PATH"]}, None)
+    assert (plan.problems, plan.demo, plan.group) == ([], True, "rlhf-math")
     assert [job.name for job in plan.here] == ["data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"]
     assert {job.config.model.name for job in plan.jobs} == {".cache/tiny-base"}
 
@@ -126,7 +126,7 @@ def test_the_demo_is_what_is_judged_without_a_yaml() -> None:
 )
 def test_a_data_set_is_looked_for(tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str) -> None:
     env = {"RLHF_DATA__SOURCE": source, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
-    (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env=env).here[0])
+    (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env=env))
     assert (result.state, words in result.found) == (state, True)
 
 
@@ -134,7 +134,7 @@ def test_a_hub_that_does_not_answer_matters_unless_the_cache_has_it(tmp_path: Pa
     env = {"RLHF_DATA__SOURCE": "org/open", "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
 
     def state(**more: str) -> str:
-        (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}).here[0])
+        (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}))
         return result.state
 
     assert (state(), state(HF_HUB_OFFLINE="1")) == ("fail", "fail")
@@ -149,38 +149,41 @@ def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(tmp_pa
     large = write_model(tmp_path / "large", LARGE)
     for name, state in (("org/model", "ok"), (str(large), "ok"), ("org/none", "fail"), (str(tmp_path / "nowhere"), "fail")):
         env = {"MODEL_NAME": name, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
-        job = plan_of(tmp_path, {"ppo-trainer": ""}, env=env).here[0]
-        (result,) = hub.check_model(name, job, False, shapes)
+        plan = plan_of(tmp_path, {"ppo-trainer": ""}, env=env)
+        (result,) = hub.check_model(plan, name, plan.here[0])
+        shapes |= plan.shapes
         assert result.state == state, name
     assert shapes == {"org/model": QWEN_7B, str(large): LARGE}
 
 
 def _fit(
-    folder: Path, model: dict[str, object], tasks: dict[str, str], assumed: Assumed | None, **env: object
+    folder: Path, model: dict[str, object], tasks: dict[str, str], assumed: tuple[float, int | None] | None, **env: object
 ) -> dict[str, Result]:
-    plan = plan_of(folder, tasks, assumed=assumed, env={"MODEL_NAME": "org/model", **env})
-    return {result.name: result for result in fits.check_fit(plan, [], {"org/model": model})}
+    plan = plan_of(folder, tasks, env={"MODEL_NAME": "org/model", **env})
+    plan.shapes["org/model"] = model
+    plan.assumed_gb, plan.assumed_gpus = assumed or (None, None)
+    return {result.name: result for result in memory.check_fit(plan)}
 
 
 def test_a_model_that_cannot_fit_in_this_machine_fails_with_the_numbers(tmp_path: Path) -> None:
     result = _fit(tmp_path, LARGE, {"ppo-trainer": ""}, None)["memory for the model"]
     assert result.state == "fail"
     assert "weights 282.2 GB, gradients 282.2 GB, optimizer 564.4 GB" in result.found
-    assert "micro_batch_tokens" in result.mend
+    assert "micro_batch_tokens" in result.fix
 
 
 def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
     tasks = {"rollout-server": "", "ppo-trainer": "resources: {accelerators: 'H100:8'}\n"}
     env = {"RLHF_TRAINER__ACTIVATION_CHECKPOINTING": "true"}
-    fitting = _fit(tmp_path, QWEN_7B, tasks, Assumed(80), **env)
+    fitting = _fit(tmp_path, QWEN_7B, tasks, (80, None), **env)
     assert fitting["model"].found.startswith("7,615,616,512 parameters")
     assert fitting["memory of ppo-trainer"].state == "ok"
     assert "39.8 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB" in fitting["memory of ppo-trainer"].found
     assert fitting["memory of an engine"].state == "ok"
-    alone = _fit(tmp_path, QWEN_7B, tasks, Assumed(80, 1), **env)["memory of ppo-trainer"]
+    alone = _fit(tmp_path, QWEN_7B, tasks, (80, 1), **env)["memory of ppo-trainer"]
     assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)
-    assert _fit(tmp_path, QWEN_7B, tasks, Assumed(16), **env)["memory of an engine"].state == "fail"
-    with_remedy = _fit(tmp_path, QWEN_7B, tasks, Assumed(80, 6), RLHF_TRAINER__SHARD_SIZE=4)["memory of ppo-trainer"]
+    assert _fit(tmp_path, QWEN_7B, tasks, (16, None), **env)["memory of an engine"].state == "fail"
+    with_remedy = _fit(tmp_path, QWEN_7B, tasks, (80, 6), RLHF_TRAINER__SHARD_SIZE=4)["memory of ppo-trainer"]
     assert (with_remedy.state, "trainer.shard_size" in with_remedy.found) == ("fail", True)
 
 
@@ -201,7 +204,8 @@ def test_an_unknown_architecture_is_said_to_be_unknown(tmp_path: Path) -> None:
 )
 def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) -> None:
     around = {"SKYPILOT_JOBGROUP_NAME": "small"} if inside else {}
-    (result,) = tokens.check_api_token(plan_of(tmp_path, DATA, {**around, "API_TOKEN": token}, "data-server"))
+    plan = plan_of(tmp_path, DATA, {**around, "API_TOKEN": token}, "data-server")
+    result = list(perform([Check("API_TOKEN", lambda: environment.check_secrets(plan))]))[-1]
     assert result.state == state
     assert not token or token not in result.text()
 
@@ -209,11 +213,11 @@ def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "constraints.txt").write_text("pytest==0.1\npydantic_settings==0.2\ntorch==9.9\n")
-    found = {result.name: result for result in versions.check_packages(plan_of(tmp_path, DATA), tmp_path)}
+    found = {result.name: result for result in environment.check_packages(plan_of(tmp_path, DATA), tmp_path)}
     assert found["packages"].state == "warn"
     assert "(0.1 is pinned)" in found["packages"].found
     assert "(0.2 is pinned)" in found["packages"].found
-    assert found["torch"].state == "fail"
+    assert "(9.9 is pinned)" in found["packages"].found
 
 
 def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) -> None:

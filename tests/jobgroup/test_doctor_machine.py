@@ -7,15 +7,15 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from common.errors import ConfigError
 from common.security import Hider
-from jobgroup.doctor import disk, gpu, machine, ports
-from jobgroup.doctor.disk import Folder
-from jobgroup.doctor.result import Check, Result, fail, hidden, ok, perform
+from jobgroup.doctor import gpu, machine, network, storage
+from jobgroup.doctor.report import Check, Result, fail, ok, perform
 from tests.jobgroup.doctoring import free_port, plan_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own")
@@ -47,13 +47,13 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
     assert lines == [("first", "ok"), ("crashing", "fail"), ("hanging", "fail"), ("refusing", "fail"), ("last", "ok")]
     assert "ZeroDivisionError: by zero" in results[1].found
     assert "not done after 0 s" in results[2].found
-    assert (results[3].found, results[3].mend) == ("it is wrong · field: seed · value: -1", "take another")
-    assert all(result.mend for result in results if result.state != "ok")
+    assert (results[3].found, results[3].fix) == ("it is wrong · field: seed · value: -1", "take another")
+    assert all(result.fix for result in results if result.state != "ok")
 
 
 def test_values_of_secret_variables_are_hidden() -> None:
     hiders = [Hider({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}), Hider({"API_TOKEN": "0123456789"})]
-    told = hidden(fail("x", "hf_abcdefg of model", "not hf_abcdefg, 0123456789"), hiders)
+    told = fail("x", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(hiders)
     assert told == fail("x", "[secret] of model", "not [secret], [secret]")
 
 
@@ -61,12 +61,12 @@ def test_values_of_secret_variables_are_hidden() -> None:
 def test_an_occupied_port_is_told_with_the_process_that_has_it(tmp_path: Path) -> None:
     port = free_port()
     plan = plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port})
-    assert _only(ports.check_ports(plan)).state == "ok"
+    assert _only(network.check_ports(plan)).state == "ok"
     with socket.create_server(("0.0.0.0", port)):  # noqa: S104 - as a server that is in the way
-        result = _only(ports.check_ports(plan))
+        result = _only(network.check_ports(plan))
     assert (result.name, result.state) == (f"port {port} of reward-server", "fail")
     assert f"process {os.getpid()} (" in result.found
-    assert "--env RLHF_REWARD__PORT=" in result.mend
+    assert "--env RLHF_REWARD__PORT=" in result.fix
 
 
 @linux
@@ -74,62 +74,60 @@ def test_a_port_of_127_0_0_1_is_in_nobodys_way_but_a_single_services(tmp_path: P
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert (
-            _only(ports.check_ports(plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port}))).state == "warn"
+            _only(network.check_ports(plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port}))).state
+            == "warn"
         )
 
 
 @pytest.mark.parametrize("path", ["file/state", "/proc/state"])
 def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").touch()
-    result = _only(disk.check_folder(Folder(tmp_path / path, "STATE_DIR")))
+    result = storage.check_folder(tmp_path / path, "STATE_DIR")
     assert result.state == "fail"
     assert "cannot be written" in result.found
 
 
 def test_a_folder_is_tried_without_being_made(tmp_path: Path) -> None:
-    assert _only(disk.check_folder(Folder(tmp_path / "a" / "b", "RUN_DIR"))).state in ("ok", "warn")  # warn: a slow disk
+    assert storage.check_folder(tmp_path / "a" / "b", "RUN_DIR").state in ("ok", "warn")  # warn: a slow disk
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_does_not_fit_on_the_disk_fails_with_the_numbers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"replay-buffer": ""}, env={"RLHF_REPLAY__CAPACITY": 10**12})
-    results = list(disk.check_room([folder for folder in disk.folders(plan, {}) if folder.purpose == "STATE_DIR"]))
+    results = list(storage.check_room([need for need in storage.needs(plan) if need.purpose == "STATE_DIR"]))
     assert _only(results).state == "fail"
     assert "4096000.2 GB (full replay store 4096000.0 GB" in results[0].found
     small = plan_of(tmp_path, {"replay-buffer": ""}, env={"RLHF_REPLAY__CAPACITY": 1000})
     free = shutil.disk_usage(tmp_path).free
-    state = [folder for folder in disk.folders(small, {}) if folder.purpose == "STATE_DIR"]
-    assert _only(disk.check_room(state)).state == ("ok" if free > 3e8 else "fail")
+    state = [need for need in storage.needs(small) if need.purpose == "STATE_DIR"]
+    assert _only(storage.check_room(state)).state == ("ok" if free > 3e8 else "fail")
 
 
 @linux
 def test_sqlite_in_memory_or_on_a_network_is_warned_of(tmp_path: Path) -> None:
-    result = _only(disk.check_folder(Folder(Path("/dev/shm/state"), "STATE_DIR", sqlite=True)))  # noqa: S108
+    result = storage.check_folder(Path("/dev/shm/state"), "STATE_DIR", sqlite=True)  # noqa: S108
     assert (result.state, "tmpfs" in result.found) == ("warn", True)
-    table = tmp_path / "mounts"
-    table.write_text(
-        "22 1 254:0 / / rw - ext4 /dev/vda rw\n"
-        "30 22 0:40 / /shared rw shared:1 - nfs4 server:/x rw\n"
-        "31 30 0:41 / /shared/with\\040space rw - fuse.rclone remote rw\n"
-    )
-    kinds = {path: disk.file_system(Path(path), table) for path in ("/srv", "/shared/state", "/shared/with space/x")}
+    mounts = [("/", "ext4"), ("/shared", "ext4"), ("/shared", "nfs4"), ("/shared/with space", "fuse.rclone")]
+    table = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]  # a later mount hides an earlier one
+    kinds = {path: storage.file_system(Path(path), table) for path in ("/srv", "/shared/state", "/shared/with space/x")}
     assert kinds == {"/srv": "ext4", "/shared/state": "nfs4", "/shared/with space/x": "fuse.rclone"}
 
 
 def test_memory_and_cores_are_those_of_this_machine_at_most() -> None:
-    size, _ = machine.memory()
+    size, _ = machine.available_memory()
     assert 0 < size <= psutil.virtual_memory().total
     assert 0 < machine.cores() <= (os.cpu_count() or 0)
 
 
 def test_a_proxy_for_http_is_warned_of_unless_the_group_is_spared(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, {"reward-server": ""})
-    assert _only(machine.check_proxies(plan, {"HTTPS_PROXY": "http://proxy:1"})).state == "ok"
-    found = _only(machine.check_proxies(plan, {"http_proxy": "http://user:password@proxy:1"}))
+    def look(**env: str) -> Result:
+        return _only(network.check_proxies(plan_of(tmp_path, {"reward-server": ""}, env)))
+
+    assert look(HTTPS_PROXY="http://proxy:1").state == "ok"
+    found = look(http_proxy="http://user:password@proxy:1")
     assert found.state == "warn"
     assert "password" not in found.text()
-    spared = {"http_proxy": "http://proxy:1", "no_proxy": "localhost,127.0.0.0/8"}
-    assert _only(machine.check_proxies(plan, spared)).state == "ok"
+    assert look(http_proxy="http://proxy:1", no_proxy="localhost,127.0.0.0/8").state == "ok"
 
 
 def test_threads_of_every_process_on_every_core_are_warned_of(tmp_path: Path) -> None:
@@ -144,27 +142,28 @@ def test_threads_of_every_process_on_every_core_are_warned_of(tmp_path: Path) ->
 def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "COLLECTIVE_S", 240.0)
     plan = plan_of(tmp_path, {"critic-server": ""})
-    result = _only(gpu.check_collective(plan, []))
-    assert (result.name, result.state) == ("all_reduce over gloo", "ok")
-    assert result.found.startswith("2 processes")
+    result = _only(perform([Check("all_reduce", lambda: gpu.check_collective(plan), 300)]))
+    assert (result.name, result.state) == ("all_reduce", "ok")
+    assert result.found.startswith("2 processes over gloo")
 
 
 def test_gloo_on_an_interface_that_does_not_exist_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "COLLECTIVE_S", 240.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    result = _only(gpu.check_collective(plan_of(tmp_path, {"critic-server": ""}), []))
+    plan = plan_of(tmp_path, {"critic-server": ""})
+    result = _only(perform([Check("all_reduce", lambda: gpu.check_collective(plan), 300)]))
     assert result.state == "fail"
     assert "nosuch0" in result.found
-    assert "GLOO_SOCKET_IFNAME=lo" in result.mend
+    assert "GLOO_SOCKET_IFNAME=lo" in result.fix
 
 
 def test_a_service_that_needs_no_torch_is_not_asked_for_it(tmp_path: Path) -> None:
-    assert list(gpu.check_collective(plan_of(tmp_path, {"data-server": ""}), [])) == []
+    assert list(gpu.check_collective(plan_of(tmp_path, {"data-server": ""}))) == []
 
 
 def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"rollout-server": ""})
-    result = _only(gpu.check_gpus(plan, [], "there is no nvidia-smi"))
+    result = _only(gpu.check_gpus(plan))
     assert result.state == "fail"
     assert "rollout.engine sglang with rollout.device cuda" in result.found
 
@@ -177,10 +176,12 @@ def test_gpus_are_read_and_chosen_as_the_processes_will(tmp_path: Path, monkeypa
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found, _ = gpu.visible({})
-    assert [(each.index, each.total >> 20) for each in found] == [("0", 81559), ("1", 81559)]
+    assert [(each.number, each.total >> 20) for each in found] == [("0", 81559), ("1", 81559)]
     chosen, _ = gpu.visible({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
-    assert [each.index for each in chosen] == ["1"]
+    assert [each.number for each in chosen] == ["1"]
     plan = plan_of(tmp_path, {"ppo-trainer": "num_nodes: 2\nresources: {accelerators: 'H100:2'}\n"})
-    states = [(result.name, result.state) for result in gpu.check_gpus(plan, found, "")]
+    plan.gpus = found
+    results = list(gpu.check_gpus(plan))
+    states = [(result.name, result.state) for result in results]
     assert states == [("GPUs", "warn"), ("GPU 0", "ok"), ("GPU 1", "warn")]
-    assert "process 77 (python3)" in list(gpu.check_gpus(plan, found, ""))[2].found
+    assert "process 77 (python3)" in results[2].found

@@ -49,13 +49,12 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
         step=step,
         reward=0.75,
         accuracy=0.5,
-        equal_groups=1,
+        zero_variance_groups=1,
         solved_groups=1,
         failed_groups=0,
         unparsable=0.25,
         generating=0.5,
         reused_groups=1,
-        mixed_completions=2,
         staleness=1.0,
         completion_tokens=20.0,
         truncated=0.25,
@@ -89,7 +88,7 @@ def test_before_the_first_step_nothing_is_claimed_and_then_everything_adds_up() 
     assert value("dropped_groups_total", reason="stale") == 2
     assert value("dropped_groups_total", reason="reward") == 1
     assert (value("groups_total", source="fresh"), value("groups_total", source="reused")) == (6, 2)
-    assert (value("trained_tokens_total"), value("mixed_completions_total")) == (200, 4)
+    assert value("trained_tokens_total") == 200
     assert (value("updates_total", result="applied"), value("updates_total", result="skipped")) == (4, 2)
     assert value("stage_seconds_total", stage="update") == 1
     assert (value("step_duration_seconds_count"), value("step_duration_seconds_sum")) == (2, 7)

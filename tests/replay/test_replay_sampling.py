@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 from common.clients import ReplayClient
 from common.errors import ServiceError
 from common.schemas import SampleRequest, TakeRequest
-from services.replay.sampling import Float64, aged, draw, importance_weights, inclusion, probabilities
+from services.replay.sampling import Float64, draw, importance_weights, inclusion, probabilities
 from tests.replay.conftest import MakeGroup
 
 
@@ -32,40 +32,6 @@ def array(*numbers: float) -> Float64:
 )
 def test_probabilities_by_hand(priorities: Float64, exponent: float, expected: Float64) -> None:
     np.testing.assert_allclose(probabilities(priorities, exponent), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("priorities", "versions", "half_life", "expected"),
-    [
-        (array(1, 1, 1, 1), [0, 4, 6, 8], 4.0, array(0.25, 0.5, 0.70710678, 1)),
-        (array(3, 2), [7, 10], 1.0, array(3 / 8, 2)),
-        (array(5, 2), [3, 3], 0.5, array(5, 2)),  # age is counted from the newest of these, not from 0
-        (array(8, 4, 0), [1, 2, 9], 1.0, array(4, 4, 0)),  # nor from one that is never drawn anyway
-        (array(9, 1e-3), [0, 10**6], 1.0, array(0, 1e-3)),  # so old that its chance cannot be told from 0
-        (array(9, 1), [0, 2**63 - 1], 5e-324, array(0, 1)),
-        (array(1e308, 1e308), [0, 1], 1e308, array(1e308, 1e308)),
-        (array(0, 0), [0, 9], 1.0, array(0, 0)),
-        (array(), [], 1.0, array()),
-    ],
-)
-def test_aged_by_hand(priorities: Float64, versions: list[int], half_life: float, expected: Float64) -> None:
-    np.testing.assert_allclose(aged(priorities, np.array(versions, np.int64), half_life), expected, rtol=1e-8)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(0, 1e300), st.integers(0, 2**63 - 1)), max_size=20),
-    st.floats(0, 1e300, exclude_min=True),
-    st.floats(0, 3),
-)
-def test_ageing_leaves_somebody_to_draw(rows: list[tuple[float, int]], half_life: float, exponent: float) -> None:
-    priorities = np.array([priority for priority, _ in rows], np.float64)
-    halved = aged(priorities, np.array([version for _, version in rows], np.int64), half_life)
-    assert np.isfinite(halved).all()
-    assert (halved <= priorities).all()
-    assert (halved > 0).any() == (priorities > 0).any()
-    if (priorities > 0).any():
-        assert probabilities(halved, exponent).sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -161,28 +127,6 @@ async def test_sampling_over_http_by_the_numbers(client: ReplayClient, make_grou
             assert weight == pytest.approx(expected[group.id], rel=1e-6)
             seen.add(group.id)
     assert seen == set(expected)
-
-
-async def test_recency_halves_priorities_and_is_corrected(client: ReplayClient, make_group: MakeGroup) -> None:
-    await consume(client, make_group, 5)
-    await client.set_priorities({"g1": 4, "g2": 4, "g3": 4, "g4": 4})
-    # Half-life 1, α = 1, versions 1 to 4 eligible: P ∝ 1/8, 1/4, 1/2, 1, so at β = 1 the weights are 1, 1/2, 1/4, 1/8.
-    expected = {"g1": 1, "g2": 1 / 2, "g3": 1 / 4, "g4": 1 / 8}
-    drawn = dict.fromkeys(expected, 0)
-    for seed in range(300):
-        exponents = {"priority_exponent": 1, "importance_exponent": 1}
-        sampled = await client.sample(request(1, min_version=1, recency_half_life=1, seed=seed, **exponents))
-        assert sampled.weights.tolist() == [expected[sampled.groups[0].id]]
-        drawn[sampled.groups[0].id] += 1
-    # 300 · (1, 2, 4, 8) / 15 = 20, 40, 80, 160, each with a standard deviation of at most 9
-    assert np.abs(np.array([drawn[name] for name in expected]) - [20, 40, 80, 160]).max() < 36, drawn
-
-
-async def test_age_counts_from_the_newest_that_may_be_reused(client: ReplayClient, make_group: MakeGroup) -> None:
-    await consume(client, make_group, 2)
-    for expected in ("g1", "g0"):  # g1, a thousand half-lives younger; then g0, of which no younger may be reused
-        sampled = await client.sample(request(1, recency_half_life=1e-3, max_times_sampled=1))
-        assert [group.id for group in sampled.groups] == [expected]
 
 
 async def test_one_seed_draws_the_same_groups(client: ReplayClient, make_group: MakeGroup) -> None:

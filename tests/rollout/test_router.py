@@ -23,7 +23,8 @@ from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
 from tests.lossy import LossyProxy
 from tests.rollout_engines import ROUTERS, engine_process, routed, router_process, write_model
-from trainer.api.generators import ChatGenerator, Sampling
+from trainer.api.generators import ChatGenerator
+from trainer.rollouts.evaluation import GenerationSettings
 from trainer.server import BackgroundServer
 
 CONTROL = [
@@ -141,8 +142,10 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
             assert [arrived(*pair) for pair in zip(sent, engine.bodies, strict=True)] == sent
             assert sent[-1]["input_ids"] == [[5, 6, 7]] * 3
 
-            chat = ChatGenerator(plain, "m", Sampling("Think.", max_new_tokens=8, temperature=0.7, seed=0, timeout_s=60))
-            await chat.write(Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False)
+            chat = ChatGenerator(
+                plain, "m", GenerationSettings("Think.", max_new_tokens=8, temperature=0.7, seed=0, timeout_s=60)
+            )
+            await chat.generate(Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False)
             engine.bodies[-1].setdefault("max_tokens", engine.bodies[-1].get("max_completion_tokens"))  # its newer name
             assert arrived(asked[0], engine.bodies[-1]) == asked[0]
 

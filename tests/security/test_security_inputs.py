@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from common.clients import Client
 from common.config import Config, load
 from common.errors import ConfigError, InvalidInput, ServiceError
-from common.fields import unpack
 from common.sections import RewardSection, RolloutSection
 from common.security import check_certificate, tls
 from common.topology import Topology
+from common.wire import unpack
 from learning.liveness import _STRANGERS, Liveness
 from learning.loading import SafetensorsReader
 from learning.ranks import Ranks

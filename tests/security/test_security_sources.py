@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-FOLDERS = ("common", "services", "trainer", "jobgroup")
+FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
     ("services/reward/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/reward/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
@@ -16,7 +16,7 @@ ALLOWED = {
     ("services/reward/worker.py", "import_module"): "modules of this project, which run the operator's functions",
     ("services/reward/calls.py", "import_module"): "reward functions that the operator names",
     ("trainer/rollouts/priorities.py", "import_module"): "replay.priority, which the operator names",
-    ("trainer/trackers/process.py", "import_module"): "trackers.names, which the operator names",
+    ("trainer/trackers/base.py", "import_module"): "trackers.names, which the operator names",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
     (
         "trainer/policy/checkpoint.py",

@@ -1,7 +1,10 @@
 """Trackers of one's own, as `trackers.names` takes them: one that keeps everything, and all the ways to fail."""
 
+import atexit
 import json
 import os
+import sys
+import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +26,7 @@ class Keeps:
         self._keep("table", {"step": step, "name": name, "columns": columns, "rows": rows})
 
     def close(self, finished: bool) -> None:
-        self._keep("close", {"finished": finished, "token": os.environ.get("API_TOKEN")})
+        self._keep("close", {"finished": finished})
 
     def _keep(self, call: str, content: dict[str, Any]) -> None:
         with (self.run.directory / "kept.jsonl").open("a", encoding="utf-8") as file:
@@ -51,11 +54,19 @@ class Raises(Keeps):
         raise ConnectionError(f"no way to {os.environ.get('WANDB_API_KEY')}")
 
 
-class Dies(Keeps):
-    """Its process ends at the first call."""
+class Exits(Keeps):
+    """Ends the interpreter at the first call, as a library's `sys.exit` would."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        os._exit(9)
+        sys.exit(9)
+
+
+class HangsAtExit(Hangs):
+    """Has an exit hook that waits for what never comes."""
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        atexit.register(threading.Event().wait)
 
 
 class Refuses(Keeps):
@@ -63,3 +74,12 @@ class Refuses(Keeps):
 
     def __init__(self, run: RunInfo) -> None:
         raise ValueError("there is no such project")
+
+
+class Waits(Keeps):
+    """Takes no record before there is a file `go`."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        while not (self.run.directory / "go").exists():
+            time.sleep(0.01)
+        super().metrics(step, values)

@@ -11,7 +11,8 @@ import pytest
 
 from common.config import Config
 from common.sections import TrackersSection
-from trainer.trackers.outlet import Outlet
+from trainer.trackers.base import RunInfo
+from trainer.trackers.thread import TrackerThread
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # of the libraries, about each other
 COLUMNS = ["prompt", "completion", "reward", "correct"]
@@ -22,18 +23,19 @@ def track(name: str, directory: Path, step: int, steps: range, finished: bool, m
     """One attempt of a run that goes on after `step`; what was said."""
     for variable in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
         monkeypatch.delenv(variable, raising=False)
-    config = Config(trackers=TrackersSection(names=[name], **({"wandb_mode": "offline"} if name == "wandb" else {})))
-    start = {"id": "a1b2c3d4e5f6", "name": "first try", "project": "math", "step": step}
-    start |= {"config": config.model_dump(mode="json"), "directory": str(directory)}
+    if name == "wandb":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    config = Config(trackers=TrackersSection(names=[name]))
+    run = RunInfo("a1b2c3d4e5f6", "first try", "math", directory, config.model_dump(mode="json"), step)
     told: list[str] = []
     counted: list[str] = []
-    outlet = Outlet(name, start, directory, told.append, counted.append)
+    thread = TrackerThread(name, run, told.append, counted.append)
     for each in steps:
-        outlet.put("metrics", step=each, values={"reward": each / 8, "update/kl_reference": 0.5})
-        outlet.put("table", step=each, name="samples", columns=COLUMNS, rows=ROWS)
-    outlet.end(finished)
-    outlet.wait(time.monotonic() + 120)
-    assert counted == ["written"] * 2 * len(steps), [*told, outlet.log.read_text()]
+        thread.put("metrics", step=each, values={"reward": each / 8, "update/kl_reference": 0.5})
+        thread.put("table", step=each, name="samples", columns=COLUMNS, rows=ROWS)
+    thread.end(finished)
+    thread.wait(time.monotonic() + 120)
+    assert counted == ["written"] * 2 * len(steps), told
     return told
 
 
@@ -51,7 +53,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard" / "a1b2c3d4e5f6"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(step, step / 8) for step in range(1, 6)]
-    text = events.Tensors("samples")[-1].tensor_proto.string_val[0].decode()
+    text = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "| 1 \\| 2? | three<br>four | 0.5 | True |" in text
     plugins = events.summary_metadata
     assert any(metadata.plugin_data.plugin_name == "hparams" for metadata in plugins.values())

@@ -22,12 +22,13 @@ from common.schemas import Group, WeightManifest
 from common.wire import decode_groups
 from services.engine.model import Model
 from tests.conftest import ROOT
+from tests.trainer.groups import batch_of
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
-from trainer.in_process import _DirectPublisher
+from trainer.in_process import DirectPublisher
 from trainer.observe.run_dir import read_lines
 from trainer.policy import checkpoint
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.rollouts.collector import CollectFailed
 from trainer.timing import PUBLISHING, StageClock
 from trainer.weights.publisher import Weights
@@ -127,9 +128,9 @@ def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settin
 
 def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     answered, updated, published, busy = threading.Event(), threading.Event(), [], threading.Lock()
-    publish, update = _DirectPublisher.publish, Learner.update
+    publish, update = DirectPublisher.publish, Policy.update
 
-    def watched_publish(self: _DirectPublisher, weights: Weights, version: int) -> None:
+    def watched_publish(self: DirectPublisher, weights: Weights, version: int) -> None:
         assert busy.acquire(blocking=False), "two versions on their way"
         if version == 1:  # its update was the first; the second one must not wait for this
             assert updated.wait(60)
@@ -137,7 +138,7 @@ def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, 
         published.append(version)
         busy.release()
 
-    def watched_update(self: Learner, batch: Batch) -> Any:
+    def watched_update(self: Policy, batch: Batch) -> Any:
         if self.step == 1:  # the third batch is of version 0 then, however slow the engine is
             assert answered.wait(60)
         found = update(self, batch)
@@ -155,8 +156,8 @@ def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, 
                 answered.set()
             return response
 
-    monkeypatch.setattr(_DirectPublisher, "publish", watched_publish)
-    monkeypatch.setattr(Learner, "update", watched_update)
+    monkeypatch.setattr(DirectPublisher, "publish", watched_publish)
+    monkeypatch.setattr(Policy, "update", watched_update)
     config = settings("--trainer.max_staleness", "2")
     run(config, Watched)
     assert published == [0, 1, 2, 3, 4, 5]
@@ -168,15 +169,15 @@ def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, 
 def test_weights_that_the_engine_refuses_stop_the_run_with_the_reason(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = _DirectPublisher.write
+    write = DirectPublisher.write
 
-    def damaged(self: _DirectPublisher, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
+    def damaged(self: DirectPublisher, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
         manifest, directory = write(self, weights, version)
         if version == 2:
             (directory / "model.safetensors").write_bytes(b"damaged")
         return manifest, directory
 
-    monkeypatch.setattr(_DirectPublisher, "write", damaged)
+    monkeypatch.setattr(DirectPublisher, "write", damaged)
     config = settings("--trainer.max_staleness", "1")
     with pytest.raises(ServiceError, match=r"engine: .*the weights cannot be read"):
         run(config)
@@ -254,7 +255,7 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
 
 
 def group_is_current(group: Group, config: Config, step: int) -> bool:
-    [current] = {row.current for row in Batch.of([group], [1.0], config, step).rows}
+    [current] = {row.current for row in batch_of([group], config, step).rows}
     return current
 
 

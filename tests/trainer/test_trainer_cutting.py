@@ -11,7 +11,7 @@ from learning.batching import Indices, Sizes, micro_batches, mini_batches, score
 from learning.layout import Packed, Padded
 from learning.ranks import Ranks
 from tests.trainer.groups import off_policy_groups, whole
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 GROUPS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)), min_size=1, max_size=9)
 
@@ -131,10 +131,10 @@ def test_a_rank_without_rows_scores_only_where_models_are_spread(kind: type[Rank
 @pytest.mark.parametrize("kind", [Alone, Sharded])
 def test_a_rank_without_rows_learns_nothing_but_takes_part_where_models_are_spread(config: Config, kind: type[Ranks]) -> None:
     batch = whole(off_policy_groups()[:1], config)
-    learner = Learner(config, Ranks())
-    learner.ranks = idle(kind)
-    sums = learner._accumulate(batch, np.zeros(1, np.int64), first=True)
-    gradients = [parameter.grad for parameter in learner.policy.parameters()]
+    policy = Policy(config, Ranks())
+    policy.ranks = idle(kind)
+    sums, _ = policy._accumulate(batch, np.zeros(1, np.int64), first=True)
+    gradients = [parameter.grad for parameter in policy.model.parameters()]
     assert sums["tokens"] == 0
     assert [gradient is not None for gradient in gradients] == [kind is Sharded] * len(gradients)
     assert not any(gradient.any() for gradient in gradients if gradient is not None)

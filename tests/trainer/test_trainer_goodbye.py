@@ -8,7 +8,7 @@ import pytest
 from common.clients import Client
 from services.http.app import create_app
 from tests.rollout_engines import free_port
-from trainer.lead import flush_all
+from trainer.rollouts.services import flush_all
 
 
 async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(caplog: pytest.LogCaptureFixture) -> None:
@@ -17,7 +17,7 @@ async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(caplog
     there = [Client(app.title, "http://service", transport=httpx.ASGITransport(app)) for app in apps]
     gone = Client("rollout-server-1", f"http://127.0.0.1:{free_port()}")
     clients = [there[0], gone, there[1]]
-    with caplog.at_level(logging.WARNING, logger="trainer.lead"):
+    with caplog.at_level(logging.WARNING, logger="trainer.rollouts.services"):
         assert await flush_all(clients, deadline_s=0.5) == [gone]
     assert flushed == ["data-server", "replay-buffer"]
     assert "rollout-server-1 was not flushed" in caplog.text

@@ -13,7 +13,7 @@ from trainer.observe.run_dir import read_lines
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,
     "accuracy": 0.5,
-    "equal_groups": 1,
+    "zero_variance_groups": 1,
     "solved_groups": 1,
     "failed_groups": 0,
     "staleness": 0.0,
@@ -66,8 +66,8 @@ KL_RISES = [{"update": {"kl_reference": kl}} for kl in (0.004, 0.004, 0.005, 0.0
 ASYNC = {"trainer__max_staleness": 1}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = [
     (
-        "equal_groups",
-        [{"equal_groups": 8, "solved_groups": 8, "accuracy": 0.93}],
+        "zero_variance_groups",
+        [{"zero_variance_groups": 8, "solved_groups": 8, "accuracy": 0.93}],
         {},
         (
             "80% of the groups",
@@ -78,8 +78,8 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ),
     ),
     (
-        "equal_groups",
-        [{"equal_groups": 9, "solved_groups": 0, "failed_groups": 9, "accuracy": 0.02}],
+        "zero_variance_groups",
+        [{"zero_variance_groups": 9, "solved_groups": 0, "failed_groups": 9, "accuracy": 0.02}],
         {},
         ("90% of the groups", "wrong (accuracy 0.02)", "too hard", "model.name", "sampling.group_size"),
     ),
@@ -134,7 +134,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ASYNC,
         ("idle in 70% of the time", "as old as trainer.max_staleness (1)"),
     ),
-    ("reward_bound", [{"seconds": {"reward": 8.0}}], {}, ("46% of the time", "reward.workers", "reward.timeout_s")),
+    ("reward_bound", [{"seconds": {"reward": 8.0}}], {}, ("46% of the time", "reward.workers", "reward.math_timeout_s")),
     ("replay_bound", [{"seconds": {"replay": 4.0}}], {}, ("29% of the time", "state_dir", "replay.reuse_ratio")),
     ("publish_bound", [{"seconds": {"publish": 8.0}}], {}, ("47% of the time", "trainer.weight_sync", "lora.rank")),
     ("nothing_active", [{"seconds": {"waiting": 8.0}}], {}, ("45% of the time", "data-server", "trainer.num_threads")),
@@ -144,7 +144,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         {},
         ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
     ),
-    ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.timeout_s")),
+    ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.math_timeout_s")),
     ("dropped_stale", [{"dropped": {"stale": 20}}], ASYNC, ("20 groups (17%)", "trainer.max_staleness")),
 ]
 
@@ -189,8 +189,10 @@ def test_what_gets_better_by_itself_is_no_trouble() -> None:
 
 
 def test_replaced_groups_of_dynamic_sampling_count_too() -> None:
-    lines = history(*({"equal_groups": 0, "solved_groups": 0, "dropped": {"equal_rewards": 40 * i}} for i in range(1, 11)))
-    text = only("equal_groups", lines, algorithm__dynamic_sampling=True)
+    lines = history(
+        *({"zero_variance_groups": 0, "solved_groups": 0, "dropped": {"zero_variance": 40 * i}} for i in range(1, 11))
+    )
+    text = only("zero_variance_groups", lines, algorithm__dynamic_sampling=True)
     assert text.startswith("80% of the groups")
     assert "algorithm.dynamic_sampling" not in text
 

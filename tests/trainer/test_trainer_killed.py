@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(base_model: 
     assert train(base_model, tmp_path, MOMENTS) == [" 0", *(f"{moment} -9" for moment in MOMENTS), " 0"]
     assert [line["step"] for line in told(broken, "metrics")] == list(range(1, STEPS + 1))
     for a, b in zip(told(unbroken, "metrics"), told(broken, "metrics"), strict=True):
-        for name in ("reward", "accuracy", "equal_groups", "staleness", "completion_tokens", "truncated", "dropped"):
+        for name in ("reward", "accuracy", "zero_variance_groups", "staleness", "completion_tokens", "truncated", "dropped"):
             assert a[name] == b[name]
         assert a["update"] == pytest.approx(b["update"], abs=1e-4)
     for name, columns in (("samples", ("step", "prompt_id")), ("evaluations", ("step", "accuracy", "pass_at_k"))):

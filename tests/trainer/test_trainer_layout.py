@@ -15,7 +15,7 @@ from learning.layout import Layout, Packed, Padded, layout_for
 from learning.ranks import Ranks
 from services.critic.model import load_value_model
 from tests.trainer.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
 
 ROWS = {
@@ -164,9 +164,9 @@ def test_an_update_is_the_same_packed_and_padded(config: Config, settings: dict[
     for packing in ("on", "off"):
         changed = with_algorithm(config, **settings)
         changed.trainer.packing = packing
-        learner = Learner(changed, Ranks())
-        metrics.append(learner.update(whole(off_policy_groups(), changed)))
-        new.append({name: p.detach() for name, p in learner.policy.named_parameters()})
+        policy = Policy(changed, Ranks())
+        metrics.append(policy.update(whole(off_policy_groups(), changed)).metrics)
+        new.append({name: p.detach() for name, p in policy.model.named_parameters()})
     assert metrics[0].loss == pytest.approx(metrics[1].loss, abs=1e-6)
     assert metrics[0].grad_norm == pytest.approx(metrics[1].grad_norm, rel=1e-4)
     assert metrics[0].trained_tokens == metrics[1].trained_tokens

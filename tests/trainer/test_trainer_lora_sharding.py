@@ -15,9 +15,8 @@ from learning.ranks import Ranks
 from tests.trainer.groups import save
 from tests.trainer.sharding_worker import learned
 from tests.trainer.test_trainer_sharding import One, run_cases
-from trainer.lead import resumed_learner
 from trainer.policy.checkpoint import newest
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 SETTINGS = {
@@ -43,13 +42,13 @@ class OneAdapter(One):
     """What one process comes to in three updates, and the checkpoint after two of them."""
 
     def __init__(self, config: Config, directory: Path) -> None:
-        learner = Learner(config, Ranks())
-        self.metrics = learned(learner, 2)
-        save(learner, directory / "one" / "checkpoints")
-        self.metrics += learned(learner, 1)
-        self.weights = {name: tensor.clone() for name, tensor in learner.weights()}
+        policy = Policy(config, Ranks())
+        self.metrics = learned(policy, 2)
+        save(policy, directory / "one" / "checkpoints")
+        self.metrics += learned(policy, 1)
+        self.weights = {name: tensor.clone() for name, tensor in policy.weights()}
         config.lora.publish = "merged"
-        self.merged = {name: tensor.clone() for name, tensor in learner.weights()}
+        self.merged = {name: tensor.clone() for name, tensor in policy.weights()}
 
 
 def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy_dir: Path, tmp_path: Path) -> None:
@@ -95,18 +94,18 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
     }
     assert load_file(path / "adapter_model.safetensors").keys() == one.weights.keys()
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    learner, _, _ = resumed_learner(load(words(policy_dir), {}), Ranks(), run)
+    policy, _, _ = Policy.resume(load(words(policy_dir), {}), Ranks(), run)
     found = model.state_dict()
-    for name, tensor in learner.policy.state_dict().items():
+    for name, tensor in policy.model.state_dict().items():
         torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
-    assert learned(learner, 1)[0] == pytest.approx(one.metrics[-1], abs=1e-5)
+    assert learned(policy, 1)[0] == pytest.approx(one.metrics[-1], abs=1e-5)
 
 
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
     """Of the size that it had: another size does not count as complete (`test_trainer_files.py`)."""
     config = load(words(policy_dir), {})
-    path = save(Learner(config, Ranks()), tmp_path / "checkpoints")
+    path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(ConfigError, match=r"adapter cannot be loaded.*adapter_model\.safetensors.*remove that checkpoint"):
-        resumed_learner(config, Ranks(), tmp_path)
+        Policy.resume(config, Ranks(), tmp_path)

@@ -15,7 +15,7 @@ from common.schemas import Prompt
 from services.data.tiny import problems
 from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, TrainResult
 from trainer.algorithms.batch import MicroBatch
-from trainer.policy.policy import Learner
+from trainer.policy.policy import Policy
 
 pytestmark = pytest.mark.timeout(180)
 Run = Callable[..., TrainResult]
@@ -139,19 +139,19 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
 ) -> None:
     """Eight answers a step in both, in passes of at most `size`; the update is the same."""
     seen: list[int] = []
-    backward = Learner._backward
+    backward = Policy._backward
 
-    def counted(learner: Learner, micro: MicroBatch, *more: Any) -> torch.Tensor:
+    def counted(policy: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
         seen.append(micro.count)
-        return backward(learner, micro, *more)
+        return backward(policy, micro, *more)
 
-    monkeypatch.setattr(Learner, "_backward", counted)
+    monkeypatch.setattr(Policy, "_backward", counted)
     result = run(per_device_train_batch_size=size, gradient_accumulation_steps=passes, max_steps=1, kl_coef=0.1)
     assert seen == [size] * passes
     more = run(per_device_train_batch_size=size, gradient_accumulation_steps=2 * passes, max_steps=1, kl_coef=0.1)
     assert seen[passes:] == [size] * 2 * passes
     assert sum(len(group["completions"]) for group in samples(more)) == 4
-    assert result.history[0]["equal_groups"] <= 2
+    assert result.history[0]["zero_variance_groups"] <= 2
     with pytest.raises(ConfigError, match=r"8 problems × 1 epochs do not make one step of 16 problems.*gradient_acc"):
         run(per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes)
 

@@ -27,27 +27,14 @@ def group_of(rewards: list[float]) -> Group:
         ("advantage", [1, 0], [1e-3, -4e-3], 2.5e-3),
         ("advantage", [1, 0], [math.nan, 1.0], MIN_PRIORITY),
         ("advantage", [1, 0], [math.inf, 1.0], MIN_PRIORITY),
-        ("difficulty", [1, 0, 0, 1], [0, 0, 0, 0], 1.0),  # 4 · ½ · ½
-        ("difficulty", [1, 0, 0, 0], [9, 9, 9, 9], 0.75),  # 4 · ¼ · ¾
-        ("difficulty", [1, 1, 0, 1], [0, 0, 0, 0], 0.75),
-        ("difficulty", [1, 0, 0, 0, 0, 0, 0, 0], [0] * 8, 0.4375),  # 4 · ⅛ · ⅞
-        ("difficulty", [1, 1], [0, 0], MIN_PRIORITY),
-        ("difficulty", [0, 0], [0, 0], MIN_PRIORITY),
         ("reward", [1, 0, 0, 1], [0, 0, 0, 0], 0.6),  # 0.1 + ½
         ("reward", [3, 1.5], [0, 0], 2.35),
         ("reward", [0, 0], [5, 5], 0.1),
         ("reward", [-3, 1], [0, 0], 0.1),
-        ("recency", [1, 0], [7, 7], 1.0),
     ],
 )
 def test_hand_computed(name: str, rewards: list[float], advantages: list[float], expected: float) -> None:
     assert load_priority(name)(group_of(rewards), advantages) == pytest.approx(expected, rel=1e-12)
-
-
-def test_difficulty_is_by_right_answers_whatever_the_reward() -> None:
-    group = group_of([1, 1])
-    group.completions[0].correct = False  # its reward is for something else
-    assert load_priority("difficulty")(group, [0, 0]) == 1
 
 
 @given(

@@ -1,7 +1,6 @@
 """From groups to tensors: the training batch, whole and the same on every rank, and the micro-batches cut from it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,24 +12,37 @@ from common.schemas import Float32, Group, Int32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
 
+Column = list[Float32]
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
+class TrainingGroup:
+    """A group in training."""
+
+    group: Group
+    weight: float = 1.0
+    """Importance weight of prioritised reuse; 1 for a fresh group."""
+    reused: bool = False
+    """Whether it was trained on before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One completion with its prompt."""
 
     prompt_ids: Int32
     completion_ids: Int32
-    behaviour_logprobs: Float32
+    rollout_logprobs: Float32
     """[L] under the policy that sampled the completion."""
     reward: float
     weight: float
-    """Importance weight of prioritised reuse; 1 for fresh experience."""
+    """Importance weight of its group."""
     current: bool
     """Whether the policy about to be updated sampled all of it."""
     counts: bool
     """Whether it counts in the loss and its normalisers."""
     corrected: bool
-    """False where the policy that sampled is to be taken for the current one."""
+    """False: reused without correction, as if the policy about to be updated had sampled it (`replay.corrected` false)."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -38,33 +50,34 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
-    """A training batch; columns hold one array [L] for each row and are filled as the step goes on."""
+    """A training batch, the same on every rank.
 
+    A column holds one array [L] for each row, or is None where it was not computed. The training loop assigns the columns.
+    """
+
+    groups: list[TrainingGroup]
+    """Fresh ones first."""
     rows: list[Row]
-    """Group after group."""
+    """Every completion, group after group."""
     group_size: int
-    old_logprobs: list[Float32] = field(default_factory=list)
-    """Under the policy about to be updated; empty when nothing reads them."""
-    first_logprobs: list[Float32 | None] = field(default_factory=list)
-    """The same as far as the update computes it anyway, where `old_logprobs` is empty; for people."""
-    reference_logprobs: list[Float32] = field(default_factory=list)
-    """Empty without a reference model."""
-    values: list[Float32] = field(default_factory=list)
-    """What the critic expects before each token; empty without a critic."""
-    advantages: list[Float32] = field(default_factory=list)
-    returns: list[Float32] = field(default_factory=list)
-    """What the critic learns; empty without a critic."""
+    old_logprobs: Column | None = None
+    """Under the policy about to be updated."""
+    ref_logprobs: Column | None = None
+    """Under the reference model."""
+    values: Column | None = None
+    """The critic's value of the state before each token."""
+    advantages: Column | None = None
+    returns: Column | None = None
+    """The critic's targets."""
 
     @classmethod
-    def of(
-        cls, groups: Sequence[Group], weights: Sequence[float], config: Config, step: int = 0, fresh: int | None = None
-    ) -> "Batch":
-        """The batch of `groups`, which are of one size; those after the first `fresh` are reused experience.
+    def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
+        """The batch of `groups`, which are of one size, for the update after `step` steps.
 
         With `algorithm.mask_truncated` completions that were cut count nowhere in the loss. Raises ConfigError for
         groups of different sizes.
         """
-        sizes = {len(group.completions) for group in groups}
+        sizes = {len(item.group.completions) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
                 f"the groups of a batch have one size, got {sorted(sizes)}",
@@ -74,19 +87,24 @@ class Batch:
             )
         rows = [
             Row(
-                group.prompt_token_ids,
+                item.group.prompt_token_ids,
                 completion.token_ids,
                 completion.logprobs,
                 completion.reward,
-                weight,
+                item.weight,
                 current=completion.weight_version == step,
                 counts=not (config.algorithm.mask_truncated and completion.finish_reason == "length"),
-                corrected=config.replay.corrected or i < (len(groups) if fresh is None else fresh),
+                corrected=config.replay.corrected or not item.reused,
             )
-            for i, (group, weight) in enumerate(zip(groups, weights, strict=True))
-            for completion in group.completions
+            for item in groups
+            for completion in item.group.completions
         ]
-        return cls(rows, sizes.pop())
+        return cls(groups, rows, sizes.pop())
+
+    @property
+    def fresh(self) -> list[Group]:
+        """The groups that were generated for this batch."""
+        return [item.group for item in self.groups if not item.reused]
 
     @property
     def lengths(self) -> list[int]:
@@ -103,16 +121,23 @@ class Batch:
 
     def value_targets(self) -> list[ValueTargets]:
         """What a critic learns from."""
-        columns = zip(self.rows, self.sequences(), self.values, self.returns, strict=True)
-        return [ValueTargets(sequence, values, returns, row.weight) for row, sequence, values, returns in columns]
+        assert self.values is not None
+        assert self.returns is not None
+        columns = zip(self.rows, self.values, self.returns, strict=True)
+        return [
+            ValueTargets(row.prompt_ids, row.completion_ids, values, returns, row.weight) for row, values, returns in columns
+        ]
 
-    def policy_logprobs(self, row: int) -> Float32 | None:
-        """[L] of the policy before it was updated on this batch; None where nothing had to compute it."""
-        known: Sequence[Float32 | None] = self.old_logprobs or self.first_logprobs
-        return known[row] if known else None
+    def rollout_logprobs(self, row: int) -> Float32:
+        """[L] under the policy that sampled the row, or is taken to have sampled it (`Row.corrected`)."""
+        if self.rows[row].corrected:
+            return self.rows[row].rollout_logprobs
+        assert self.old_logprobs is not None
+        return self.old_logprobs[row]
 
     def mean_advantages(self) -> list[list[float]]:
         """Mean |advantage| of every completion, by group."""
+        assert self.advantages is not None
         means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
         return [means[i : i + self.group_size] for i in range(0, len(means), self.group_size)]
 
@@ -124,11 +149,11 @@ class MicroBatch:
     tokens: Layout
     targets: Tensor
     """[C] the completion tokens, row by row."""
-    behaviour_logprobs: Tensor
+    rollout_logprobs: Tensor
     """[C]"""
     old_logprobs: Tensor | None
     """[C]"""
-    reference_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
     """[C]"""
     advantages: Tensor
     """[C]"""
@@ -149,8 +174,8 @@ class MicroBatch:
         rows = [batch.rows[i] for i in indices.tolist()]
         lengths = np.array([len(row.completion_ids) for row in rows])
 
-        def tokens(column: list[Float32]) -> Tensor | None:
-            return torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()])) if column else None
+        def tokens(column: Column | None) -> Tensor | None:
+            return None if column is None else torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()]))
 
         def repeated(values: list[float]) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
@@ -160,9 +185,9 @@ class MicroBatch:
         return cls(
             tokens=layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows]),
             targets=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
-            behaviour_logprobs=torch.from_numpy(np.concatenate([row.behaviour_logprobs for row in rows])),
+            rollout_logprobs=torch.from_numpy(np.concatenate([batch.rollout_logprobs(i) for i in indices.tolist()])),
             old_logprobs=tokens(batch.old_logprobs),
-            reference_logprobs=tokens(batch.reference_logprobs),
+            ref_logprobs=tokens(batch.ref_logprobs),
             advantages=advantages,
             weights=repeated([row.weight for row in rows]),
             current=repeated([float(row.current) for row in rows]),

@@ -8,45 +8,54 @@ import torch
 from torch import Tensor
 
 from common.algorithm import AlgorithmSection
-from common.schemas import Float32
+from common.config import Config
 from learning.batching import split
 from trainer.algorithms.advantages import ADVANTAGES, gae, overlong_penalty, whiten
-from trainer.algorithms.batch import Batch
-from trainer.algorithms.losses import PolicyLoss, cispo, clipped_surrogate, kl_divergence, probability_ratio, sequence_ratio
+from trainer.algorithms.batch import Batch, Column
+from trainer.algorithms.losses import kl_divergence
 
 
-def weigh(batch: Batch, config: AlgorithmSection, max_new_tokens: int, kl_coef: float) -> None:
-    """Sets the batch's advantages and, with a critic, its returns.
+def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Column, Column | None]:
+    """The advantages of a batch and, with `gae`, the critic's targets; None without a critic.
 
-    Reads `batch.values` with `gae`, and `batch.old_logprobs` and `batch.reference_logprobs` with the KL in the reward.
+    Reads `batch.values` with `gae`, and `batch.old_logprobs` and `batch.ref_logprobs` with the KL in the reward.
+
+    Args:
+        batch: of groups with their rewards.
+        config: of the run.
+        kl_coef: now; it changes with `algorithm.kl_target`.
     """
+    algorithm = config.algorithm
     rewards = torch.tensor([row.reward for row in batch.rows], dtype=torch.float32)
     lengths = torch.tensor(batch.lengths)
-    if config.overlong_buffer:
-        rewards = rewards + overlong_penalty(lengths, max_new_tokens, config.overlong_buffer, config.overlong_factor)
-    penalties = _kl_penalties(batch, config, kl_coef)
-    if config.advantage == "gae":
-        batch.advantages, batch.returns = _token_advantages(batch, rewards, penalties, config)
-        return
+    if algorithm.overlong_buffer:
+        rewards = rewards + overlong_penalty(lengths, config.sampling.max_new_tokens, algorithm.overlong_buffer)
+    penalties = _kl_penalties(batch, algorithm, kl_coef)
+    if algorithm.advantage == "gae":
+        return _token_advantages(batch, rewards, penalties, algorithm)
     if penalties is not None:
         rewards = rewards - torch.tensor([float(penalty.sum()) for penalty in penalties])
     shape = (-1, batch.group_size)
-    advantages = ADVANTAGES[config.advantage](rewards.view(shape), lengths.view(shape), config.advantage_eps).flatten()
-    batch.advantages = split(advantages.repeat_interleave(lengths).float().numpy(), batch.lengths)
+    estimate = ADVANTAGES[algorithm.advantage]
+    advantages = estimate(rewards.view(shape), lengths.view(shape), algorithm.advantage_eps).flatten()
+    return split(advantages.repeat_interleave(lengths).float().numpy(), batch.lengths), None
 
 
-def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> list[Float32] | None:
+def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Column | None:
     """[L] of each row: what the divergence from the reference takes from the reward of each token."""
     if config.kl_coef == 0 or config.kl_in == "loss":
         return None
-    old, reference = (torch.from_numpy(np.concatenate(part)) for part in (batch.old_logprobs, batch.reference_logprobs))
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    old, reference = (torch.from_numpy(np.concatenate(part)) for part in (batch.old_logprobs, batch.ref_logprobs))
     return split((kl_coef * kl_divergence(old, reference, config.kl_estimator)).numpy(), batch.lengths)
 
 
 def _token_advantages(
-    batch: Batch, rewards: Tensor, penalties: list[Float32] | None, config: AlgorithmSection
-) -> tuple[list[Float32], list[Float32]]:
+    batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection
+) -> tuple[Column, Column]:
     """GAE of every token; the reward of a completion comes with its last token."""
+    assert batch.values is not None
     width = max(batch.lengths)
     token_rewards, values, mask = (np.zeros((len(batch.rows), width), np.float32) for _ in range(3))
     for i, length in enumerate(batch.lengths):
@@ -58,29 +67,8 @@ def _token_advantages(
     advantages, returns = gae(
         torch.from_numpy(token_rewards), torch.from_numpy(values), torch.from_numpy(mask), config.gamma, config.gae_lambda
     )
-    if config.whiten:
-        counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
-        advantages = whiten(advantages, counts)
+    counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
+    advantages = whiten(advantages, counts)
     both = (advantages.numpy(), returns.numpy())
     by_row = [[matrix[i, :length] for i, length in enumerate(batch.lengths)] for matrix in both]
     return by_row[0], by_row[1]
-
-
-def policy_loss(
-    config: AlgorithmSection, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int
-) -> PolicyLoss:
-    """The loss per token before aggregation.
-
-    Args:
-        logprobs: [tokens] of the policy being trained, with gradient.
-        old_logprobs: [tokens] of the policy that the ratio is taken to.
-        advantages: [tokens]
-        rows, count: which of `count` completions each token belongs to.
-    """
-    if config.importance_level == "sequence":
-        ratio = sequence_ratio(logprobs, old_logprobs, rows, count)
-    else:
-        ratio = probability_ratio(logprobs, old_logprobs)
-    if config.policy_loss == "cispo":
-        return cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
-    return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from common.algorithm import AlgorithmSection
+
 _MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ±20 before exp, as in the public implementations, so that none overflows."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -81,16 +83,16 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, 
     return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != ratio.detach()).float())
 
 
-def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Estimate of KL(policy ‖ reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
 
     Args:
         logprobs: [tokens] in nats; the gradient flows through them.
-        reference_logprobs: [tokens]
+        ref_logprobs: [tokens]
         estimator: k1 = lp − ref (unbiased, high variance), k2 = ½(lp − ref)² (biased, low variance),
             k3 = exp(ref − lp) − (ref − lp) − 1 (unbiased, never negative).
     """
-    difference = (logprobs - reference_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    difference = (logprobs - ref_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -98,14 +100,18 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: Liter
     return torch.exp(-difference) + difference - 1
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int, horizon: int) -> float:
+KL_HORIZON = 10_000
+"""Completions over which an adaptive kl_coef reacts (Ziegler et al. 2019)."""
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
     """The coefficient after a batch of `completions` whose KL per token was `kl` (Ziegler et al. 2019, arXiv:1909.08593).
 
-    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/horizon: it rises while the policy is further from the
+    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/KL_HORIZON: it rises while the policy is further from the
     reference than `target`.
     """
     error = min(0.2, max(-0.2, kl / target - 1))
-    return kl_coef * (1 + error * completions / horizon)
+    return kl_coef * (1 + error * completions / KL_HORIZON)
 
 
 def token_coefficients(
@@ -132,7 +138,7 @@ def token_coefficients(
 
 def importance_correction(
     proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
+    rollout_logprobs: Tensor,
     rows: Tensor,
     count: int,
     mode: Literal["truncate", "mask"],
@@ -144,7 +150,7 @@ def importance_correction(
     w = π_trainer / π_rollout, of the token or (level `sequence`) the product over its completion. `truncate` bounds it
     to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets what is above `cap` or below 1/cap to 0.
     """
-    log_weight = (proximal_logprobs - behaviour_logprobs).detach()
+    log_weight = (proximal_logprobs - rollout_logprobs).detach()
     if level == "sequence":
         log_weight = row_sum(log_weight, rows, count)[rows]
     weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
@@ -154,11 +160,31 @@ def importance_correction(
 
 
 def off_policy_mask(
-    logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int, delta: float
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int, delta: float
 ) -> Tensor:
     """OPSM (DeepSeek-V3.2, arXiv:2512.02556): 0 on completions with negative advantage whose policy moved too far, else 1.
 
     Too far: the mean of log(π_behaviour / π) over the completion is above `delta`.
     """
-    moved = row_mean((behaviour_logprobs - logprobs).detach(), rows, count)[rows]
+    moved = row_mean((rollout_logprobs - logprobs).detach(), rows, count)[rows]
     return ((advantages >= 0) | (moved <= delta)).float()
+
+
+def policy_loss(
+    config: AlgorithmSection, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int
+) -> PolicyLoss:
+    """The loss per token before aggregation.
+
+    Args:
+        logprobs: [tokens] of the policy being trained, with gradient.
+        old_logprobs: [tokens] of the policy that the ratio is taken to.
+        advantages: [tokens]
+        rows, count: which of `count` completions each token belongs to.
+    """
+    if config.importance_level == "sequence":
+        ratio = sequence_ratio(logprobs, old_logprobs, rows, count)
+    else:
+        ratio = probability_ratio(logprobs, old_logprobs)
+    if config.policy_loss == "cispo":
+        return cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
+    return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)

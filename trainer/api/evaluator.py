@@ -22,7 +22,7 @@ from services.reward.app import create_reward_app
 from services.reward.extract import extract_answer
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
-from trainer.api.generators import Generator, Sampling, Written, local_generator, openai_generator, sglang_generator, together
+from trainer.api.generators import local_generator, openai_generator, sglang_generator
 from trainer.api.uncertainty import (
     Lengths,
     PairedDifference,
@@ -32,8 +32,7 @@ from trainer.api.uncertainty import (
     standard_error,
     wilson_interval,
 )
-from trainer.rollouts.evaluation import pass_at_k
-from trainer.rollouts.prompts import reward_items
+from trainer.rollouts.evaluation import GeneratedAnswer, GenerationSettings, Generator, graded_answers, pass_at_k, together
 
 _T = TypeVar("_T")
 
@@ -154,7 +153,7 @@ class ModelEvaluator:
         return _run(lambda: self._evaluate(prompts, rewards, k))
 
     async def _evaluate(self, prompts: list[Prompt], rewards: list[RewardFunction], k: int) -> EvaluationResults:
-        sampling = Sampling(*self._words, asyncio.Semaphore(self._concurrency))
+        settings = GenerationSettings(*self._words, asyncio.Semaphore(self._concurrency))
         app = create_reward_app(RewardSection(), functions=rewards)
         bar = Progress(
             TextColumn("evaluating"),
@@ -168,20 +167,20 @@ class ModelEvaluator:
         async with (
             app.router.lifespan_context(app),
             RewardClient("reward functions", "http://in-process", transport=httpx.ASGITransport(app)) as reward,
-            self._generator(prompts, sampling) as generator,
+            self._generator(prompts, settings) as generator,
         ):
             with bar:
                 task = bar.add_task("evaluating", total=len(prompts))
-                answered = [_answer(generator, reward, prompt, i, k) for i, prompt in enumerate(prompts)]
+                answered = [graded_answers(generator, reward, prompt, i, k if k > 1 else 0) for i, prompt in enumerate(prompts)]
                 found = await together(answered, lambda: bar.advance(task))
         return _results(self.model, prompts, found, k)
 
-    def _generator(self, prompts: Sequence[Prompt], sampling: Sampling) -> AbstractAsyncContextManager[Generator]:
+    def _generator(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> AbstractAsyncContextManager[Generator]:
         if not self._served:
-            return local_generator(self.model, prompts, sampling)
+            return local_generator(self.model, prompts, settings)
         if self._tokenizer is not None:
-            return sglang_generator(self.model, str(self._tokenizer), self._api_key, sampling)
-        return openai_generator(self.model, self._model_id, self._api_key, sampling)
+            return sglang_generator(self.model, str(self._tokenizer), self._api_key, settings)
+        return openai_generator(self.model, self._model_id, self._api_key, settings)
 
 
 def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:
@@ -194,16 +193,7 @@ def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> 
     return paired_difference(first["correct"], second["correct"])
 
 
-_Graded = list[tuple[Written, RewardResult]]
-
-
-async def _answer(generator: Generator, reward: RewardClient, prompt: Prompt, index: int, k: int) -> _Graded:
-    """The greedy answer, and k sampled ones when k is above 1, with their grades."""
-    greedy = generator.write(prompt, index, 1, greedy=True)
-    sampled = [generator.write(prompt, index, k, greedy=False)] if k > 1 else []
-    written = [answer for part in await together([greedy, *sampled]) for answer in part]
-    graded = await reward.batch_reward(reward_items(prompt, written))
-    return list(zip(written, graded.results, strict=True))
+_Graded = list[tuple[GeneratedAnswer, RewardResult]]
 
 
 def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) -> EvaluationResults:

@@ -89,7 +89,7 @@ class TrainerConfig(BaseModel):
     verbose: bool = True
     """Print a line per step, and what was reached at the end."""
     settings: dict[str, Any] = {}
-    """Any other setting of the system (`python -m trainer --help`), as {"section.name": value}."""
+    """Any other setting of the system (`python -m trainer --help-all`), as {"section.name": value}."""
 
     # ------------------------------------------------------------ presets
 
@@ -164,7 +164,7 @@ class TrainerConfig(BaseModel):
                 f"the settings do not fit: {found.message}",
                 field=found.field,
                 value=found.value,
-                remedy="look at the field settings of TrainerConfig; `python -m trainer --help` explains every name",
+                remedy="look at the field settings of TrainerConfig; `python -m trainer --help-all` explains every name",
             ) from None
 
     def _mapped(self) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def _decided_elsewhere(name: str) -> bool:
     section, _, rest = name.partition(".")
     return rest == "port" or {
         "data": not rest.startswith("curriculum"),
-        "reward": rest not in ("workers", "function_timeout_s", "function_batch", "require_stop", "max_batch_items"),
+        "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
         "rollout": rest != "max_running_requests",
         "critic": rest == "location",
     }.get(section, False)

@@ -8,6 +8,7 @@ from common.errors import ConfigError
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
 from trainer.cli.commands import DATASETS, Parser, add_fields, positive, problems, run, setting
+from trainer.trackers.thread import prompt_exit
 
 _EPILOG = """\
 examples:
@@ -90,4 +91,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "; the same command with --resume and --output-dir goes on from the newest checkpoint")
+    with prompt_exit():
+        run(main, "; the same command with --resume and --output-dir goes on from the newest checkpoint")

@@ -33,8 +33,6 @@ def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, pieces: Pie
     known = pieces if isinstance(pieces, Pieces) else None
     if isinstance(pieces, ServiceError):
         missing.append(f"the texts of tokens: {pieces.message}")
-    mixed = len(content["completions"]) - int(content["metadata"].get("mixed", 0))
-    completions = [_completion(item, known, i >= mixed) for i, item in enumerate(content["completions"])]
     return {
         **{name: content[name] for name in ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")},
         "step": step,
@@ -47,11 +45,11 @@ def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, pieces: Pie
         "detail": row["detail"],
         "marks": row["marks"],
         "prompt_tokens": None if known is None else known.texts(content["prompt_token_ids"]),
-        "completions": completions,
+        "completions": [_completion(item, known) for item in content["completions"]],
     }
 
 
-def _completion(item: dict[str, Any], pieces: Pieces | None, mixed: bool) -> dict[str, Any]:
+def _completion(item: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     advantages = item.get("advantages")
     same = not advantages or all(number == advantages[0] for number in advantages)
     graded = item["reward"] is not None
@@ -65,7 +63,6 @@ def _completion(item: dict[str, Any], pieces: Pieces | None, mixed: bool) -> dic
         "status": item["status"] if graded or item["status"] != "ok" else None,
         "components": item.get("components", {}),
         "extracted_answer": item["extracted_answer"],
-        "mixed": mixed,
     }
 
 

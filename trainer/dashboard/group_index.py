@@ -43,7 +43,7 @@ Mark = Literal[
     "generation",
     "reward",
     "stale",
-    "equal_rewards",
+    "zero_variance",
     "waiting",
     "unrecorded",
     "reused",

@@ -59,7 +59,6 @@ _COMPLETION = _all(
     status=_or_null(_TEXT) | {"description": "null: nobody graded it"},
     components={"type": "object", "additionalProperties": _or_null(_NUMBER)},
     extracted_answer=_or_null(_TEXT),
-    mixed=_TRUTH,
 )
 FOUND = _all(total=_WHOLE, groups=_list(_ROW), problems=_list(_TEXT))
 GROUP = _all(

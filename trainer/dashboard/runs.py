@@ -106,8 +106,7 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """`config`, `limits` (where alarms begin, by column), `stages` (of a step, in the order in which they are shown)."""
-        stale = self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0)
-        old = bool(stale or self.setting("replay", "mix_successes", 0))
+        old = bool(self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0))
         return {
             "config": self.config,
             "limits": {

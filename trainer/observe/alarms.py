@@ -76,7 +76,7 @@ def _age(staleness: float, config: Config) -> str:
     turn = ["trainer.learning_rate"]
     if config.trainer.max_staleness:
         turn.insert(0, f"trainer.max_staleness ({config.trainer.max_staleness})")
-    if config.replay.reuse_ratio or config.replay.mix_successes:
+    if config.replay.reuse_ratio:
         turn.insert(0, f"replay.max_reuse_staleness ({config.replay.max_reuse_staleness})")
     text = (
         f"the experience is {staleness:.1f} weight versions old on average and the policy has moved; lower {' or '.join(turn)}"

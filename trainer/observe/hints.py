@@ -34,7 +34,7 @@ _DROPS = {
     "generation": "rollout-server fails or is too slow: look at its log, give it time (sampling.request_timeout_s), or ask for "
     "less (sampling.max_new_tokens)",
     "reward": "answers cannot be graded: look at the log of reward-server for what times out or fails, and give it time "
-    "(reward.timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
+    "(reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
     "stale": "long answers are overtaken by more than trainer.max_staleness updates: raise that, or lower "
     "sampling.max_new_tokens",
 }
@@ -58,7 +58,7 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         return {}
     steps = _Steps(history, config)
     found = {
-        "equal_groups": _equal_groups(steps),
+        "zero_variance_groups": _zero_variance_groups(steps),
         "format": _format(steps),
         "truncated": _truncated(steps),
         "policy_moves": _policy_moves(steps),
@@ -108,10 +108,10 @@ class _Steps:
         return now - before if now >= before else now
 
 
-def _equal_groups(steps: _Steps) -> str:
+def _zero_variance_groups(steps: _Steps) -> str:
     """Too easy or too hard."""
-    replaced = steps.dropped("equal_rewards")
-    equal = sum(line["equal_groups"] for line in steps.last) + replaced
+    replaced = steps.dropped("zero_variance")
+    equal = sum(line["zero_variance_groups"] for line in steps.last) + replaced
     share = equal / (steps.groups + replaced)
     if share < MAX_EQUAL:
         return ""
@@ -248,7 +248,7 @@ def _reward_bound(steps: _Steps) -> str:
         return ""
     return (
         f"the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
-        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.timeout_s, "
+        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.math_timeout_s, "
         "reward.code_timeout_s, reward.function_timeout_s)"
     )
 

@@ -11,7 +11,7 @@ from trainer.rollouts.evaluation import Evaluation
 _STEP = {
     "reward": ("reward", "mean reward"),
     "accuracy": ("accuracy_ratio", "share of correct completions"),
-    "equal_groups": ("equal_groups", "groups whose completions all got the same reward"),
+    "zero_variance_groups": ("zero_variance_groups", "groups whose completions all got the same reward"),
     "staleness": ("staleness_versions", "mean age of the fresh completions in weight versions"),
     "completion_tokens": ("completion_tokens", "mean length of a completion"),
     "truncated": ("truncated_ratio", "share of completions cut at sampling.max_new_tokens"),
@@ -55,7 +55,6 @@ class TrainerMetrics:
         self._updates = metrics.counter("trainer_updates_total", "Optimiser updates by result", ["result"])
         self._early_stops = metrics.counter("trainer_early_stops_total", "Batches ended by algorithm.early_stop_kl")
         self._groups = metrics.counter("trainer_groups_total", "Groups trained on", ["source"])
-        self._mixed = metrics.counter("trainer_mixed_completions_total", "Completions replaced by earlier successes")
         self._dropped = metrics.counter("trainer_dropped_groups_total", "Groups that were not trained on", ["reason"])
         self._known_dropped: Counter[str] = Counter()
         self._alarmed: set[str] = set()
@@ -95,7 +94,6 @@ class TrainerMetrics:
         self._early_stops.inc(record.update["stopped_early"])
         self._groups.labels("fresh").inc(fresh_groups)
         self._groups.labels("reused").inc(record.reused_groups)
-        self._mixed.inc(record.mixed_completions)
         for reason, count in (Counter(record.dropped) - self._known_dropped).items():
             self._dropped.labels(reason).inc(count)
         self._known_dropped = Counter(record.dropped)

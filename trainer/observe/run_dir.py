@@ -44,18 +44,16 @@ class StepRecord:
 
     step: int
     reward: float
-    """Mean reward of the completions that were sampled for this batch or reused whole: without the mixed in."""
+    """Mean reward of the completions."""
     accuracy: float
     """Share of correct completions."""
-    equal_groups: int
+    zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int
     """Of them, those whose answers are all right."""
     failed_groups: int
     """Of them, those whose answers are all wrong."""
     reused_groups: int
-    mixed_completions: int
-    """Completions of fresh groups that were replaced by earlier successes (`replay.mix_successes`)."""
     staleness: float
     """Mean age of the fresh groups' completions in weight versions: 0 when the policy that is updated sampled them."""
     completion_tokens: float

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common.config import Config
 from common.errors import ConfigError, ServiceError
 from learning.ranks import Ranks
 from learning.saving import Snapshot
@@ -64,30 +65,41 @@ class Checkpoints:
     Args:
         directory: where they are; rank 0's counts. When other ranks do not see it, rank 0 writes everything.
         ranks: this process among the trainer's.
-        keep: so many of the newest stay.
-        keep_best: whether that with the best accuracy stays too.
+        keep: how many of the newest stay; that with the best accuracy stays too.
         static: files that go into every checkpoint, as the tokenizer's.
     """
 
-    def __init__(
-        self, directory: Path, ranks: Ranks, keep: int, keep_best: bool = True, static: Callable[[], Sequence[Path]] = tuple
-    ) -> None:
+    def __init__(self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple) -> None:
         shared = ranks.same_path(directory)
         assert shared is not None
-        self.directory, self._ranks, self._keep, self._keep_best, self._static = shared, ranks, keep, keep_best, static
+        self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
         self._group = None if self.alone else ranks.group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, state: TrainerState | None, snapshots: Mapping[str, Snapshot], step: int) -> Path:
+    @classmethod
+    def open(cls, config: Config, ranks: Ranks, run_dir: Path) -> "Checkpoints":
+        """The checkpoints of the run in `run_dir`. A collective."""
+        settings, model = config.trainer, run_dir / "model"
+        opened = cls(run_dir / "checkpoints", ranks, settings.keep_checkpoints, lambda: _tokenizer_files(model))
+        if opened.alone and ranks.first:
+            log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", opened.directory)
+        return opened
+
+    @staticmethod
+    def name(step: int) -> str:
+        """Directory name of the checkpoint after `step` steps."""
+        return f"step_{step:06d}"
+
+    def save(self, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> Path:
         """Begins to write `directory/step_000050`; returns that path. Waits for the one before.
 
-        `state` is rank 0's alone, `snapshots` this rank's of every folder. Raises CheckpointFailed when the one before failed.
+        Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the one before failed.
         """
         self.wait()
-        target = self.directory / f"step_{step:06d}"
+        target = self.directory / self.name(state.step)
         if not self.alone or self._ranks.first:
             self._thread = threading.Thread(target=self._run, args=(target, state, snapshots), name="checkpoint", daemon=True)
             self._thread.start()
@@ -123,7 +135,7 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join(_LEFT_ALONE_S)
 
-    def _run(self, target: Path, state: TrainerState | None, snapshots: Mapping[str, Snapshot]) -> None:
+    def _run(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
         try:
             self._write(target, state, snapshots)
         except BaseException as error:  # raised where the training loop looks next
@@ -131,16 +143,16 @@ class Checkpoints:
             if self._ranks.first:
                 shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
 
-    def _write(self, target: Path, state: TrainerState | None, snapshots: Mapping[str, Snapshot]) -> None:
+    def _write(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
         partial = target.with_suffix(".partial")
-        self._together(lambda: self._begin(partial, state))
+        self._together(lambda: self._begin(partial))
         for folder, snapshot in snapshots.items():
             self._together(partial_call(snapshot.write_files, partial / folder))
             self._together(partial_call(snapshot.write_state, partial / folder, self._group))
         self._together(lambda: self._complete(partial, target, state))
 
-    def _begin(self, partial: Path, state: TrainerState | None) -> None:
-        if state is None:
+    def _begin(self, partial: Path) -> None:
+        if not self._ranks.first:
             return
         for left_over in self.directory.glob("*.partial"):
             shutil.rmtree(left_over)
@@ -148,16 +160,16 @@ class Checkpoints:
         for file in self._static():
             shutil.copyfile(file, partial / file.name)
 
-    def _complete(self, partial: Path, target: Path, state: TrainerState | None) -> None:
+    def _complete(self, partial: Path, target: Path, state: TrainerState) -> None:
         """Gives the directory its name, and removes the old ones."""
-        if state is None:
+        if not self._ranks.first:
             return
         files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
         (partial / _STATE).write_text(json.dumps({"format": _FORMAT, "files": files, **asdict(state)}))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         every = _all(self.directory)
-        rated = [(accuracy, path) for path in every if self._keep_best and (accuracy := _accuracy(path)) is not None]
+        rated = [(accuracy, path) for path in every if (accuracy := _accuracy(path)) is not None]
         best = max(rated)[1] if rated else None
         if best == target:
             _name_best(target)
@@ -180,6 +192,11 @@ class Checkpoints:
                     error = OSError(f"rank {rank}: {text}")
         if error is not None:
             raise error
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    """Tokenizer files; the model's configuration is saved separately."""
+    return [file for file in sorted(directory.iterdir()) if file.name not in ("config.json", "generation_config.json")]
 
 
 def newest(directory: Path) -> Path | None:
@@ -211,11 +228,6 @@ def _name_best(checkpoint: Path) -> None:
         link.rename(checkpoint.with_name(_BEST))
     except OSError as error:
         log.info("%s has the best accuracy so far; it gets no link `%s`: %s", checkpoint, _BEST, error)
-
-
-def step_of(path: Path) -> int:
-    """The step after which this checkpoint was written."""
-    return int(path.name.removeprefix("step_"))
 
 
 def set_aside(directory: Path) -> None:

@@ -3,18 +3,20 @@
 Every rank makes a `ValueFunction` and calls the same methods in the same order with the same arguments (but for the
 directories, which only rank 0 has); every rank gets the same results:
 
-    function = value_function(config, ranks, client, call, run_id)   # client, call and run_id: rank 0's, for a critic-server
-    function.restore(path of the checkpoint the run goes on from, on rank 0; None for a new run and on other ranks)
+    critic = value_function(config, ranks, client, call, run_id)   # client, call and run_id: rank 0's, for a critic-server
+    critic.restore(path of the checkpoint the run goes on from, on rank 0; None for a new run and on other ranks)
     each step:
-        old_values = function.values(sequences)
-        finish = function.begin_update(rows, seed)   # then the policy's own update, while a critic-server computes
-        metrics = finish()
-    parts = function.snapshots(alone)   # of a checkpoint, by folder
+        batch.values = critic.values(batch)
+        pending = critic.start_update(batch, seed)   # then the policy's own update, while a critic-server computes
+        metrics = pending()
+    parts = critic.snapshots(alone)   # of a checkpoint, by folder
+
+Without a critic `NoCritic` does nothing.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,11 +26,12 @@ import numpy as np
 from common.config import Config
 from common.critic_client import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
-from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
+from common.schemas import CriticMetrics, Float32
 from learning.batching import split
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.critic.critic import Critic
+from trainer.algorithms.batch import Batch
 
 _T = TypeVar("_T")
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -42,22 +45,47 @@ class CriticLost(ServiceError):
 
 
 class ValueFunction(Protocol):
-    """A critic, as the training loop uses it."""
+    """A critic, as the training loop uses it. Every method is a collective."""
 
     def restore(self, directory: Path | None) -> None:
-        """Before anything else: a new critic, or the one that `save` left in the checkpoint `directory`.
+        """Before anything else: a new critic, or the one of the checkpoint `directory`.
 
         Only rank 0's argument counts. Raises ConfigError when there is no critic in `directory`, or it is damaged.
         """
 
-    def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
-        """[L] for each sequence: the value of the state before each of its completion tokens."""
+    def values(self, batch: Batch) -> list[Float32] | None:
+        """[L] for each row: the value of the state before each of its completion tokens; None without a critic."""
 
-    def begin_update(self, rows: Sequence[ValueTargets], seed: int) -> Callable[[], CriticMetrics]:
-        """Begins to learn from a batch. Returns a function that waits for the end of it, to be called once by every rank."""
+    def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics | None]:
+        """Starts to learn from the batch's returns. The function returned waits for the end; every rank calls it once."""
+
+    def warming_up(self, step: int) -> bool:
+        """Whether the critic alone learns in the step after `step` steps (`critic.warmup_steps`)."""
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """What becomes part of a checkpoint, by folder. See `Snapshot.take`."""
+        """The critic's part of a checkpoint, by folder. See `Snapshot.take`."""
+
+
+class NoCritic:
+    """For an algorithm without a critic."""
+
+    def restore(self, directory: Path | None) -> None:
+        """See `ValueFunction`."""
+
+    def values(self, batch: Batch) -> None:
+        """See `ValueFunction`."""
+
+    def start_update(self, batch: Batch, seed: int) -> Callable[[], None]:
+        """See `ValueFunction`."""
+        return lambda: None
+
+    def warming_up(self, step: int) -> bool:
+        """See `ValueFunction`."""
+        return False
+
+    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+        """See `ValueFunction`."""
+        return {}
 
 
 class LocalCritic:
@@ -76,14 +104,18 @@ class LocalCritic:
             raise no_critic(directory)
         self._critic = Critic(self._config, self._ranks, saved)
 
-    def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
+    def values(self, batch: Batch) -> list[Float32]:
         """See `ValueFunction`."""
-        return self._restored().values(sequences)
+        return self._restored().values(batch.sequences())
 
-    def begin_update(self, rows: Sequence[ValueTargets], seed: int) -> Callable[[], CriticMetrics]:
+    def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """See `ValueFunction`. Here the update is done when this returns."""
-        metrics = self._restored().update(rows, seed)
+        metrics = self._restored().update(batch.value_targets(), seed)
         return lambda: metrics
+
+    def warming_up(self, step: int) -> bool:
+        """See `ValueFunction`."""
+        return step < self._config.critic.warmup_steps
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """See `ValueFunction`: `critic`, a Hugging Face model with the optimiser's state beside it."""
@@ -135,20 +167,24 @@ class RemoteCritic:
                 raise no_critic(directory) from None
         self._step = self._ask(self._server().restore(self._run_id, step, saved_by)).step
 
-    def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
+    def values(self, batch: Batch) -> list[Float32]:
         """See `ValueFunction`."""
-        body = b""
-        if self._ranks.first and sequences:
+        body, sequences = b"", batch.sequences()
+        if self._ranks.first:
             values = self._ask(self._server().values(sequences, self._run_id, self._step))
             body = np.concatenate(values).tobytes()
         flat = np.frombuffer(bytearray(self._ranks.broadcast(body)), np.float32)  # a bytearray can be written to
         return split(flat, [len(sequence.completion_ids) for sequence in sequences])
 
-    def begin_update(self, rows: Sequence[ValueTargets], seed: int) -> Callable[[], CriticMetrics]:
-        """See `ValueFunction`. The critic-server computes until the returned function is called, and longer if it has to."""
+    def warming_up(self, step: int) -> bool:
+        """See `ValueFunction`."""
+        return step < self._config.critic.warmup_steps
+
+    def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
+        """See `ValueFunction`. The critic-server computes meanwhile."""
         task: asyncio.Task[CriticMetrics] | None = None
         if self._ranks.first:
-            task = self._ask(_begun(self._server().update(self._run_id, self._step, seed, rows)))
+            task = self._ask(_begun(self._server().update(self._run_id, self._step, seed, batch.value_targets())))
 
         def finish() -> CriticMetrics:
             body = b""
@@ -202,10 +238,10 @@ async def _ended(task: asyncio.Task[_T]) -> _T:
 
 def value_function(
     config: Config, ranks: Ranks, client: CriticClient | None = None, call: Call | None = None, run_id: str = ""
-) -> ValueFunction | None:
-    """The critic of this run on this rank, to be restored; None when the algorithm has none. Arguments: see `RemoteCritic`."""
+) -> ValueFunction:
+    """The critic of this run on this rank, to be restored. Arguments: see `RemoteCritic`."""
     if not config.algorithm.needs_critic:
-        return None
+        return NoCritic()
     if config.critic.location == "trainer":
         return LocalCritic(config, ranks)
     return RemoteCritic(config, ranks, client, call, run_id)

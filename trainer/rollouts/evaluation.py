@@ -1,18 +1,22 @@
-"""Evaluation on the held-out split, over the same services as training."""
+"""Evaluation: greedy accuracy, and pass@k of sampled answers. During training it uses the services of training."""
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TypeVar
 
+from common.clients import RewardClient
 from common.config import Config
-from common.errors import InvalidInput
-from common.rollout_client import GenerationFailed
-from common.schemas import Completion, Prompt, RewardResult
-from trainer.rollouts.collector import Services, sampling_seed
-from trainer.rollouts.prompts import Prompter, reward_items
+from common.errors import ConfigError, InvalidInput
+from common.rollout_client import GenerationFailed, RolloutClient
+from common.schemas import FinishReason, Prompt, RewardResult
+from trainer.background import LoopThread
+from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
+from trainer.rollouts.services import Services
 
+_T = TypeVar("_T")
 SEED_OFFSET = 1 << 20
 """Keeps the seeds of evaluation apart from those of training."""
 
@@ -58,33 +62,154 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """One answer of a model."""
+
+    text: str
+    finish_reason: FinishReason
+    tokens: int | None
+    """Its length, the end-of-sequence token included; None where the server does not say."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What every request of an evaluation has in common."""
+
+    system_prompt: str
+    max_new_tokens: int
+    temperature: float
+    """Of the k samples; the first answer to every problem is greedy."""
+    seed: int
+    timeout_s: float
+    """Seconds one request may take, retries included."""
+    slots: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
+    """Bounds the requests in flight: a semaphore."""
+
+
+class Generator(Protocol):
+    """Answers problems."""
+
+    async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
+        """n answers to the problem at `index` of the data set. Raises ServiceError when they cannot be had."""
+
+
+class TokenGenerator:
+    """SGLang's `/generate`, tokens in and tokens out, exactly as in training.
+
+    Args:
+        client: of the engine or of the router in front of it.
+        prompter: of the model's tokenizer.
+        settings: of the evaluation.
+        context: tokens that a prompt and its answer have together; None where only the server knows. What the prompt
+            leaves of it bounds an answer.
+    """
+
+    def __init__(self, client: RolloutClient, prompter: Prompter, settings: GenerationSettings, context: int | None) -> None:
+        self._client, self._prompter, self._settings, self._context = client, prompter, settings, context
+
+    async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
+        """See `Generator`."""
+        settings, ids = self._settings, self._prompter.token_ids(prompt)
+        async with settings.slots:
+            answers = await self._client.answers(
+                ids,
+                n=n,
+                max_new_tokens=min(settings.max_new_tokens, self._room(prompt, len(ids))),
+                temperature=0.0 if greedy else settings.temperature,
+                stop_token_ids=self._prompter.stop_token_ids,
+                sampling_seed=sampling_seed(settings.seed, SEED_OFFSET + index),
+                deadline_s=settings.timeout_s,
+                logprobs=False,
+            )
+        return [self._answer(prompt, answer) for answer in answers]
+
+    @staticmethod
+    def _answer(prompt: Prompt, answer: dict[str, Any]) -> GeneratedAnswer:
+        try:
+            text, meta = answer["text"], answer["meta_info"]
+            finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise GenerationFailed(f"this is no answer of /generate: {error!r}", value=answer) from None
+        return finished(prompt, text, finish, tokens)
+
+    def _room(self, prompt: Prompt, length: int) -> int:
+        if self._context is None:
+            return self._settings.max_new_tokens
+        if (room := self._context - length) < 1:
+            raise ConfigError(
+                f"the problem {prompt.id} has {length} tokens, and the model's context is {self._context}",
+                field="dataset",
+                value=prompt.prompt,
+                remedy="leave it out, or take a model with a longer context",
+            )
+        return room
+
+
+def finished(prompt: Prompt, text: Any, finish: Any, tokens: int | None) -> GeneratedAnswer:
+    """Raises GenerationFailed for an answer that was aborted or filtered: it is not an empty one."""
+    if finish not in ("stop", "length") or not isinstance(text, str):
+        raise GenerationFailed(f"the answer to {prompt.id} ended with {finish}", value=text)
+    return GeneratedAnswer(text, finish, tokens)
+
+
+async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], None] = lambda: None) -> list[_T]:
+    """Results in order; `done` is called at each. The first failure ends the rest and is raised."""
+
+    async def one(coroutine: Coroutine[Any, Any, _T]) -> _T:
+        result = await coroutine
+        done()
+        return result
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(coroutine)) for coroutine in work]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def graded_answers(
+    generator: Generator, reward: RewardClient, prompt: Prompt, index: int, samples: int
+) -> list[tuple[GeneratedAnswer, RewardResult]]:
+    """The greedy answer to a problem, and `samples` sampled ones, with their grades."""
+    greedy = generator.generate(prompt, index, 1, greedy=True)
+    sampled = [generator.generate(prompt, index, samples, greedy=False)] if samples else []
+    written = [answer for part in await together([greedy, *sampled]) for answer in part]
+    graded = await reward.batch_reward(reward_items(prompt, written))
+    return list(zip(written, graded.results, strict=True))
+
+
 async def evaluate(
     config: Config, services: Services, prompter: Prompter, prompts: Sequence[Prompt], step: int, pass_samples: int
 ) -> Evaluation:
     """Greedy accuracy over `prompts`, and pass@k over the first `pass_samples` of them.
 
-    Raises ServiceError when a completion or a grade cannot be had: an evaluation is complete or it is not one.
+    Raises ServiceError when a completion or a grade cannot be had: an evaluation is complete or it fails.
     """
     if not prompts:
         raise InvalidInput(
             "there is nothing to evaluate on", field="trainer.eval_samples", remedy="give the data set a held-out split"
         )
-    k = config.trainer.eval_k
-    greedy, sampled = await asyncio.gather(
-        asyncio.gather(*(_answer(config, services, prompter, prompt, i, 1, 0.0) for i, prompt in enumerate(prompts))),
-        asyncio.gather(
-            *(
-                _answer(config, services, prompter, prompt, i, k, config.sampling.temperature)
-                for i, prompt in enumerate(prompts[:pass_samples])
-            )
-        ),
+    sampling, k = config.sampling, config.trainer.eval_k
+    settings = GenerationSettings("", sampling.max_new_tokens, sampling.temperature, config.seed, sampling.request_timeout_s)
+    generator = TokenGenerator(services.rollout, prompter, settings, None)
+    found = await together(
+        [
+            graded_answers(generator, services.reward, prompt, i, k if i < pass_samples else 0)
+            for i, prompt in enumerate(prompts)
+        ]
     )
+    for prompt, graded in zip(prompts, found, strict=True):
+        for _, result in graded:
+            if result.reward is None:
+                raise GenerationFailed(f"an answer to {prompt.id} could not be graded: {result.status}", code="not_graded")
     answers = [
-        Answer(prompt.id, prompt.prompt, prompt.ground_truth, completions[0].text, results[0].correct)
-        for prompt, (completions, results) in zip(prompts, greedy, strict=True)
+        Answer(prompt.id, prompt.prompt, prompt.ground_truth, graded[0][0].text, graded[0][1].correct)
+        for prompt, graded in zip(prompts, found, strict=True)
     ]
     accuracy = sum(answer.correct for answer in answers) / len(answers)
-    passed = [pass_at_k(k, sum(result.correct for result in results), k) for _, results in sampled]
+    passed = [pass_at_k(k, sum(result.correct for _, result in graded[1:]), k) for graded in found[:pass_samples]]
     return Evaluation(
         step=step,
         accuracy=accuracy,
@@ -96,20 +221,44 @@ async def evaluate(
     )
 
 
-async def _answer(
-    config: Config, services: Services, prompter: Prompter, prompt: Prompt, index: int, n: int, temperature: float
-) -> tuple[list[Completion], list[RewardResult]]:
-    completions = await services.rollout.generate(
-        prompter.token_ids(prompt),
-        n=n,
-        max_new_tokens=config.sampling.max_new_tokens,
-        temperature=temperature,
-        stop_token_ids=prompter.stop_token_ids,
-        sampling_seed=sampling_seed(config.seed, SEED_OFFSET + index),
-        deadline_s=config.sampling.request_timeout_s,
-    )
-    graded = await services.reward.batch_reward(reward_items(prompt, completions))
-    for result in graded.results:
-        if result.reward is None:
-            raise GenerationFailed(f"an answer to {prompt.id} could not be graded: {result.status}", code="not_graded")
-    return completions, graded.results
+class Evaluator:
+    """The evaluation of a rank above 0: rank 0 evaluates."""
+
+    last: Evaluation | None = None
+
+    def prepare(self) -> None:
+        """Gets the held-out problems."""
+
+    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
+        """Evaluates the weights that the engines serve, those after `step` steps.
+
+        pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without held-out problems.
+        """
+        return None
+
+
+class ServedEvaluator(Evaluator):
+    """Rank 0's evaluation, over the services of training.
+
+    Args:
+        config: of the run.
+        services: clients, used in `loop`.
+        prompter: tokenises prompts.
+        loop: event loop in a thread of its own.
+    """
+
+    def __init__(self, config: Config, services: Services, prompter: Prompter, loop: LoopThread) -> None:
+        self._config, self._services, self._prompter, self._loop = config, services, prompter, loop
+        self._held_out: list[Prompt] = []
+
+    def prepare(self) -> None:
+        if count := self._config.trainer.eval_samples:
+            self._held_out = self._loop.call(self._services.data.eval_prompts(count))
+
+    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
+        """See `Evaluator`. Raises ServiceError when an answer or a grade cannot be had."""
+        if not self._held_out:
+            return None
+        arguments = (self._config, self._services, self._prompter, self._held_out, step, pass_samples)
+        self.last = self._loop.call(evaluate(*arguments))
+        return self.last

@@ -1,7 +1,7 @@
 """What makes a group be reused more often: its priority for `POST /groups/sample`, as pure functions of the group and the
 advantages of its completions.
 
-Priorities are relative: the buffer takes them to the power of `replay.priority_exponent` and divides by their sum. None is
+Priorities are relative: the buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum. None is
 below MIN_PRIORITY, so a choice made here changes how often a group is reused and never excludes one.
 """
 
@@ -18,6 +18,8 @@ Priority = Callable[[Group, Sequence[float]], float]
 it is the mean |advantage| of the completion's tokens."""
 MIN_PRIORITY = 1e-3
 """Of a group that scores less: seldom reused, never excluded."""
+PRIORITY_EXPONENT, IMPORTANCE_EXPONENT = 0.6, 0.4
+"""α and, at the first step, β of prioritised experience replay (Schaul et al. 2016); β rises linearly to 1."""
 _MIN_REWARD_PRIORITY = 0.1
 """Of a group whose mean reward is 0 or less; the buffer's own sampling by reward starts from the same number."""
 
@@ -31,33 +33,13 @@ def by_advantage(group: Group, advantages: Sequence[float]) -> float:
     return mean if math.isfinite(mean) else 0.0
 
 
-def by_difficulty(group: Group, advantages: Sequence[float]) -> float:
-    """4·p·(1 − p), p the share of right answers: 1 where half are right, 0 where all or none are.
-
-    It is the variance of a right answer, scaled; over the 25 to 75 % of right answers that ExGRPO prefers (Zhan et al.
-    2025, arXiv:2510.02245) it is at least 3/4. ExGRPO's other criterion, low entropy, is not in it.
-    """
-    right = sum(completion.correct for completion in group.completions) / len(group.completions)
-    return 4 * right * (1 - right)
-
-
 def by_reward(group: Group, advantages: Sequence[float]) -> float:
     """0.1 + the mean reward, or 0.1 where that is negative: high-reward experience more often, no other one never."""
     mean = sum(completion.reward for completion in group.completions) / len(group.completions)
     return _MIN_REWARD_PRIORITY + max(0.0, mean)
 
 
-def by_recency(group: Group, advantages: Sequence[float]) -> float:
-    """1: nothing but age counts, and the buffer counts it (`SampleRequest.recency_half_life`)."""
-    return 1.0
-
-
-PRIORITIES: dict[str, Priority] = {
-    "advantage": by_advantage,
-    "difficulty": by_difficulty,
-    "reward": by_reward,
-    "recency": by_recency,
-}
+PRIORITIES: dict[str, Priority] = {"advantage": by_advantage, "reward": by_reward}
 
 
 def load_priority(name: str) -> Priority:

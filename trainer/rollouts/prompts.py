@@ -74,3 +74,8 @@ def reward_items(prompt: Prompt, completions: Sequence[Answered]) -> list[Reward
         )
         for completion in completions
     ]
+
+
+def sampling_seed(seed: int, position: int) -> int:
+    """The sampling seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
+    return (seed * 0x9E3779B1 + position * 0x85EBCA6B + 1) & 0x7FFFFFFF

@@ -17,7 +17,7 @@ _MOMENT_S = 0.003
 """What it costs one call to wait for others; an HTTP call takes its two ends about 2 ms of processor time."""
 
 
-class Together(Generic[_T, _R]):
+class RequestBatcher(Generic[_T, _R]):
     """Callable like `call` with one item; items that come within 3 ms of the first go along in its call.
 
     Calls do not wait for each other. When a call of several is refused, each item is tried alone, so that an error is of those

@@ -19,7 +19,7 @@ class Made:
         self.where = f"TRACKIO_DIR={directory} trackio show --project {run.project}"
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        self._trackio.log(values, step=step)
+        self._trackio.log(dict(values), step=step)
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
         table = self._trackio.Table(dataframe=self._pandas.DataFrame(rows, columns=columns))

@@ -1,9 +1,10 @@
-"""All trackers of a run: what they are told of a step and of an evaluation. Rank 0 alone has them."""
+"""All trackers of a run: what they get of a step and of an evaluation. Rank 0 alone has them."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ from common.config import Config
 from common.schemas import Group
 from common.storing import storing
 from trainer.rollouts.evaluation import Evaluation
-from trainer.trackers.base import Cell, RunInfo
-from trainer.trackers.check import check
-from trainer.trackers.outlet import Outlet
+from trainer.trackers.base import Cell, RunInfo, check
+from trainer.trackers.thread import TrackerThread
 
+_FLUSH_S = 60.0
+"""Time to flush when the run ends; what is left then is lost, and said to be."""
 _INTERRUPTED_S = 5.0
-"""To flush, when the run ends before its end: whoever ends it does not wait long."""
+"""Time to flush when the run is interrupted: whoever ends it does not wait long."""
+_NO_TELEMETRY = {
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
+"""Libraries do not report a run to their makers, unless the environment says otherwise."""
 _MAX_TEXT, _MAX_ROWS = 4000, 64
 _SAMPLES = ["prompt", "ground_truth", "completion", "reward", "correct", "extracted_answer", "status", "tokens", "finish"]
 _ANSWERS = ["prompt", "ground_truth", "answer", "correct"]
@@ -31,7 +40,7 @@ class Trackers:
         config: of the run.
         run_dir: the trackers' own files go to its folder `trackers`.
         step: the run goes on after this step.
-        say: tells a person.
+        say: prints a line for a person.
         counted: a counter with the labels tracker and result.
 
     Raises ConfigError when one cannot be used, StorageFailed when `run_dir` cannot be written.
@@ -40,7 +49,7 @@ class Trackers:
     def __init__(
         self, config: Config, run_dir: Path, step: int, say: Callable[[str], None], counted: Counter | None = None
     ) -> None:
-        self._settings, self._outlets = config.trackers, list[Outlet]()
+        self._settings, self._threads = config.trackers, list[TrackerThread]()
         check(config.trackers)
         directory = (run_dir / "trackers").absolute()
         if not config.trackers.names:
@@ -56,13 +65,14 @@ class Trackers:
             config=config.model_dump(mode="json"),
             step=step,
         )
-        start = asdict(run) | {"directory": str(directory)}
+        for variable, value in _NO_TELEMETRY.items():
+            os.environ.setdefault(variable, value)
 
-        def count(name: str) -> Callable[[str], None]:
-            return lambda result: counted.labels(name, result).inc() if counted else None
+        def count(name: str, result: str) -> None:
+            if counted:
+                counted.labels(name, result).inc()
 
-        for name in config.trackers.names:
-            self._outlets.append(Outlet(name, start, directory, say, count(name)))
+        self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names]
 
     def step(self, record: Mapping[str, Any], group: Group) -> None:
         """A step was done; its numbers, and every `trackers.sample_every` steps the completions of one of its groups."""
@@ -80,21 +90,20 @@ class Trackers:
         self._table(evaluation.step, "evaluation/answers", _ANSWERS, rows)
 
     def close(self, finished: bool) -> None:
-        """Waits until they have taken everything, `trackers.flush_timeout_s` at most, and ends them."""
-        limit = self._settings.flush_timeout_s if finished else min(_INTERRUPTED_S, self._settings.flush_timeout_s)
-        deadline = time.monotonic() + limit
-        for outlet in self._outlets:
-            outlet.end(finished)
-        for outlet in self._outlets:
-            outlet.wait(deadline)
-        self._outlets = []
+        """Waits until they have taken everything, `_FLUSH_S` at most, and leaves behind those that have not."""
+        deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
+        for thread in self._threads:
+            thread.end(finished)
+        for thread in self._threads:
+            thread.wait(deadline)
+        self._threads = []
 
     def _table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
         self._put("table", step=step, name=name, columns=columns, rows=rows)
 
     def _put(self, call: str, **arguments: Any) -> None:
-        for outlet in self._outlets:
-            outlet.put(call, **arguments)
+        for thread in self._threads:
+            thread.put(call, **arguments)
 
 
 def _own_id(path: Path, new: bool) -> str:

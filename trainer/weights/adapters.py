@@ -9,8 +9,8 @@ from common.rollout_client import RolloutClient
 from common.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG, load_model
-from trainer.weights.delivery import Publishes
 from trainer.weights.publisher import Weights, write_static_files
+from trainer.weights.sync import Publishes
 
 
 def static_files(config: Config, policy: Any, tokenizer: Any, directory: Path) -> list[Path]:

@@ -25,7 +25,6 @@ class MathRewardFunction(RewardFunction):
     Args:
         workers: processes.
         timeout_s: seconds that one answer may take in a worker.
-        memory_mb: address space of one worker.
 
     Raises ConfigError when math-verify is not installed, or an argument is out of bounds.
     """
@@ -33,11 +32,11 @@ class MathRewardFunction(RewardFunction):
     name = "math"
     bounds_itself = True
 
-    def __init__(self, workers: int = 2, timeout_s: float = 1.0, memory_mb: int = 1024) -> None:
+    def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:
         try:
-            config = RewardSection(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+            config = RewardSection(workers=workers, math_timeout_s=timeout_s)
         except ValueError as error:
-            raise ConfigError(str(error), field="workers, timeout_s, memory_mb", remedy="see RewardSection") from None
+            raise ConfigError(str(error), field="workers, timeout_s", remedy="see RewardSection") from None
         self._grader = MathGrader(config)
         self._loop: _Loop | None = None
         self._starting = threading.Lock()

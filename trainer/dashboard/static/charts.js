@@ -20,7 +20,7 @@ export const GROUPS = [
     charts: [
       { title: "Length", unit: "tokens", columns: { completion_tokens: "" } },
       { title: "Cut at the limit", columns: { truncated: "" }, format: percent },
-      { title: "Groups without gradient", columns: { equal_groups: "" } },
+      { title: "Groups without gradient", columns: { zero_variance_groups: "" } },
       { title: "Dropped groups", unit: "since the start", columns: { dropped: "" } },
     ],
   },

@@ -29,11 +29,11 @@ const FIGURES = [
   (n) => ({ title: "Entropy", value: text(n["update.entropy"]), more: " nats", below: `clip fraction ${percent(n["update.clip_fraction"])}` }),
   (n, data) => {
     const groups = data.facts?.config?.trainer?.batch_size;
-    const share = isNumber(groups) && isNumber(n.equal_groups) ? n.equal_groups / groups : null;
-    const below = n.equal_groups === undefined ? "" : `all rewards equal, ${text(n.dropped)} dropped`;
+    const share = isNumber(groups) && isNumber(n.zero_variance_groups) ? n.zero_variance_groups / groups : null;
+    const below = n.zero_variance_groups === undefined ? "" : `all rewards equal, ${text(n.dropped)} dropped`;
     return {
       title: "Idle groups",
-      value: text(n.equal_groups),
+      value: text(n.zero_variance_groups),
       more: isNumber(groups) ? ` of ${groups}` : "",
       below,
       state: share > 0.8 && n.accuracy < 0.95 ? "warn" : "",

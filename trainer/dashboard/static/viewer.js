@@ -14,7 +14,7 @@ const ERRORS = {
   generation: "Dropped: generation failed",
   reward: "Dropped: not graded",
   stale: "Dropped: too old",
-  equal_rewards: "Dropped: equal rewards",
+  zero_variance: "Dropped: equal rewards",
   unparsable: "No answer found",
   timeout: "Grader: timeout",
   died: "Grader: died",

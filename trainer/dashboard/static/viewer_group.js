@@ -87,7 +87,7 @@ function card(completion, i, tell) {
   const element = el(
     "article",
     { class: "viewer-card", "aria-label": label },
-    el("h4", {}, `${label} `, el("span", { class: tone }, verdict), completion.mixed && " (mixed in from an earlier step)"),
+    el("h4", {}, `${label} `, el("span", { class: tone }, verdict)),
     el("dl", {}, entries(completion)),
     text ? text.box : prose(completion.text),
   );

@@ -7,7 +7,7 @@ import pytest
 
 from common import logs
 from common.clients import Unreachable
-from trainer.rollouts.request_batcher import Together
+from trainer.rollouts.request_batcher import RequestBatcher
 
 
 async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> None:
@@ -17,9 +17,9 @@ async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> 
         calls.append(items)
         return [2 * item for item in items]
 
-    together = Together(double, most=10)
-    assert await asyncio.gather(*map(together, range(4))) == [0, 2, 4, 6]
-    assert await together(7) == 14
+    batched = RequestBatcher(double, most=10)
+    assert await asyncio.gather(*map(batched, range(4))) == [0, 2, 4, 6]
+    assert await batched(7) == 14
     assert calls == [[0, 1, 2, 3], [7]]
 
 
@@ -30,9 +30,9 @@ async def test_a_call_has_at_most_so_much() -> None:
         calls.append(items)
         return list(map(len, items))
 
-    together = Together(lengths, 5, len)
+    batched = RequestBatcher(lengths, 5, len)
     sizes = [2, 2, 2, 9, 1]
-    assert await asyncio.gather(*(together([0] * size) for size in sizes)) == sizes
+    assert await asyncio.gather(*(batched([0] * size) for size in sizes)) == sizes
     assert [[len(item) for item in call] for call in calls] == [[2, 2], [2], [9], [1]]
 
 
@@ -43,11 +43,11 @@ async def test_calls_do_not_wait_for_each_other() -> None:
         await asyncio.gather(*(item.wait() for item in items))
         return [len(items)] * len(items)
 
-    together = Together(wait, most=1)
-    first = asyncio.create_task(together(slow))
+    batched = RequestBatcher(wait, most=1)
+    first = asyncio.create_task(batched(slow))
     set_already = asyncio.Event()
     set_already.set()
-    assert await together(set_already) == 1
+    assert await batched(set_already) == 1
     assert not first.done()
     slow.set()
     assert await first == 1
@@ -57,8 +57,8 @@ async def test_an_error_is_of_the_item_that_causes_it() -> None:
     async def invert(items: list[int]) -> list[float]:
         return [1 / item for item in items]
 
-    together = Together(invert, most=10)
-    results = await asyncio.gather(*map(together, [1, 0, 2]), return_exceptions=True)
+    batched = RequestBatcher(invert, most=10)
+    results = await asyncio.gather(*map(batched, [1, 0, 2]), return_exceptions=True)
     assert [results[0], results[2]] == [1.0, 0.5]
     assert isinstance(results[1], ZeroDivisionError)
 
@@ -70,8 +70,8 @@ async def test_a_service_that_did_not_answer_in_time_is_not_asked_again_by_each(
         calls.append(items)
         raise Unreachable("no answer within 600 s")
 
-    together = Together(unanswered, most=10)
-    results = await asyncio.gather(*map(together, [1, 2, 3]), return_exceptions=True)
+    batched = RequestBatcher(unanswered, most=10)
+    results = await asyncio.gather(*map(batched, [1, 2, 3]), return_exceptions=True)
     assert calls == [[1, 2, 3]]
     assert all(isinstance(result, Unreachable) for result in results)
 
@@ -86,11 +86,11 @@ async def test_a_call_alone_has_the_id_of_its_item_and_one_of_several_says_whose
         return [1 / item for item in items]
 
     caplog.set_level(logging.DEBUG, "trainer.rollouts.request_batcher")
-    together = Together(invert, most=10)
+    batched = RequestBatcher(invert, most=10)
 
     async def of(item: int) -> float:
         with logs.request(f"item-{item}"):
-            return await together(item)
+            return await batched(item)
 
     await of(5)
     await asyncio.gather(of(0), of(1), of(2), return_exceptions=True)
@@ -106,8 +106,8 @@ async def test_who_was_cancelled_does_not_disturb_the_others() -> None:
     async def same(items: list[int]) -> list[int]:
         return items
 
-    together = Together(same, most=10)
-    gone, stays = asyncio.create_task(together(1)), asyncio.create_task(together(2))
+    batched = RequestBatcher(same, most=10)
+    gone, stays = asyncio.create_task(batched(1)), asyncio.create_task(batched(2))
     await asyncio.sleep(0)
     gone.cancel()
     assert await stays == 2

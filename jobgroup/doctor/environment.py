@@ -1,0 +1,121 @@
+"""Python, the pinned packages, the environments of SGLang and SkyPilot, and the secrets, whose values are never shown."""
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.security import TOKEN, token
+from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
+from jobgroup.doctor.hub import Hub
+from jobgroup.doctor.plan import ROOT, Plan
+from jobgroup.doctor.report import Result, ask, expect, fail, ok, warn
+
+_EXTRA = {DATA: "services", REWARD: "services", REPLAY: "services", ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
+_SHOWN = 6
+_SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
+_HOW = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when launching: the same in every task"
+
+
+def check_python(plan: Plan) -> Iterator[Result]:
+    """The interpreter of this command, and those that the tasks name."""
+    found = f"{platform.python_version()} in {sys.prefix}"
+    fix = "make the environment anew: make PYTHON=/path/to/python3.11 lint"
+    yield expect("python", sys.version_info[:2] == (3, 11), found, f"3.11 is needed: {fix}")
+    for job in plan.here:
+        if ".venv/bin/python" in job.run and not (job.workdir / ".venv/bin/python").exists():
+            fix = f"in {job.workdir}: {job.setup.strip() or 'make lint'}"
+            yield fail(f"python of {job.name}", f"there is no {job.workdir}/.venv/bin/python", fix)
+
+
+def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
+    """What the tasks here import is installed, in the pinned version."""
+    installed = {_key(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
+    pins = _pins(root / "constraints.txt")
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA} | {"trainer" for job in plan.here if job.needs_torch}
+    wanted = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
+    fix = f".venv/bin/pip install -c constraints.txt -e '.[{','.join(sorted(extras))}]'"
+    for name in sorted({_key(re.split(r"[^\w.-]", text)[0]) for text in wanted} - installed.keys()):
+        yield fail(f"package {name}", "not installed", fix)
+    other = [f"{name} {installed[name]} ({pin} is pinned)" for name, pin in pins.items() if _differs(installed.get(name), pin)]
+    more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+    same = f"{len(installed.keys() & pins.keys())} in the pinned versions"
+    yield expect("packages", not other, ", ".join(other[:_SHOWN]) + more or same, fix, "warn")
+
+
+def check_router(plan: Plan) -> Iterator[Result]:
+    """The router is a compiled extension: installed does not mean usable."""
+    if plan.job(ROLLOUT):
+        ask(sys.executable, "-c", "import sglang_router", fix="bash jobgroup/setup.sh rollout")
+        yield ok("sglang-router", "can be imported")
+
+
+def check_sglang(plan: Plan) -> Iterator[Result]:
+    """The environment of SGLang, where the engine is SGLang."""
+    job = plan.job(ROLLOUT)
+    if job is None or not job.uses_sglang or plan.assumed_gb:
+        return
+    python, cpu = job.path(job.config.rollout.engine_python), job.config.rollout.device == "cpu"
+    fix = "make sglang-cpu" if cpu else "bash jobgroup/setup.sh sglang"
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        yield fail("sglang", f"its wheel is for Linux on x86-64, this is {platform.platform()}", "rollout.engine embedded")
+    elif not python.is_file():
+        yield fail("sglang", f"there is no {python}", f"{fix}; or another rollout.engine_python; or rollout.engine embedded")
+    else:
+        answer = ask(python, "-c", _SGLANG_VERSIONS, fix=f"remove {python.parent.parent} and run {fix}")
+        version, torch = answer.split()
+        pin = _pins(ROOT / "jobgroup" / ("sglang-cpu/requirements.txt" if cpu else "sglang-requirements.txt"))["sglang"]
+        found = f"{version} ({pin} is pinned) with torch {torch} in {python.parent.parent}"
+        yield expect("sglang", not _differs(version, pin), found, fix, "warn")
+
+
+def check_skypilot(plan: Plan) -> Iterator[Result]:
+    """On whichever machine the group is launched from."""
+    pin = _pins(ROOT / "jobgroup/skypilot-requirements.txt")["skypilot"]
+    fix = f"uv tool install 'skypilot[kubernetes]=={pin}', an environment of its own"
+    if plan.topology is None and (sky := shutil.which("sky")):
+        version = next(iter(re.findall(r"\d+\.\d+[\w.]*", ask(sky, "--version", fix=fix, timeout_s=30))), "no version")
+        yield expect("skypilot", version == pin, f"{version}, tried was {pin}", fix, "warn")
+    elif plan.topology is None:
+        yield ok("skypilot", "not on the path; only a launch on a cluster needs it")
+
+
+def check_secrets(plan: Plan) -> Iterator[Result]:
+    """API_TOKEN, the same everywhere; JUDGE_API_KEY where there is a judge; HF_TOKEN, which the hub may ask for."""
+    values = {job.env.get(TOKEN, "") for job in plan.here or plan.jobs}
+    exposed = plan.assumed_gb is not None or (plan.topology is not None and not plan.topology.local_hosts)
+    reward, loading = plan.job(REWARD), [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)]
+    if reward and "judge" in reward.config.reward.function_names():
+        found = "set" if reward.env.get("JUDGE_API_KEY") else "not set"
+        fix = "give it with --secret JUDGE_API_KEY, unless the endpoint asks for none"
+        yield expect("JUDGE_API_KEY", found == "set", found, fix, "warn")
+    if loading:
+        given = Hub(loading[0].env).token
+        yield ok("HF_TOKEN", "set" if given else "not set; only gated or private models and data sets need it")
+    value = token({TOKEN: max(values, default="")})
+    if len(values) > 1:
+        yield fail(TOKEN, "the tasks have different ones", _HOW)
+    elif exposed and not value:
+        yield warn(TOKEN, "not set: whoever reaches the cluster's network can call every service", _HOW)
+    else:
+        yield ok(TOKEN, f"set, {len(value)} characters" if value else "not set; a local run listens on loopback addresses only")
+
+
+def _pins(path: Path) -> dict[str, str]:
+    """The versions of every `name==version` of a file."""
+    lines = re.findall(r"(?m)^([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)", path.read_text(encoding="utf-8"))
+    return {_key(name): version for name, version in lines}
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _differs(version: str | None, pin: str) -> bool:
+    """Whether this is another release; the build (`+cpu`) does not count, nor does a package that is not there."""
+    return version is not None and version.partition("+")[0] != pin.partition("+")[0]

@@ -1,0 +1,143 @@
+"""Does the model fit the GPUs, or the CPU memory, that the tasks will have? By the estimates of `common.memory`."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+
+from common.errors import ConfigError
+from common.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
+from common.sections import LoraSection
+from common.topology import CRITIC, ROLLOUT, TRAINER
+from jobgroup.doctor.gpu import needs_cuda
+from jobgroup.doctor.machine import available_memory
+from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.report import Result, expect, fail, failed, fits, gb, ok, warn
+
+TITLE = "memory for the model"
+_STATIC = 0.85
+"""Share of a GPU that SGLang takes for weights and KV cache, about; `--mem-fraction-static` sets it."""
+_PROMPT = 512
+"""Tokens of a long prompt."""
+_PROCESS = 600 << 20
+"""Bytes of a process with torch on a CPU, before it has a model (docs/how-to/scale.md)."""
+_FP32 = 4
+_SMALLER = (
+    "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "
+    "take more GPUs, or a smaller model"
+)
+
+
+def check_fit(plan: Plan) -> Iterator[Result]:
+    """Estimates the memory of trainer, critic-server and engines."""
+    jobs = [job for job in plan.here if job.name in (TRAINER, CRITIC, ROLLOUT)]
+    if not jobs:
+        return
+    name = jobs[0].config.model.name
+    try:
+        shape = ModelShape.of(plan.shapes[name])
+    except KeyError:
+        yield warn(TITLE, f"not estimated: the config.json of {name} cannot be had", "see the line of the model")
+        return
+    except ConfigError as error:
+        yield warn(TITLE, f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3")
+        return
+    yield ok("model", f"{shape.parameters:,} parameters ({name})")
+    if plan.assumed_gb or plan.gpus:
+        size = int(plan.assumed_gb * 1e9) if plan.assumed_gb else min(gpu.total for gpu in plan.gpus)
+        for job in jobs:
+            try:
+                yield from _on_gpu(job, shape, size, plan)
+            except ConfigError as error:
+                yield failed(f"memory of {job.name}", error)
+        if not plan.assumed_gb:
+            yield from _on_shared_gpus(jobs, shape, size, len(plan.gpus))
+    elif needs_cuda(plan):
+        yield warn(TITLE, "not judged: there is no GPU here", "--gpu-memory-gb 80 judges it for a cluster's GPUs")
+    else:
+        yield _on_cpu(jobs, shape, *available_memory(plan.topology is not None))
+
+
+def _estimate(job: Job, shape: ModelShape, ranks: int, width: int | None = None) -> TrainerMemory:
+    """The memory of one process of the trainer, or of critic-server: one that learns a whole model without a reference."""
+    if job.name == TRAINER:
+        return trainer_memory(shape, job.config, ranks, width)
+    algorithm = job.config.algorithm.model_copy(update={"kl_coef": 0.0})
+    config = job.config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm})
+    return trainer_memory(shape, config, 1, width)
+
+
+def _parts(estimate: TrainerMemory) -> str:
+    return ", ".join(f"{each.name} {gb(size)}" for each in fields(estimate) if (size := getattr(estimate, each.name)))
+
+
+def _on_gpu(job: Job, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
+    """One process of this task on a GPU of its own of `size` bytes."""
+    if job.name == ROLLOUT:
+        yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device == "cuda" else []
+        return
+    here = job.gpus if plan.assumed_gb else min(job.gpus, len(plan.gpus))
+    ranks = (plan.assumed_gpus or job.nodes * max(1, here)) if job.name == TRAINER else 1
+    estimate = _estimate(job, shape, ranks)
+    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {_parts(estimate)}"
+    yield fits(f"memory of {job.name}", found, estimate.total, size, _SMALLER)
+    if job.name == TRAINER and not plan.assumed_gb:
+        needed, (left, bound) = (
+            trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus))),
+            available_memory(bool(plan.topology)),
+        )
+        found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
+        yield fits(f"CPU memory of {job.name}", found, needed, left, "less offloading, LoRA, or a machine with more")
+
+
+def _static(job: Job) -> float:
+    """`--mem-fraction-static` among the engine's arguments."""
+    words = [part for word in job.config.rollout.engine_args for part in word.split("=", 1)]
+    return float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
+
+
+def _engine(job: Job, shape: ModelShape, size: int) -> Result:
+    engine, one = engine_memory(shape, job.config, size, _static(job)), _PROMPT + job.config.sampling.max_new_tokens
+    found = (
+        f"weights {gb(engine.weights)} on each of {job.config.rollout.tensor_parallel_size} GPUs; "
+        f"the rest of {_static(job):.0%} of {gb(size)} is KV cache for {engine.kv_tokens:,} tokens at "
+        f"{engine.kv_bytes_per_token:,} bytes: {engine.kv_tokens // one} completions of {one}"
+    )
+    fix = "raise rollout.tensor_parallel_size and the GPUs of a node with it, or --mem-fraction-static in rollout.engine_args"
+    if engine.kv_tokens < one:
+        return fail("memory of an engine", f"does not fit: {found}", fix)
+    return expect("memory of an engine", engine.kv_tokens >= one * job.config.sampling.group_size, found, fix, "warn")
+
+
+def _on_shared_gpus(jobs: list[Job], shape: ModelShape, size: int, gpus: int) -> Iterator[Result]:
+    """GPUs of this machine that several processes get, in turn as `jobgroup.local.places.share_gpus` gives them."""
+    held, given = defaultdict[int, list[tuple[str, int]]](list), 0
+    for job, node in [(each, node) for each in jobs for node in range(each.nodes)]:
+        count = min(job.gpus, gpus)
+        engine = job.name == ROLLOUT
+        needed = int(_static(job) * size) if engine else _estimate(job, shape, max(1, job.nodes * count)).total
+        for each in range(min(count, job.config.rollout.tensor_parallel_size) if engine else count):
+            held[(given + each) % gpus].append((f"{job.name}-{node}", needed))
+        given += count
+    for number, parts in sorted(each for each in held.items() if len(each[1]) > 1):
+        needed = sum(part for _, part in parts)
+        found = f"{gb(needed)} of {gb(size)}: {', '.join(f'{name} {gb(part)}' for name, part in parts)}"
+        fix = "fewer nodes (num_nodes), and --mem-fraction-static in rollout.engine_args: an engine fills what it gets"
+        yield fits(f"GPU number {number} is shared", found, needed, size, fix)
+
+
+def _on_cpu(jobs: list[Job], shape: ModelShape, left: int, bound: str) -> Result:
+    """All processes of all tasks in the memory of this machine; everything is float32 there."""
+    parts, total = [], 0
+    for job in jobs:
+        if job.name == ROLLOUT:
+            requests, tokens = job.config.rollout.max_running_requests, job.config.rollout.max_context_tokens
+            weights, per_token = _FP32 * shape.parameters, 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim
+            needed = _PROCESS + weights + per_token * requests * tokens
+            found = f"weights {gb(weights)}, KV cache of {requests} × {tokens} tokens"
+        else:
+            estimate = _estimate(job, shape, job.nodes, _FP32)
+            needed, found = estimate.total - estimate.overhead + _PROCESS, _parts(estimate).rpartition(", overhead")[0]
+        parts.append(f"{job.nodes} × {job.name} {gb(needed)} ({found})")
+        total += job.nodes * needed
+    fix = "a smaller model, lora.rank, lower trainer.micro_batch_tokens or rollout.max_running_requests, fewer nodes; or GPUs"
+    return fits(TITLE, f"{gb(total)} of {gb(left)} {bound}: {'; '.join(parts)}", total, left, fix)

@@ -1,0 +1,171 @@
+"""Ports, proxies and clocks; and the services of a running job group: names, health, weight versions."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import httpx
+import psutil
+
+from common.security import authorization, trusted
+from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.report import Check, Result, expect, fail, ok, warn
+
+_TIMEOUT_S = 5.0
+_CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 60.0
+_OLD = 1
+"""Weight versions that a node may be behind while it loads the newest."""
+_ROLLOUT_PORTS = ("rollout.router_port", "rollout.engine_port", "rollout.agent_port", "rollout.router_metrics_port")
+_SECTIONS = {DATA: "data", REWARD: "reward", REPLAY: "replay", CRITIC: "critic", TRAINER: "trainer"}
+_NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
+"""As the address of a node of a local run (`jobgroup/local/places.py`): on Linux nobody else listens there alone."""
+
+
+def _ports(job: Job) -> dict[str, int]:
+    """The ports of a task by the setting that changes them."""
+    settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{_SECTIONS[job.name]}.port"] if job.name in _SECTIONS else []
+    return {setting: attrgetter(setting)(job.config) for setting in settings}
+
+
+def check_ports(plan: Plan) -> Iterator[Result]:
+    """Tries to listen as the tasks will; in a running group they do so already."""
+    wanted = [] if plan.topology else [(job, setting, port) for job in plan.here for setting, port in _ports(job).items()]
+    taken = False
+    for job, setting, port in wanted:
+        title = f"port {port} of {job.name}"
+        if problem := _taken(_NODE, port):
+            fix = f"end it, or take another port: --env RLHF_{setting.replace('.', '__').upper()}={port + 1000}"
+            yield fail(title, problem, fix)
+        elif problem := _taken("127.0.0.1", port):
+            fix = "nothing for jobgroup.local, whose nodes have addresses of their own; for this service alone end it"
+            yield warn(title, f"on 127.0.0.1 {problem}", fix)
+        taken = taken or bool(problem)
+    if wanted and not taken:
+        yield ok("ports", f"free: {', '.join(dict.fromkeys(str(port) for _, _, port in wanted))}")
+
+
+def _taken(address: str, port: int) -> str:
+    """Why nothing can listen there, and who does as far as this user may see it; empty if something can."""
+    try:
+        socket.create_server((address, port)).close()  # with SO_REUSEADDR: connections that just ended do not count
+    except OSError as error:
+        users = set()
+        with suppress(psutil.Error):  # macOS shows connections to root alone
+            for each in psutil.net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN and getattr(each.laddr, "port", 0) == port and each.pid:
+                    users.add(f"{each.pid} ({psutil.Process(each.pid).name()})")
+        return "already in use" + (f" by process {', '.join(users)}" if users else f": {error.strerror}")
+    return ""
+
+
+def check_proxies(plan: Plan) -> Iterator[Result]:
+    """The project's clients ignore proxies; the router and SGLang ask them even for names of the group."""
+    env = plan.env
+    caught = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if env.get(name)]
+    spared = [each.strip() for each in (env.get("NO_PROXY") or env.get("no_proxy") or "").split(",")]
+    own = plan.group if plan.topology is not None and not plan.topology.local_hosts else "127.0.0.0/8"
+    if not caught:
+        yield ok("proxies", "no proxy for http" + (" (HTTPS_PROXY is set, which is well)" if env.get("HTTPS_PROXY") else ""))
+    else:
+        good = "*" in spared or own in [each.lstrip(".*") for each in spared]
+        found = f"{', '.join(caught)} set, NO_PROXY {'has' if good else 'lacks'} {own}"
+        fix = f"unset {' '.join(caught)} (HTTPS_PROXY is enough for hub and package index), or add {own} to NO_PROXY"
+        yield expect("proxies", good, found, fix, "warn")
+
+
+def compare_clocks(name: str, response: httpx.Response, sent: float) -> Result:
+    """The clock of another machine against ours, which said `sent` when the request was sent."""
+    trip = response.elapsed.total_seconds()
+    try:
+        theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
+    except (KeyError, ValueError):
+        return warn(name, "unknown: the answer has no Date", "compare `date -u` there and here")
+    # The header has whole seconds, cut off, and servers renew it once a second: one second is added, and is uncertain.
+    difference, uncertainty = theirs + 1 - (sent + trip / 2), 1 + trip / 2
+    certain = abs(difference) - uncertainty
+    fix = "set the clocks by NTP: timedatectl set-ntp true, or chrony, on the node (a pod has the clock of its node)"
+    found = f"{difference:+.1f} ± {uncertainty:.1f} s against ours"
+    return expect(name, certain <= _CLOCK_WARN_S, found, fix, "fail" if certain > _CLOCK_FAIL_S else "warn")
+
+
+def cluster_checks(plan: Plan) -> list[Check]:
+    """One for every service of every node, and one for the weights of every rollout node; none outside a group."""
+    services, weights, topology = list[Check](), list[Check](), plan.topology
+    if topology is None:
+        return []
+    for job, node in [(each, node) for each in plan.jobs for node in range(each.nodes)]:
+        name = f"{job.name}-{node}"
+        listening = dict.fromkeys([name] if node == 0 else [], next(iter(_ports(job).values()), 0))  # only the first node
+        if job.name == ROLLOUT:
+            router = {f"router on {name}": job.config.rollout.router_port} if node == 0 else {}
+            listening = {f"agent of {name}": job.config.rollout.agent_port, **router}
+            weights.append(Check(f"weights of {name}", partial(_weights, topology, job, node)))
+        services += [Check(title, partial(_service, title, topology, job, node, port)) for title, port in listening.items()]
+    return services + weights
+
+
+def _get(job: Job, url: str) -> tuple[httpx.Response, dict[str, Any]]:
+    """An answer and its JSON, asked as the project's clients do: no proxy, the token of the run, and its authority."""
+    headers = authorization(job.env)
+    response = httpx.get(url, headers=headers, verify=trusted(job.env), timeout=_TIMEOUT_S, trust_env=False)
+    try:
+        content = response.json()
+    except ValueError:
+        content = None
+    return response, content if isinstance(content, dict) else {}
+
+
+def _service(title: str, topology: Topology, job: Job, node: int, port: int) -> Iterator[Result]:
+    """Its name, its port, its health and its clock."""
+    host, url, sent = topology.host(job.name, node), topology.url(job.name, port, node), time.time()
+    fix = f"is {job.name} up? sky jobs queue, then its log (sky jobs logs ID {job.name})"
+    try:
+        address = str(socket.getaddrinfo(host, port)[0][4][0])
+        response, content = _get(job, f"{url}/health")
+    except socket.gaierror as error:
+        mismatch = f"the group is {topology.group}: does the YAML have another name, or other num_nodes?"
+        yield fail(title, f"the name {host} does not resolve: {error.strerror}", f"{fix}; {mismatch}")
+        return
+    except httpx.HTTPError as error:
+        yield fail(
+            title, f"{url} ({address}) does not answer: {str(error) or type(error).__name__}", f"{fix}; a network policy?"
+        )
+        return
+    found = f"{1000 * response.elapsed.total_seconds():.0f} ms, {url}{'' if address in url else f' ({address})'}"
+    if response.status_code == 401:
+        yield fail(title, f"does not take the API_TOKEN here, {found}", "the same API_TOKEN in every task, and here")
+    else:
+        waiting = "wait for the engines, which register when they have the newest weights"
+        fix = waiting if title.startswith("router") else f"wait, or {fix}"
+        state = "healthy" if response.is_success else f"says {response.status_code}: {content.get('reason', 'no reason given')}"
+        yield expect(title, response.is_success, f"{state}, {found}", fix)
+    yield compare_clocks(f"clock of {title}", response, sent)
+
+
+def _weights(topology: Topology, job: Job, node: int) -> Iterator[Result]:
+    """What a rollout node serves against the newest version of the trainer."""
+    title = f"weights of {job.name}-{node}"
+    try:
+        _, status = _get(job, f"{topology.url(job.name, job.config.rollout.agent_port, node)}/status")
+        report, wanted = status["report"], status["wanted"]
+        state, version, detail = report["state"], report["version"], report["detail"]
+        starts, registered = status["engine_starts"], status["registered"]
+    except (httpx.HTTPError, KeyError, TypeError):
+        yield fail(title, "unknown: its agent does not answer", "see the line of that agent")
+        return
+    found = f"{state}, version {'base' if version is None else version}, newest {'none yet' if wanted is None else wanted}"
+    found += (
+        f", engine started {starts} times" * (starts > 1)
+        + ", not in the router" * (not registered)
+        + f": {detail}" * bool(detail)
+    )
+    broken, behind = state in ("failed", "stale"), wanted is not None and wanted - (version or 0) > _OLD
+    logs = f"the log of {job.name} and STATE_DIR/logs/{job.name}-{node}.engine.log say why"
+    fix = logs if broken else "look again in a minute; then at its log"
+    yield expect(title, state == "ready" and registered and not behind, found, fix, "fail" if broken else "warn")

@@ -1,0 +1,125 @@
+"""A check, what it finds, and how checks run: all at once, each within its time, none able to stop the others."""
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from common.errors import ConfigError, ServiceError
+from common.security import Hider
+
+State = Literal["ok", "warn", "fail"]
+_SLOW = "what it asks hangs, or this machine is overloaded"
+_TIGHT = 0.9
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+    """What to do about it; never empty unless the state is ok."""
+
+    def text(self) -> str:
+        """One line, and the fix on a second one."""
+        line = f"{'FAIL' if self.state == 'fail' else self.state:<4}  {self.name}: {self.found}"
+        return f"{line}\n      fix: {self.fix}" if self.fix else line
+
+    def redacted(self, hiders: Iterable[Hider]) -> "Result":
+        """The result without the values of secrets, whatever brought them into it."""
+        found, fix = self.found, self.fix
+        for hider in hiders:
+            found, fix = hider.text(found), hider.text(fix)
+        return replace(self, found=found, fix=fix)
+
+
+def ok(name: str, found: str) -> Result:
+    return Result(name, "ok", found)
+
+
+def warn(name: str, found: str, fix: str) -> Result:
+    return Result(name, "warn", found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> Result:
+    return Result(name, "fail", found, fix)
+
+
+def expect(name: str, good: bool, found: str, fix: str, otherwise: State = "fail") -> Result:
+    """The result `ok` if this is good, else `otherwise` with the fix."""
+    return ok(name, found) if good else Result(name, otherwise, found, fix)
+
+
+def fits(name: str, found: str, needed: float, available: float, fix: str) -> Result:
+    """Fails when more is needed than available, and warns when little would be left."""
+    if needed <= _TIGHT * available:
+        return ok(name, found)
+    return fail(name, f"does not fit: {found}", fix) if needed > available else warn(name, f"tight: {found}", fix)
+
+
+def failed(name: str, error: ServiceError) -> Result:
+    """An error of the project, with its remedy as the fix."""
+    given = {"field": error.field, "value": error.value}
+    found = "".join(f" · {key}: {value}" for key, value in given.items() if value is not None)
+    return fail(name, error.message + found, error.remedy or f"change {error.field or 'it'}")
+
+
+class Check(NamedTuple):
+    """A named function that yields results; a ConfigError that it raises is a failed line."""
+
+    name: str
+    run: Callable[[], Iterable[Result]]
+    limit_s: float = 15.0
+    late: State = "fail"
+    """The state when the time is over."""
+
+
+def perform(checks: Sequence[Check]) -> Iterator[Result]:
+    """Runs all checks at once and yields their results in order. A check that raises or is late is a failed line."""
+    found: list[list[Result]] = [[] for _ in checks]
+
+    def run(check: Check, results: list[Result]) -> None:
+        try:
+            for result in check.run():
+                results.append(result)
+        except ServiceError as error:
+            results.append(failed(check.name, error))
+        except subprocess.TimeoutExpired as error:
+            results.append(Result(check.name, check.late, f"no answer within {error.timeout:.0f} s", _SLOW))
+        except Exception as error:
+            reason = f"the check itself failed: {type(error).__name__}: {error}"
+            results.append(fail(check.name, reason, "look at it by hand, and report this line"))
+
+    start = time.monotonic()
+    # Daemon threads: one that hangs in the kernel, as on a dead network disk, must not keep the command from ending.
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in zip(checks, found, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread, check, results in zip(threads, checks, found, strict=True):
+        thread.join(max(0.0, start + check.limit_s - time.monotonic()))
+        yield from [*results]
+        if thread.is_alive():
+            yield Result(check.name, check.late, f"not done after {check.limit_s:.0f} s", _SLOW)
+
+
+def ask(*command: object, fix: str, timeout_s: float = 20.0, env: Mapping[str, str] | None = None) -> str:
+    """Runs a program and returns its standard output. Raises ConfigError with its last line and the fix, or TimeoutExpired."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run: {error}", remedy=fix) from None
+    if done.returncode:
+        reason = ((done.stderr + done.stdout).strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ConfigError(f"{command[0]} fails: {reason}", remedy=fix)
+    return done.stdout
+
+
+def gb(size: float) -> str:
+    """Bytes as decimal gigabytes."""
+    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.1f} MB"

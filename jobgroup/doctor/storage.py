@@ -1,0 +1,164 @@
+"""Folders that a run writes: can they be written and synced, on what kind of file system, and is there room."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from common.errors import ConfigError
+from common.memory import ModelShape
+from common.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
+from jobgroup.doctor.hub import Hub, models
+from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.report import Result, expect, fail, fits, gb, ok, warn
+
+_STATE = 12
+"""Bytes of a parameter in a checkpoint: float32 weights and AdamW's two moments."""
+_VERSIONS, _PULLED = 3, 5
+"""Weight versions on disk at the trainer and on a rollout node: two kept, one of an engine that starts, those that arrive."""
+_TOKEN, _RECORDED = 8, 12
+"""Bytes of a stored token (id, log-probability) and of one that the trainer records (and its own log-probability)."""
+_LOGS = 200 << 20
+_WORTH_SAYING = 1 << 30
+"""Smaller needs of a cluster's disks are not reported."""
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "virtiofs")
+
+
+class Need(NamedTuple):
+    """Something that comes into a folder, with its bytes."""
+
+    purpose: str
+    folder: Path
+    what: str
+    size: int
+    sqlite: bool = False
+
+
+def needs(plan: Plan) -> Iterator[Need]:
+    """Estimates what the tasks here write."""
+    for job in plan.here:
+        state = job.path(job.config.state_dir)
+        yield Need("STATE_DIR", state, f"{job.name}'s logs", _LOGS * job.nodes, sqlite=job.name in (DATA, REPLAY))
+        purpose, folder = "STATE_DIR", state
+        if job.name == TRAINER:
+            purpose, folder = "RUN_DIR", job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
+        for what, size in _sizes(job, _shape(plan, job.config.model.name)).items():
+            yield Need(purpose, folder, what, size)
+    for name, job in models(plan).items():
+        shape, hub = _shape(plan, name), Hub(job.env)
+        if shape and not job.path(name).is_dir() and hub.cached("model", name) is None:
+            yield Need("cache of the hub", hub.cache, name, 2 * shape.parameters)
+    yield Need("temporary files", Path(tempfile.gettempdir()), "temporary files", _LOGS)
+
+
+def _shape(plan: Plan, name: str) -> ModelShape | None:
+    """None if the config.json is not there, or has an architecture that the line about memory calls unknown."""
+    try:
+        return ModelShape.of(plan.shapes[name])
+    except (KeyError, ConfigError):
+        return None
+
+
+def _sizes(job: Job, shape: ModelShape | None) -> dict[str, int]:
+    """What a task keeps, beside logs."""
+    trainer, lora, sampling, algorithm = job.config.trainer, job.config.lora, job.config.sampling, job.config.algorithm
+    parameters = trained = shape.parameters if shape else 0
+    if job.name == REPLAY:
+        return {"full replay store": job.config.replay.capacity * sampling.max_new_tokens * _TOKEN}
+    if job.name == CRITIC:
+        return {"2 checkpoints of the critic": 2 * _STATE * parameters}
+    if job.name == ROLLOUT and not lora.publishes_adapter:
+        return {f"{_PULLED} pulled versions": _PULLED * job.nodes * 2 * parameters}
+    if job.name != TRAINER:
+        return {}
+    if shape and lora.rank:
+        trained = shape.lora_parameters(lora.rank, lora.target_modules)
+    kept = trainer.keep_checkpoints + 2  # the best one, and the one that is being written
+    with_critic = 2 if algorithm.needs_critic and job.config.critic.location == "trainer" else 1
+    width = 2 if job.config.model.dtype == "bfloat16" and job.gpus else 4
+    tokens = trainer.batch_size * sampling.group_size * sampling.max_new_tokens * (trainer.max_steps or 1 << 40)
+    return {
+        f"{kept} checkpoints": kept * _STATE * trained * with_critic,
+        f"{_VERSIONS} weight versions": _VERSIONS * width * (trained if lora.publishes_adapter else parameters),
+        "recorded groups": min(trainer.keep_groups_mb << 20, tokens * _RECORDED),
+    }
+
+
+def check_disk(plan: Plan) -> Iterator[Result]:
+    """Every folder, then a line per disk; for a cluster only what volumes need."""
+    wanted = list(needs(plan))
+    folders = {need.folder: [each for each in wanted if each.folder == need.folder] for need in wanted}
+    for folder, group in folders.items():
+        purpose = ", ".join(dict.fromkeys(need.purpose for need in group))
+        if plan.assumed_gb is None:
+            yield check_folder(folder, purpose, any(need.sqlite for need in group))
+        elif sum(need.size for need in group) > _WORTH_SAYING:
+            yield ok(f"disk of {purpose} {folder}", f"{_total(group)} needed there")
+    if plan.assumed_gb is None:
+        yield from check_room(wanted, running=plan.topology is not None)
+
+
+def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
+    """Writes, syncs and removes a file where the folder is or will be."""
+    title, place, start = f"{purpose} {folder}", _existing(folder), time.monotonic()
+    try:
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no permission")
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        fix = "set HF_HOME to another folder" if "cache" in purpose else "name another folder, or mount a volume there"
+        return fail(title, f"cannot be written: {error.strerror or error} ({place})", fix)
+    seconds, kind = time.monotonic() - start, file_system(place)
+    found, problem, fix = f"written and synced in {1000 * seconds:.0f} ms, {kind}", "", ""
+    if sqlite and (kind in _NETWORK or kind.startswith("fuse")):
+        problem = ": SQLite's locks and log need one machine's own file system"
+        fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
+    elif sqlite and kind in ("overlay", "tmpfs"):
+        problem = ": it is gone with its container"
+        fix = "mount a block volume if the prompts' cursor and the replay store shall outlive it"
+    elif seconds > 1:
+        problem, fix = ": every stored group waits for a sync", "take a faster disk"
+    return expect(title, not problem, found + problem, fix, "warn")
+
+
+def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
+    """A line per disk: what comes there against what is free. A group that runs has written some of it already."""
+    disks: dict[int, list[Need]] = {}
+    for need in wanted:
+        disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
+    for group in disks.values():
+        left, title = (
+            shutil.disk_usage(_existing(group[0].folder)).free,
+            ", ".join(dict.fromkeys(each.purpose for each in group)),
+        )
+        lower = "trainer.keep_checkpoints, trainer.keep_groups_mb or replay.capacity"
+        fix = f"free some, name folders on a larger disk, or lower {lower}"
+        found = f"{gb(left)} free, {_total(group)} needed"
+        result = fits(f"disk of {title}", found, sum(need.size for need in group), left, fix)
+        yield warn(result.name, found, fix) if running and result.state == "fail" else result
+
+
+def _total(group: Sequence[Need]) -> str:
+    """The sum, and the largest parts of it."""
+    largest = sorted(group, key=lambda need: -need.size)[:4]
+    return f"{gb(sum(need.size for need in group))} ({', '.join(f'{need.what} {gb(need.size)}' for need in largest)})"
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest above it that is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def file_system(path: Path, mounts: Sequence[Any] = ()) -> str:
+    """Kind of the file system that holds `path` (`ext4`, `nfs4`, `fuse.rclone`), by `mounts` as psutil lists them."""
+    mounts = mounts or psutil.disk_partitions(all=True)
+    holding = [each for each in mounts if path.resolve().is_relative_to(each.mountpoint)]
+    return max(reversed(holding), key=lambda each: len(Path(each.mountpoint).parts)).fstype if holding else "unknown"

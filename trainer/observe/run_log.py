@@ -1,0 +1,139 @@
+"""What a run records: a line, the groups and the metrics of every step, evaluations, and the report at its end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from common.config import Config
+from common.schemas import CriticMetrics
+from common.storing import storing
+from trainer.algorithms.batch import Batch
+from trainer.observe.alarms import alarms
+from trainer.observe.group_files import GroupRecorder, RecordedGroup
+from trainer.observe.plots import plot_curves
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder, StepRecord
+from trainer.policy.policy import PolicyUpdate
+from trainer.rollouts.collector import DroppedGroup, Drops
+from trainer.rollouts.evaluation import Evaluation
+from trainer.timing import CpuClock, StageClock
+
+
+class RunLog:
+    """The log of a rank above 0: nothing, rank 0 records the run."""
+
+    @contextmanager
+    def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
+        """Training goes on while inside: a progress bar is shown, clocks run, and what is left is written at its end."""
+        yield
+
+    def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
+        """`step` steps are done, the last one on `batch`."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """An evaluation goes on while inside; its CPU time does not count for the step."""
+        yield
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """An evaluation was done."""
+
+    def report(self, checkpoint: Path) -> None:
+        """The run has ended with this checkpoint: writes the curves, and shows before and after."""
+
+
+class RecordedRun(RunLog):
+    """Rank 0's log.
+
+    Args:
+        config: of the run.
+        recorder: of the run directory.
+        metrics: of the trainer's `/metrics`.
+        clock: of the run's stages.
+        step: the run goes on after this step.
+    """
+
+    def __init__(self, config: Config, recorder: Recorder, metrics: TrainerMetrics, clock: StageClock, step: int) -> None:
+        self._config, self._recorder, self._metrics, self._clock, self._cpu = config, recorder, metrics, clock, CpuClock()
+        self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
+        self._step = step
+
+    @contextmanager
+    def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
+        self._metrics.begin(step, total_steps)
+        with self._recorder.progress(step, total_steps):
+            self._clock.lap()
+            self._clock.generating()
+            self._cpu.lap()
+            try:
+                yield
+                self._groups.settle()
+            except BaseException:
+                self._groups.leave(self._step + 1, _dropped(drops.recent()))
+                raise
+
+    def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
+        self._step = step
+        record = self._record(step, batch, update, critic, drops)
+        self._groups.step(step, _trained(batch, update), _dropped(drops.recent()))
+        self._recorder.step(record, [item.group for item in batch.groups])
+        self._metrics.record(record, len(batch.fresh))
+
+    def _record(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> StepRecord:
+        groups, fresh = [item.group for item in batch.groups], batch.fresh
+        completions = [completion for group in groups for completion in group.completions]
+        ages = [step - 1 - completion.weight_version for completion in completions]
+        equal = [group for group in groups if group.zero_variance]
+        return StepRecord(
+            step=step,
+            reward=float(np.mean([completion.reward for completion in completions])),
+            accuracy=float(np.mean([completion.correct for completion in completions])),
+            zero_variance_groups=len(equal),
+            solved_groups=sum(all(completion.correct for completion in group.completions) for group in equal),
+            failed_groups=sum(not any(completion.correct for completion in group.completions) for group in equal),
+            reused_groups=len(groups) - len(fresh),
+            staleness=float(np.mean(ages[: len(fresh) * batch.group_size])),
+            completion_tokens=float(np.mean([len(completion.token_ids) for completion in completions])),
+            truncated=float(np.mean([completion.finish_reason == "length" for completion in completions])),
+            unparsable=float(np.mean([completion.status == "unparsable" for completion in completions])),
+            dropped=dict(drops.counts),
+            seconds=self._clock.lap(),
+            generating=self._clock.generating(),
+            cpu_seconds=self._cpu.lap(),
+            update=asdict(update.metrics),
+            critic=asdict(critic) if critic else None,
+            alarms=alarms(update.metrics, float(np.mean(ages)), self._config),
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with self._clock.stage("evaluation"), self._cpu.stopped():
+            yield
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._recorder.evaluation(evaluation)
+        self._metrics.evaluated(evaluation)
+
+    def report(self, checkpoint: Path) -> None:
+        curves = self._recorder.directory / "curves.png"
+        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
+            plot_curves(self._recorder.metrics(), self._recorder.evaluations(), curves)
+        self._recorder.report(checkpoint, curves)
+
+
+def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
+    """The groups of a batch with their columns."""
+    assert batch.advantages is not None
+    logprobs = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
+    items = []
+    for i, item in enumerate(batch.groups):
+        rows = slice(i * batch.group_size, (i + 1) * batch.group_size)
+        items.append(RecordedGroup(item.group, batch.advantages[rows], logprobs[rows], item.weight, item.reused))
+    return items
+
+
+def _dropped(groups: Sequence[DroppedGroup]) -> list[RecordedGroup]:
+    return [RecordedGroup(group, reason=reason, detail=detail) for group, reason, detail in groups]

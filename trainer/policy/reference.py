@@ -1,0 +1,98 @@
+"""The reference model that the KL term compares the policy with, and scoring of a batch under any model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import Config
+from common.schemas import Float32
+from learning.batching import Indices, score_shared
+from learning.layout import Layout, moved
+from learning.ranks import Ranks
+from learning.saving import Contents, Snapshot
+from learning.sharding import local, named_tensors
+from trainer.algorithms.batch import Batch
+from trainer.policy.lora import BaseScorer
+from trainer.policy.scorer import Scorer, TokenScores, load_scorer
+
+if TYPE_CHECKING:
+    from trainer.policy.policy import Policy
+
+
+class Reference:
+    """The reference model; without a KL term there is none, and nothing is computed.
+
+    Args:
+        policy: of this rank; with LoRA its base model is the reference.
+        directory: of the checkpoint that the run resumes from. A refreshed reference is in it; else the
+            reference is the model that the run began with. Only rank 0's counts.
+    """
+
+    def __init__(self, policy: "Policy", directory: Path | None = None) -> None:
+        self._config, self._ranks = policy.config, policy.ranks
+        self.scorer = self._load(policy, directory) if self._config.algorithm.kl_coef > 0 else None
+        """None without a KL term."""
+
+    def _load(self, policy: "Policy", directory: Path | None) -> Scorer:
+        model, settings = self._config.model, self._config.trainer
+        if self._config.lora.rank and not model.reference:
+            return BaseScorer(policy.scorer)
+        saved = directory / "reference" if directory else None
+        directory = self._ranks.same_path(saved if saved and saved.exists() else None)
+        named = model.model_copy(update={"name": model.reference or model.name})
+        scorer: Scorer = load_scorer(named, self._ranks, settings, directory, trained=False).eval()
+        return scorer.to("cpu") if settings.offload_reference else scorer
+
+    def logprobs(self, batch: Batch) -> list[Float32] | None:
+        """[L] for each row under the reference; None without one."""
+        if self.scorer is None:
+            return None
+        if self._config.trainer.offload_reference:
+            self.scorer.to(self._ranks.device)
+        found = score_batch(self.scorer, batch, self._config, self._ranks)
+        if self._config.trainer.offload_reference:
+            self.scorer.to("cpu")
+        return found
+
+    def refresh(self, policy: "Policy") -> None:
+        """Copies the policy every `algorithm.reference_refresh` steps."""
+        every = self._config.algorithm.reference_refresh
+        if self.scorer is not None and every and policy.step % every == 0:
+            theirs = named_tensors(self.scorer.model).values()
+            with torch.no_grad():
+                for old, new in zip(theirs, named_tensors(policy.model).values(), strict=True):
+                    local(old).copy_(local(new))
+
+    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+        """The reference's part of a checkpoint, by folder: nothing unless it is refreshed. A collective."""
+        if self.scorer is None or not self._config.algorithm.reference_refresh:
+            return {}
+        return {"reference": Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)}
+
+
+def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> list[Float32]:
+    """[L] for each row: the log-probabilities of its tokens, the same on every rank. A collective."""
+
+    def score(indices: Indices) -> Tensor:
+        rows = [batch.rows[i] for i in indices.tolist()]
+        tokens = scorer.layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows])
+        targets = torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64))
+        return score_tokens(scorer, moved(tokens, ranks.device), moved(targets, ranks.device), config, ranks).logprobs
+
+    settings, sizes = config.trainer, batch.sizes(scorer.layout.shared)
+    with torch.no_grad():
+        return score_shared(sizes, ranks, settings.micro_batch_tokens, score, settings.micro_batch_size)
+
+
+def score_tokens(
+    scorer: Scorer, tokens: Layout, targets: Tensor, config: Config, ranks: Ranks, entropy_gradient: bool = False
+) -> TokenScores:
+    """Scores of a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
+    device = ranks.device.type
+    low = device == "cuda" and config.model.dtype == "bfloat16" and not ranks.sharded  # FSDP2 casts by itself
+    with torch.autocast(device, torch.bfloat16, enabled=low):
+        scores: TokenScores = scorer(tokens, targets, config.sampling.temperature, entropy_gradient=entropy_gradient)
+        return scores

@@ -1,0 +1,84 @@
+"""Which positions of the prompt stream are drawn, finished and to be tried again. Pure: no I/O, no clock."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.schemas import Prompt
+
+MAX_TRIES = 3
+"""Groups of one prompt that may fail or come too late until the prompt is left out of the epoch."""
+
+
+class Drawn(NamedTuple):
+    """A prompt at its position in the stream."""
+
+    position: int
+    prompt: Prompt
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is in the prompt stream: what it has trained on or dropped, and never draws again."""
+
+    position: int = 0
+    """Every position before it is finished."""
+    finished: list[int] = field(default_factory=list)
+    """Later positions that are finished too, ascending: with max_staleness, groups overtake one another."""
+
+
+class PromptCursor:
+    """Positions of the prompt stream of one run.
+
+    A position is drawn once. Its group is trained on or replaced (`finish`), or it fails (`retry`). Then the prompt is drawn
+    again before new ones, until it has failed `MAX_TRIES` times.
+
+    Args:
+        progress: of the run, from its checkpoint.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.next = progress.position
+        """The next new position."""
+        self._first_open, self._finished = progress.position, set(progress.finished)
+        self._failed: Counter[int] = Counter()
+        self._to_retry: list[Drawn] = []
+
+    @property
+    def progress(self) -> Progress:
+        """Where a run resumes that starts from here."""
+        return Progress(self._first_open, sorted(self._finished))
+
+    def take_retries(self, count: int) -> list[Drawn]:
+        """Up to `count` prompts whose groups failed."""
+        taken, self._to_retry = self._to_retry[:count], self._to_retry[count:]
+        return taken
+
+    def draw(self, prompts: Sequence[Prompt], prompts_per_epoch: int) -> list[Drawn]:
+        """Advances over the next prompts of the stream; returns those that are not finished yet."""
+        start, self.next = self.next, self.next + len(prompts)
+        return [
+            Drawn(position, prompt, position // prompts_per_epoch)
+            for position, prompt in enumerate(prompts, start)
+            if position >= self._first_open and position not in self._finished
+        ]
+
+    def retry(self, drawn: Drawn) -> bool:
+        """The group of this prompt failed. Returns False when it failed too often: then the position is finished."""
+        self._failed[drawn.position] += 1
+        if self._failed[drawn.position] < MAX_TRIES:
+            self._to_retry.append(drawn)
+            return True
+        self.finish([drawn.position])
+        return False
+
+    def finish(self, positions: Sequence[int]) -> None:
+        """These positions are never drawn again."""
+        for position in positions:
+            self._failed.pop(position, None)
+            self._finished.add(position)
+        while self._first_open in self._finished:
+            self._finished.remove(self._first_open)
+            self._first_open += 1

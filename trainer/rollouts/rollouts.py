@@ -1,0 +1,307 @@
+"""The rollouts as the training loop uses them: the next groups, their acknowledgement, the release of their slots."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from common import watchdog
+from common.config import Config
+from common.errors import ConfigError
+from common.schemas import Group, SampleRequest, TakeRequest
+from common.wire import decode_groups, encode_groups
+from learning.ranks import Ranks
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.background import LoopThread
+from trainer.rollouts.collector import CollectFailed, Collector, Drops
+from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, PRIORITY_EXPONENT, load_priority
+from trainer.rollouts.prompt_cursor import Progress, PromptCursor
+from trainer.rollouts.prompts import Prompter
+from trainer.rollouts.services import Services
+from trainer.timing import StageClock
+
+log = logging.getLogger(__name__)
+_SAY_EVERY_S = 30.0
+
+
+class Rollouts:
+    """The rollouts as a rank above 0 sees them: rank 0 does the work and shares the groups.
+
+    Args:
+        ranks: this process among the trainer's processes.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.drops = Drops()
+
+    @property
+    def progress(self) -> Progress:
+        """Where a run resumes that starts from here; rank 0 alone knows."""
+        return Progress()
+
+    def prepare(self, step: int, known: bool) -> int:
+        """Agrees with the services on where the run goes on; returns the run's total steps. A collective.
+
+        Args:
+            step: of the policy.
+            known: whether an earlier attempt of this run came this far, so that stored experience is this run's.
+        """
+        return int(self._ranks.broadcast(b""))
+
+    @contextmanager
+    def collecting(self, step: int, total_steps: int) -> Iterator[None]:
+        """Groups are collected while inside."""
+        yield
+
+    def next(self, step: int) -> list[TrainingGroup]:
+        """The groups of the next batch: fresh ones first, then `replay.reuse_ratio` of prioritised reuse. A collective."""
+        return _decode(self._ranks.broadcast(b""))
+
+    def start_ack(self, batch: Batch) -> Callable[[], None]:
+        """Acknowledges the groups of `batch`; the function returned waits for it."""
+        return lambda: None
+
+    def release(self, batch: Batch, served: "Future[None]") -> None:
+        """Frees the slots of the fresh groups once the weights that they trained are `served`; a failure stops the run."""
+
+
+class ServedRollouts(Rollouts):
+    """Rank 0's rollouts, over the services.
+
+    Args:
+        config: of the run.
+        ranks: this process among the trainer's processes.
+        services: clients, used in `loop`.
+        prompter: tokenises prompts.
+        clock: told which stage is active.
+        loop: event loop in a thread of its own.
+        run_id: makes request ids unique to this attempt.
+        progress: of the run, from its checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        services: Services,
+        prompter: Prompter,
+        clock: StageClock,
+        loop: LoopThread,
+        run_id: str,
+        progress: Progress,
+    ) -> None:
+        super().__init__(ranks)
+        self._config, self._services, self._clock, self._loop, self._run_id = config, services, clock, loop, run_id
+        self._cursor = PromptCursor(progress)
+        self._collector = Collector(config, services, prompter, clock, run_id, self._cursor)
+        self.drops = self._collector.drops
+        self._priority = load_priority(config.replay.priority)
+        self._fresh_per_step = fresh_groups(config)
+        self._total_steps = 1
+        self._batches = self._requests = 0
+        self._held: set[str] = set()  # groups that were taken and are not acknowledged
+        self._failure: BaseException | None = None
+
+    @property
+    def progress(self) -> Progress:
+        async def read() -> Progress:
+            return self._cursor.progress
+
+        return self._loop.call(read())
+
+    def prepare(self, step: int, known: bool) -> int:
+        """See `Rollouts`. Raises ConfigError when there is too little data, or experience of another run would be reused."""
+        settings, replay = self._config.trainer, self._services.replay
+        prompts = self._loop.call(self._services.data.total()) * settings.num_epochs
+        self._total_steps = min(prompts // self._fresh_per_step, settings.max_steps or prompts)
+        if self._total_steps == 0:
+            raise ConfigError(
+                f"{prompts} prompts over all epochs do not make one batch",
+                field="trainer.batch_size",
+                value=settings.batch_size,
+                remedy="lower it or raise trainer.num_epochs",
+            )
+        reuses, position = self._config.replay.reuse_ratio > 0, self._cursor.progress.position
+        stored = 0 if known else self._loop.call(replay.stats())["groups"]
+        if stored and reuses:
+            raise ConfigError(
+                f"the replay buffer holds {stored} groups of another run, which this run would reuse",
+                field="state_dir",
+                value=str(self._config.state_dir),
+                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
+            )
+        # Steps after the checkpoint are lost: reuse would find their prompts twice, with experience of weights that are gone.
+        dropped = self._loop.call(replay.reset_fresh(position if reuses else None))
+        if dropped:
+            log.info("dropped %d groups of an earlier attempt; their prompts are drawn again", dropped)
+        self._loop.call(self._services.data.seek(position))
+        return int(self._ranks.broadcast(str(self._total_steps).encode()))
+
+    @contextmanager
+    def collecting(self, step: int, total_steps: int) -> Iterator[None]:
+        groups = (total_steps - step) * self._fresh_per_step
+        slots = min(groups, (self._config.trainer.max_staleness + 1) * self._fresh_per_step)
+        task = self._loop.start(self._collect(groups, slots))
+        try:
+            yield
+        finally:
+            self._loop.cancel(task)
+
+    async def _collect(self, groups: int, slots: int) -> None:
+        try:
+            await self._collector.run(groups, slots)
+        except BaseExceptionGroup as group:
+            self._fail(group.exceptions[0])
+
+    def _fail(self, error: BaseException) -> None:
+        """The run cannot go on: `next` raises this."""
+        self._failure = self._failure or error
+
+    def next(self, step: int) -> list[TrainingGroup]:
+        """See `Rollouts`. Raises CollectFailed when collecting stopped, or nothing came for `trainer.wait_timeout_s`."""
+        self._batches += 1
+        groups = [TrainingGroup(group) for group in self._fresh(max(0, step - self._config.trainer.max_staleness))]
+        if reuse := self._config.trainer.batch_size - len(groups):
+            groups += self._reused(reuse, step)
+        if self._ranks.world_size > 1:
+            self._ranks.broadcast(_encode(groups))
+        return groups
+
+    def _fresh(self, min_version: int) -> list[Group]:
+        """Fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
+        algorithm, count = self._config.algorithm, self._fresh_per_step
+        groups = self._take(count, min_version)
+        if not algorithm.dynamic_sampling:
+            return groups
+        for _ in range(algorithm.dynamic_sampling_rounds):
+            groups, equal = [g for g in groups if not g.zero_variance], [g for g in groups if g.zero_variance]
+            if not equal:
+                return groups
+            self._loop.call(self._replace(equal))
+            groups += self._take(len(equal), min_version)
+        raise CollectFailed(
+            f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
+            field="algorithm.dynamic_sampling_rounds",
+            value=algorithm.dynamic_sampling_rounds,
+            remedy="the prompts are too easy or too hard for this model: take others, or turn algorithm.dynamic_sampling off",
+        )
+
+    def _take(self, count: int, min_version: int) -> list[Group]:
+        """The next `count` fresh groups, none older than `min_version`, in the order of their prompts."""
+        limit = self._config.trainer.wait_timeout_s
+        start = said = time.monotonic()
+        while (now := time.monotonic()) - start < limit:
+            if now - said > _SAY_EVERY_S:
+                calls = "; ".join(watchdog.awaited()) or "no call is under way"
+                active = self._clock.active()
+                log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
+                said = now
+            if self._failure is not None:
+                raise self._failure
+            self._requests += 1
+            request_id = f"{self._run_id}-take-{self._requests}"  # a new one each time: evictions are reported once
+            request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id)
+            if groups := self._loop.call(self._take_now(request)):
+                return sorted(groups, key=lambda group: group.position)
+        message = f"no batch of {count} groups within {limit:.0f} s"
+        watchdog.deadline_passed(message)
+        raise CollectFailed(
+            message,
+            field="trainer.wait_timeout_s",
+            remedy="look at the logs of rollout-server and reward-server, or raise the limit",
+        )
+
+    async def _take_now(self, request: TakeRequest) -> list[Group]:
+        taken = await self._services.replay.take(request)
+        waiting = self._collector.waiting
+        for group in taken.groups:
+            if group.id in self._held:
+                raise CollectFailed(
+                    "a group came a second time: its lease ended before it was trained on",
+                    field="replay.lease_s",
+                    value=self._config.replay.lease_s,
+                    remedy="raise it above the longest time from a batch to the end of its update",
+                )
+            self._held.add(group.id)
+            waiting.pop(group.position, None)
+        if taken.evicted:
+            stale = [(group, drawn) for group, drawn in waiting.values() if group.weight_version < request.min_version]
+            self.drops.add([group for group, _ in stale], "stale", f"its weights are older than version {request.min_version}")
+            self.drops.counts["stale"] += taken.evicted - len(stale)
+            log.warning("the groups at %s of the prompt stream came too late", [drawn.position for _, drawn in stale])
+            self._collector.retry([drawn for _, drawn in stale])
+            self._collector.replace(taken.evicted)
+        return taken.groups
+
+    async def _replace(self, groups: list[Group]) -> None:
+        """Sets groups aside that a batch has no use for, and draws as many other prompts instead."""
+        self.drops.add(groups, "zero_variance", "all its rewards are equal")
+        await self._acknowledge(groups)
+        self._collector.replace(len(groups))
+
+    async def _acknowledge(self, groups: Sequence[Group]) -> None:
+        ids = [group.id for group in groups]
+        await self._services.replay.ack(ids)
+        self._held.difference_update(ids)
+        self._cursor.finish([group.position for group in groups])
+
+    def _reused(self, count: int, step: int) -> list[TrainingGroup]:
+        """Up to `count` groups that were trained on before, by priority, with importance weights (arXiv:1511.05952)."""
+        settings, low = self._config.replay, IMPORTANCE_EXPONENT
+        request = SampleRequest(
+            count=count,
+            min_version=max(0, step - settings.max_reuse_staleness),
+            priority_exponent=PRIORITY_EXPONENT,
+            importance_exponent=low + (1 - low) * step / self._total_steps,
+            max_times_sampled=settings.max_times_sampled,
+            seed=self._config.seed * 1_000_003 + step,
+            request_id=f"{self._run_id}-sample-{self._batches}",
+        )
+        with self._clock.stage("replay"):
+            sampled = self._loop.call(self._services.replay.sample(request))
+        weights = sampled.weights.tolist() if settings.corrected else [1.0] * len(sampled.groups)
+        return [TrainingGroup(group, weight, reused=True) for group, weight in zip(sampled.groups, weights, strict=True)]
+
+    def start_ack(self, batch: Batch) -> Callable[[], None]:
+        """See `Rollouts`. Sets the priorities for reuse too, and tells a curriculum how often the prompts were solved."""
+        columns = zip(batch.groups, batch.mean_advantages(), strict=True)
+        priorities = {item.group.id: self._priority(item.group, means) for item, means in columns}
+        return self._loop.begin(self._finish(batch.fresh, priorities, f"{self._run_id}-pass-rates-{self._batches}"))
+
+    async def _finish(self, fresh: list[Group], priorities: dict[str, float], request_id: str) -> None:
+        with self._clock.stage("replay"):
+            await self._acknowledge(fresh)
+            await self._services.replay.set_priorities(priorities)
+        if self._config.data.curriculum != "none":
+            rates = [sum(completion.correct for completion in group.completions) / len(group.completions) for group in fresh]
+            await self._services.data.report_pass_rates([group.prompt_id for group in fresh], rates, request_id)
+
+    def release(self, batch: Batch, served: "Future[None]") -> None:
+        served.add_done_callback(partial(self._released, len(batch.fresh)))
+
+    def _released(self, count: int, served: "Future[None]") -> None:
+        if (error := served.exception()) is not None:
+            self._fail(error)
+            return
+        with suppress(RuntimeError):  # the run has ended, and its loop is closed
+            self._loop.loop.call_soon_threadsafe(self._collector.free, count)
+
+
+def fresh_groups(config: Config) -> int:
+    """Groups of a batch that are generated for it; the others are reused."""
+    return config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
+
+
+def _encode(groups: Sequence[TrainingGroup]) -> bytes:
+    head = json.dumps([[item.weight, item.reused] for item in groups]).encode()
+    return len(head).to_bytes(8, "little") + head + encode_groups([item.group for item in groups])
+
+
+def _decode(body: bytes) -> list[TrainingGroup]:
+    size = 8 + int.from_bytes(body[:8], "little")
+    columns = zip(decode_groups(body[size:]), json.loads(body[8:size]), strict=True)
+    return [TrainingGroup(group, *about) for group, about in columns]

@@ -1,0 +1,233 @@
+"""A run and its parts, composed in one place for the job group and for training in one process alike.
+
+    rollouts     prompts → graded groups in the replay buffer → batches    trainer/rollouts/
+    policy       the model, its optimiser and its updates                  trainer/policy/policy.py
+    reference    the model that the KL term compares with                  trainer/policy/reference.py
+    critic       values and their updates, here or in the critic-server    trainer/policy/critic.py
+    weights      the policy's weights on their way to the engines          trainer/weights/
+    evaluator    accuracy on the held-out problems                         trainer/rollouts/evaluation.py
+    log          run directory, metrics, trackers                          trainer/observe/
+    checkpoints  the run on disk                                           trainer/policy/checkpoint.py
+
+No part knows the run, and rollouts, weights, evaluator and log do not know one another.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from common import watchdog
+from common.clients import Client, wait_healthy
+from common.config import Config
+from common.logs import set_run
+from common.observe import Metrics
+from common.topology import TRAINER
+from learning.ranks import Ranks
+from trainer.background import LoopThread
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder
+from trainer.observe.run_log import RecordedRun, RunLog
+from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.critic import ValueFunction, value_function
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
+from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.evaluation import Evaluator, ServedEvaluator
+from trainer.rollouts.prompt_cursor import Progress
+from trainer.rollouts.prompts import Prompter
+from trainer.rollouts.rollouts import Rollouts, ServedRollouts
+from trainer.rollouts.services import Services, flush_all
+from trainer.timing import StageClock
+from trainer.trackers.base import check
+from trainer.weights.adapters import static_files
+from trainer.weights.sync import PublishedWeights, Publishes, WeightSync
+
+
+@dataclass
+class Opening:
+    """What rank 0 has before the services are there."""
+
+    config: Config
+    run_dir: Path
+    run_id: str
+    """Of this attempt: weights of an earlier attempt are never taken for this one's."""
+    policy: Policy
+    tokenizer: Any
+    static_files: list[Path]
+    """Config and tokenizer files that make published weights a complete version."""
+    recorder: Recorder
+    metrics: TrainerMetrics
+    registry: Metrics
+    """The trainer's `/metrics` page."""
+    loop: LoopThread
+    """Runs the clients."""
+    stack: ExitStack
+    """Closes what the backend starts."""
+
+
+class Backend(Protocol):
+    """Where the services of a run are, and how weights reach the engines. Rank 0 alone uses it."""
+
+    console: Console
+    """For progress and results."""
+
+    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+        """Starts the services, or connects to them."""
+
+    def agents(self) -> list[Client]:
+        """The agents of the rollout nodes, to be flushed at the end."""
+
+
+@dataclass
+class Run:
+    """The parts of a run on this rank, as the training loop uses them.
+
+    Ranks above 0 have the default parts, which only take part in collectives.
+    """
+
+    config: Config
+    ranks: Ranks
+    policy: Policy
+    reference: Reference
+    critic: ValueFunction
+    checkpoints: Checkpoints
+    rollouts: Rollouts
+    weights: WeightSync = field(default_factory=WeightSync)
+    evaluator: Evaluator = field(default_factory=Evaluator)
+    log: RunLog = field(default_factory=RunLog)
+    clock: StageClock = field(default_factory=StageClock)
+    run_id: str = ""
+    total_steps: int = 0
+    flush: Callable[[], None] = lambda: None
+    """Makes the state of every service durable: nobody tells the services that the group ends."""
+
+    @classmethod
+    def build(cls, config: Config, ranks: Ranks, run_dir: Path, name: str, backend: Backend, stack: ExitStack) -> "Run":
+        """Loads or resumes the models, starts the services and publishes the weights. A collective.
+
+        Args:
+            config: of the run.
+            ranks: this process among the trainer's processes.
+            run_dir: of the run.
+            name: beginning of the run's id.
+            backend: starts the services.
+            stack: closes everything.
+
+        Raises ConfigError, or another ServiceError with the reason why the run cannot begin.
+        """
+        if ranks.first:
+            check(config.trackers)
+        watchdog.at("loading the model")
+        policy, state, saved = Policy.resume(config, ranks, run_dir)
+        reference, checkpoints = Reference(policy, saved), Checkpoints.open(config, ranks, run_dir)
+        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
+        run = cls(config, ranks, policy, reference, value_function(config, ranks), checkpoints, Rollouts(ranks), run_id=run_id)
+        watchdog.at("waiting for the services and the first publishing")
+        known = policy.step > 0 or (config.trainer.resume and checkpoints.directory.is_dir())
+        if ranks.first:
+            run._lead(run_dir, state, backend, stack)
+        run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
+        if ranks.first:  # the next attempt knows by the directory that the stored experience is this run's
+            checkpoints.directory.mkdir(exist_ok=True)
+        run.evaluator.prepare()
+        run.weights.push(policy).result()
+        if policy.step == 0:
+            run._evaluate(config.trainer.eval_pass_samples)
+        run.critic.restore(saved)
+        return run
+
+    def _lead(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> None:
+        """Takes rank 0's parts; the services are ready when this returns."""
+        config, policy, run_id = self.config, self.policy, self.run_id
+        set_run(run_id)
+        metrics = TrainerMetrics(registry := Metrics(TRAINER))
+        recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked))
+        recorder.say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
+        loop = stack.enter_context(LoopThread())
+        tokenizer = load_tokenizer(config.model)
+        static = static_files(config, policy.model, tokenizer, run_dir / "model")
+        opening = Opening(config, run_dir, run_id, policy, tokenizer, static, recorder, metrics, registry, loop, stack)
+        services, publisher = backend.start(opening)
+        loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, recorder.say))
+        prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(policy.model, tokenizer))
+        progress = Progress(state.position, state.finished) if state else Progress()
+        self.clock = StageClock(metrics.took)
+        self.critic = value_function(config, self.ranks, services.critic, loop.call, run_id)
+        self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress)
+        self.weights = PublishedWeights(publisher, self.clock, in_background=config.trainer.max_staleness > 0)
+        self.evaluator = ServedEvaluator(config, services, prompter, loop)
+        self.log = RecordedRun(config, recorder, metrics, self.clock, policy.step)
+
+        def flush() -> None:
+            agents = backend.agents()
+            loop.call(flush_all((*services.stateful(), *agents)))
+            for client in agents:
+                loop.call(client.close())
+
+        self.flush = flush
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Groups are collected, and steps recorded, while inside."""
+        step = self.policy.step
+        log = self.log.training(step, self.total_steps, self.rollouts.drops)
+        with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
+            try:
+                yield
+                self.weights.wait()
+            finally:
+                self.weights.close()
+
+    def begin_step(self) -> None:
+        """Seeds what is random in the step, dropout for example. Raises CheckpointFailed when the last one was not written."""
+        self.checkpoints.check()
+        torch.manual_seed((self.policy.seed * 4096 + self.ranks.rank) % 2**63)
+        watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
+
+    def evaluate(self) -> None:
+        """Evaluates every `trainer.eval_every` steps, but not after the last one."""
+        every, step = self.config.trainer.eval_every, self.policy.step
+        if every and step % every == 0 and step < self.total_steps:
+            self._evaluate(pass_samples=0)
+
+    def _evaluate(self, pass_samples: int) -> None:
+        self.weights.wait()
+        with self.log.evaluating():
+            evaluation = self.evaluator.evaluate(self.policy.step, pass_samples)
+        if evaluation:
+            self.log.evaluation(evaluation)
+
+    def checkpoint(self) -> None:
+        """Saves every `trainer.checkpoint_every` steps, but not after the last one. A collective."""
+        every, step = self.config.trainer.checkpoint_every, self.policy.step
+        if every and step % every == 0 and step < self.total_steps:
+            watchdog.at(f"the checkpoint of step {step}")
+            self._save()
+
+    def _save(self) -> Path:
+        self.checkpoints.wait()
+        alone, step, progress = self.checkpoints.alone, self.policy.step, self.rollouts.progress
+        parts = self.policy.snapshots(alone) | self.reference.snapshots(alone) | self.critic.snapshots(alone)
+        accuracy = self.evaluator.last.accuracy if self.evaluator.last and self.evaluator.last.step == step else None
+        state = TrainerState(step, progress.position, self.run_id, self.policy.kl_coef, progress.finished, accuracy)
+        return self.checkpoints.save(state, parts)
+
+    def finish(self) -> Path:
+        """Evaluates and saves the trained policy, reports, and flushes the services; returns the checkpoint. A collective."""
+        watchdog.at("the end of the run")
+        if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
+            self._evaluate(self.config.trainer.eval_pass_samples)
+        saved, name = self.checkpoints.newest(), self.checkpoints.name(self.policy.step)
+        if saved is None or saved.name != name:  # written again, a complete one could be lost
+            saved = self._save()
+            self.checkpoints.wait()
+        self.log.report(saved)
+        self.flush()
+        return saved

@@ -1,0 +1,136 @@
+"""One tracker's thread, its bounded queue, and how a process ends that has left one behind."""
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from common.security import Hider
+from trainer.trackers.base import RunInfo, load
+
+QUEUE = 1000
+"""Records that may wait. A step makes one or two, so this is hundreds of steps."""
+_PREFIX = "tracker "
+log = logging.getLogger(__name__)
+
+
+class TrackerThread:
+    """Hands records to a tracker, one at a time.
+
+    A tracker that fails, hangs or falls behind loses records: the first loss is reported with its reason, all are counted.
+
+    Args:
+        name: of the tracker, as in `trackers.names`.
+        run: what the tracker is made with.
+        say: prints a line for a person.
+        count: gets `written` or `lost` for every record.
+        limit: records that may wait.
+    """
+
+    def __init__(
+        self, name: str, run: RunInfo, say: Callable[[str], None], count: Callable[[str], None], limit: int = QUEUE
+    ) -> None:
+        self.name, self._say, self._count, self._limit = name, say, count, limit
+        self.written = self.lost = self._given = 0
+        self._queue = queue.SimpleQueue[tuple[str, dict[str, Any]] | None]()
+        self._lock = threading.Lock()
+        self._over, self._reported, self._finished = False, False, False
+        # A daemon: a tracker that hangs must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: str, **arguments: Any) -> None:
+        """Queues a record and returns at once."""
+        self._given += 1
+        if self._over:
+            self._settle("lost")
+        elif self._queue.qsize() >= self._limit:
+            self._settle("lost")
+            self._report(f"it is too slow: {self._limit} records wait for it already")
+        else:
+            self._queue.put((call, arguments))
+
+    def end(self, finished: bool) -> None:
+        """No more records come; `wait` waits for those that are queued."""
+        self._finished = finished
+        self._queue.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Waits until the tracker has taken everything, at most until `deadline` (`time.monotonic`); then leaves it behind."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._reported = True
+            self._say(f"tracker {self.name} did not take what was left in the time it had")
+        self._lose_rest()
+        if self.lost:
+            self._say(f"tracker {self.name}: {self.lost} of {self._given} records are lost")
+
+    def _run(self, run: RunInfo) -> None:
+        try:
+            tracker = load(self.name)(run)
+            self._say(f"tracker {self.name}: {tracker.where}")
+            while (record := self._queue.get()) is not None and not self._over:
+                call, arguments = record
+                try:
+                    getattr(tracker, call)(**arguments)
+                except Exception as error:
+                    self._settle("lost")
+                    self._failed(error)
+                else:
+                    self._settle("written")
+            if not self._over:
+                tracker.close(self._finished)
+        except (Exception, SystemExit) as error:  # a library that calls sys.exit has only ended this thread
+            self._failed(error)
+        self._lose_rest()
+
+    def _settle(self, result: str) -> None:
+        with self._lock:
+            if result == "written" and not self._over:
+                self.written += 1
+                self._count(result)
+            elif self.written + self.lost < self._given:
+                self.lost += 1
+                self._count("lost")
+
+    def _lose_rest(self) -> None:
+        self._over = True
+        for _ in range(self._given - self.written - self.lost):
+            self._settle("lost")
+
+    def _failed(self, error: BaseException) -> None:
+        log.debug("tracker %s", self.name, exc_info=error)
+        self._report(Hider().text(" ".join(f"{type(error).__name__}: {error}"[:500].split())))
+
+    def _report(self, reason: str) -> None:
+        if not self._reported:
+            self._reported = True
+            self._say(f"tracker {self.name}: {reason}. The run goes on; the records that it does not take are lost and counted")
+
+
+@contextmanager
+def prompt_exit() -> Iterator[None]:
+    """Around a command: ends the process at once, with its exit status, if a tracker was left behind.
+
+    Exit hooks of its library may wait for the same thing, without an end: wandb's waits until everything is sent.
+    """
+    try:
+        yield
+    finally:
+        if any(thread.name.startswith(_PREFIX) for thread in threading.enumerate()):
+            error, status = sys.exc_info()[1], 0
+            if isinstance(error, SystemExit):
+                status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            elif error is not None:
+                traceback.print_exception(error)
+                status = 1
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)

@@ -1,0 +1,91 @@
+"""`WeightSync.push`: the policy's weights go to every rollout engine, however they travel."""
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import Protocol
+
+from trainer.policy.policy import Policy
+from trainer.timing import PUBLISHING, StageClock
+from trainer.weights.publisher import Weights
+
+_LAST_PUSH_S = 5.0
+"""A run that fails waits this long for the weights that it is publishing."""
+
+
+class Publishes(Protocol):
+    """Brings weights to every rollout engine; returns when they generate with them. Called from any thread."""
+
+    def publish(self, weights: Weights, version: int) -> None: ...
+
+
+class WeightSync:
+    """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0 publishes."""
+
+    def push(self, policy: Policy) -> "Future[None]":
+        """Publishes the weights as version `policy.step`; the future is done when the engines serve them. A collective.
+
+        Raises PublishFailed when no engine does; in the future, if publishing goes on in the background.
+        """
+        deque(policy.weights(), maxlen=0)
+        return _served()
+
+    def wait(self) -> None:
+        """Returns when the engines serve what was pushed last. Raises what the push raised."""
+
+    def close(self) -> None:
+        """Lets a version that is on its way arrive, if that takes only a few seconds; raises nothing."""
+
+
+class PublishedWeights(WeightSync):
+    """Rank 0's weight sync.
+
+    In the background, a thread publishes a copy of the weights. At most one version is on its way: the next one waits for
+    it, so versions arrive in order and one copy is held.
+
+    Args:
+        publisher: brings weights to the engines.
+        clock: told how long publishing takes.
+        in_background: whether `push` returns before the engines serve the weights (`trainer.max_staleness` above 0).
+    """
+
+    def __init__(self, publisher: Publishes, clock: StageClock, in_background: bool) -> None:
+        self._publisher, self._clock, self._in_background = publisher, clock, in_background
+        self._thread: threading.Thread | None = None
+        self._served = _served()
+
+    def push(self, policy: Policy) -> "Future[None]":
+        with self._clock.stage("publish"):
+            if not self._in_background:
+                self._publisher.publish(policy.weights(), policy.step)
+                return self._served
+            self._served.result()
+            weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in policy.weights()]
+        self._served = Future()
+        arguments = (weights, policy.step, self._served)
+        self._thread = threading.Thread(target=self._publish, args=arguments, name="publisher", daemon=True)
+        self._thread.start()
+        return self._served
+
+    def _publish(self, weights: Weights, version: int, served: "Future[None]") -> None:
+        try:
+            with self._clock.stage(PUBLISHING):
+                self._publisher.publish(weights, version)
+        except BaseException as error:  # raised in the training loop
+            served.set_exception(error)
+        else:
+            served.set_result(None)
+
+    def wait(self) -> None:
+        with self._clock.stage("publish"):
+            self._served.result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join(_LAST_PUSH_S)
+
+
+def _served() -> "Future[None]":
+    served: Future[None] = Future()
+    served.set_result(None)
+    return served
