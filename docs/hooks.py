@@ -41,7 +41,7 @@ SERVICES = {
     "engine": "embedded engine :30001",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]*)(#[^)\s]*)?\)")
-_CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+_FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             return text  # a file of the source: the text says which
         return f"{image}[{text}]({os.path.relpath(site, Path(where).parent)}{anchor or ''})"
 
-    parts = _CODE.split(markdown)
+    parts = _FENCE.split(markdown)
     return "".join(part if place % 2 else _LINK.sub(link, part) for place, part in enumerate(parts))
 
 
