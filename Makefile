@@ -1,7 +1,8 @@
-# Two commands do everything on a fresh machine with Python 3.11 and make:
+# Two commands do everything on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
 #   make test    the whole test suite
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.11")'
 SEED ?= 0
 ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
@@ -39,7 +40,7 @@ help:
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
 $(VENV)/.made: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(CHECK_PYTHON)
 	@echo 'making the environment in $(VENV): once, a few minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
@@ -76,7 +77,7 @@ fuzz: $(VENV)/.made $(BASE)/config.json
 
 # SkyPilot pins other versions of what the services use, so it has an environment of its own.
 $(SKY)/.made: jobgroup/skypilot-requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(CHECK_PYTHON)
 	@echo 'making the environment of SkyPilot in $(SKY): once, about a minute'
 	$(PYTHON) -m venv $(SKY)
 	$(SKY)/bin/pip install --quiet --disable-pip-version-check -r $<
@@ -90,7 +91,7 @@ bench: $(VENV)/.made $(BASE)/config.json
 
 # TRL is a peer to compare with, no dependency, so it has an environment of its own.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(CHECK_PYTHON)
 	@echo 'making the environment of TRL in $(TRL): once, about two minutes'
 	$(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
@@ -118,4 +119,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info

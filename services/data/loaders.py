@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import ConfigError
+from common.imports import import_callable
 from common.schemas import Prompt
 from common.sections import DataSection
 from services.data import tiny
 from services.data.loaders_base import Loader
-from services.data.loaders_custom import CustomDatasetLoader, import_map
+from services.data.loaders_custom import CustomDatasetLoader
 from services.data.loaders_math import MATH_ON_HUB, GSM8KLoader, MATHLoader
 from services.data.rows import final_answer, stop
 
@@ -69,7 +70,7 @@ def loader_of(config: DataSection) -> Loader:
         messages_field=config.messages_field,
         task_field=config.task_field,
         columns=config.columns,
-        map=import_map(config.map) if config.map else None,
+        map=import_callable(config.map, "data.map") if config.map else None,
         hub_config=config.hub_config,
     )
 

@@ -98,15 +98,6 @@ class Scorer:
             "unfinished_limit": self._queue * len(self._hosts),
         }
 
-    def totals(self) -> dict[str, float]:
-        """Since the start, for the log: answers graded, and of these by status what is not `ok`; workers replaced."""
-        by_status = {f"of them {status}": count for status, count in self._counts.items() if status != "ok"}
-        return {"answers graded": self._counts.total(), **by_status, "workers replaced": self._restarted}
-
-    def now(self) -> str:
-        """What waits, for the log."""
-        return f"{count} answers wait or are being graded" if (count := self._unfinished()) else ""
-
     def check(self, item: RewardItem, where: str = "") -> None:
         """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix `where`."""
         for host in self._of(item, where):

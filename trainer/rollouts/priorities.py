@@ -5,12 +5,12 @@ Priorities are relative: the buffer takes them to the power of PRIORITY_EXPONENT
 below MIN_PRIORITY, so a choice made here changes how often a group is reused and never excludes one.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 
 from common.errors import ConfigError, shorten
+from common.imports import import_callable
 from common.schemas import Group
 
 Priority = Callable[[Group, Sequence[float]], float]
@@ -58,26 +58,11 @@ def load_priority(name: str) -> Priority:
 
 
 def _imported(name: str) -> Priority:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    module, _, function = name.partition(":")
+    if not module or not function:
         known = ", ".join(PRIORITIES)
         raise _refused("there is no such priority", name, f"take one of {known}, or write package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise _refused(
-            f"{module_name} cannot be imported ({reason})",
-            name,
-            "correct the path, or add its directory to PYTHONPATH of ppo-trainer",
-        ) from error
-    function: Priority | None = getattr(module, attribute, None)
-    if not callable(function):
-        what = "there is no such name" if function is None else f"it is of type {type(function).__name__}"
-        raise _refused(
-            f"{attribute} of {module_name} is not a function: {what}", name, "name a function of (group, advantages)"
-        )
-    return function
+    return import_callable(name, "replay.priority")
 
 
 def _checked(value: object, group: Group, name: str) -> float:
