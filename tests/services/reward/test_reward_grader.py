@@ -16,6 +16,8 @@ from common.sections import RewardSection
 from services.reward.limits import MAX_BATCH_ITEMS
 from services.reward.scorer import Scorer
 
+pytestmark = pytest.mark.process
+
 HOSTILE = [
     "9^{9^{9^9}}",
     "9**9**9**9",
