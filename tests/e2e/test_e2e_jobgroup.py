@@ -21,9 +21,7 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 30
-pytestmark = [
-    pytest.mark.process,
-]
+pytestmark = pytest.mark.process
 
 
 @dataclass

@@ -74,7 +74,8 @@ def test_a_failed_task_is_restarted_whole_at_the_same_addresses(local: "LocalRun
     script = (
         'echo "start $SKYPILOT_NODE_IPS" | tr "\\n" " "; n=$(ls $FOLDER | grep -c once-$SKYPILOT_NODE_RANK); '
         "touch $FOLDER/once-$SKYPILOT_NODE_RANK-$n; "
-        'if [ $SKYPILOT_NODE_RANK = 1 -a $n -lt 2 ]; then echo "failure $n"; exit 5; fi; [ $n -ge 2 ] || sleep 600'
+        'if [ $SKYPILOT_NODE_RANK = 1 -a $n -lt 2 ]; then echo "failure $n"; '
+        "until [ -e $FOLDER/once-0-$n ]; do sleep 0.02; done; exit 5; fi; [ $n -ge 2 ] || sleep 600"
     )
     task = "num_nodes: 2\nresources: {job_recovery: {max_restarts_on_errors: 2}}"
     status, out, _ = local.run(f"{HEADER}---\nname: main\n{task}\nrun: |\n  {script}\n")

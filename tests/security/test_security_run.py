@@ -13,9 +13,7 @@ from tests.support.certificates import Certificates
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [
-    pytest.mark.process,
-]
+pytestmark = pytest.mark.process
 STEPS = 2
 
 

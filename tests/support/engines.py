@@ -98,7 +98,7 @@ def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], 
 
 
 def start(
-    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 240
+    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 400
 ) -> subprocess.Popen[bytes]:
     """A process that is ready, or an error with its log. It leads a group and ends with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -120,7 +120,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """Ends a process, kindly first, and whatever it has left behind."""
     process.terminate()
     try:
-        process.wait(20)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -168,7 +168,7 @@ def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | Non
     config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection())
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
     env = engine_env(config) | Topology().loopback_env() | {"PYTHONPATH": str(PLUGIN)}
-    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=240)
+    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=400)
     try:
         yield url
     finally:
@@ -194,7 +194,7 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
     try:
         for worker in worker_urls:
             httpx.post(f"{url}/workers", json={"url": worker}, trust_env=False).raise_for_status()
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 400
         while len(routed(url)) < len(worker_urls):
             assert time.monotonic() < limit, f"the router lists {routed(url)}:\n{log.read_text()}"
             time.sleep(0.1)

@@ -42,7 +42,7 @@ class Service:
             return False
 
     def wait(self) -> None:
-        limit = time.monotonic() + 240
+        limit = time.monotonic() + 400
         while not self.ready():
             assert time.monotonic() < limit, self.log.read_text()[-3000:]
             time.sleep(0.1)
@@ -56,7 +56,7 @@ class Service:
         self.http.close()
         self.process.terminate()
         try:
-            self.process.wait(60)
+            self.process.wait(400)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

@@ -99,6 +99,6 @@ async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(s
 
 def test_a_model_that_is_not_there_ends_with_2_and_its_name(port: int, settings: list[str]) -> None:
     command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port), "--critic.model", "/nowhere"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 2
     assert "field: critic.model · value: /nowhere" in ended.stderr

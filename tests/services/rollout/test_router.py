@@ -40,7 +40,7 @@ async def generate(client: RolloutClient, n: int = 2, tokens: int = 4) -> list[C
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + 180
+    limit = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < limit, f"never: {what}"
         await asyncio.sleep(0.05)
