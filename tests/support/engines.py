@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -26,9 +26,11 @@ from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
+from tests.support.forks import Forked
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
+_P = TypeVar("_P", "subprocess.Popen[bytes]", Forked)
 SGLANG = ROOT / ".venv-sglang"
 PLUGIN = ROOT / "jobgroup" / "sglang-cpu" / "plugin"
 """Of this checkout, whichever is installed in that environment."""
@@ -107,16 +109,20 @@ def start(
         process = subprocess.Popen(
             wrapped, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
         )
+    return _ready(process, log, ready, limit_s)
+
+
+def _ready(process: _P, log: Path, ready: Callable[[], bool], limit_s: float = 400) -> _P:
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit and process.poll() is None:
         if ready():
             return process
         time.sleep(0.1)
     end(process)
-    raise AssertionError(f"{command} is not ready:\n{log.read_text()}")
+    raise AssertionError(f"it is not ready:\n{log.read_text()}")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: "subprocess.Popen[bytes] | Forked") -> None:
     """Ends a process, kindly first, and whatever it has left behind."""
     process.terminate()
     try:
@@ -139,14 +145,12 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def engine_process(
-    model: Path, log: Path, *extra: str, port: int | None = None
-) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def engine_process(model: Path, log: Path, *extra: str, port: int | None = None) -> Iterator[tuple[str, Forked]]:
     """`python -m services.engine`; yields its URL and process."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "services.engine", "--model-path", str(model), "--host", "127.0.0.1"]
-    process = start([*command, "--port", str(port), *extra], log, lambda: answers(f"{url}/health"))
+    words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *extra]
+    process = _ready(Forked("services.engine", *words, log=log), log, lambda: answers(f"{url}/health"))
     try:
         yield url, process
     finally:

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.paths import ROOT
+from tests.support.forks import Forked
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
 """Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of examples."""
@@ -27,10 +26,8 @@ class Service:
         self.name = name
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"{name}.log"
-        command = [sys.executable, "-m", "tests.support.served_app", name, str(self.port), str(directory / name), str(model)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": str(ROOT)}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        words = (name, str(self.port), str(directory / name), str(model))
+        self.process = Forked("tests.support.served_app", *words, log=self.log)
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
     def ready(self) -> bool:
