@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -18,6 +19,8 @@ settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.env
 settings.load_profile("repeatable")
 # torch writes hundreds of lines of DEBUG for every checkpoint, which would hide what failed.
 logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
+# Else pytest-asyncio gets a new loop from asyncio, which nobody closes, and some later test fails for its sockets.
+asyncio.set_event_loop(None)
 
 
 _running: list[pytest.Item] = []
