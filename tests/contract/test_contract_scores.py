@@ -1,10 +1,10 @@
 """The trainer's own scores of what an engine sampled are the engine's log-probabilities, however the trainer computes them."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.algorithm import AlgorithmSection
 from common.config import Config
