@@ -95,7 +95,7 @@ def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> No
         "metrics.jsonl is missing: no step was recorded",
     ]
     assert run.series()["steps"].tolist() == []
-    assert run.summary()["step"] is None
+    assert run.summary().step is None
     assert run.facts()["config"] is None
     make_run(tmp_path, 2)  # it begins to write
     assert run.problems == []

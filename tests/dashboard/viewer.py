@@ -54,7 +54,7 @@ def record(directory: Path, steps: Sequence[Sequence[RecordedGroup]], keep_bytes
     recorder = GroupRecorder(directory, keep_bytes, done)
     for step, items in enumerate(steps, done + 1):
         recorder.step(step, [item for item in items if not item.reason], [item for item in items if item.reason])
-    recorder.settle()
+    recorder.flush()
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:

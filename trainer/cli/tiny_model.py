@@ -1,8 +1,8 @@
-"""The tiny base model of the built-in task: made on the spot in about a minute on two CPU cores, then cached.
+"""Tiny base model of the built-in task, built in about a minute on two CPU cores.
 
 `python -m trainer.tiny_model DIRECTORY [--seed N]` writes a Hugging Face directory: a Qwen2 of about 125,000 parameters with a
-tokenizer of its own, warm-started on worked and, in the end, mostly bare answers. That makes it an "instruct base" that
-knows the arithmetic but rarely shows its working. Reinforcement learning then teaches it to.
+tokenizer of its own, warm-started on worked and, in the end, mostly bare answers. The result is an "instruct base" that
+knows the arithmetic but rarely shows its working; reinforcement learning teaches it to.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
 
 
 def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 420 tokens with single digits and the ChatML template."""
+    """Trains a byte-level BPE of 420 tokens with single digits and the ChatML template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -58,7 +58,7 @@ def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
-    """The architecture with random weights, from torch's current generator."""
+    """Returns the architecture with random weights from torch's current generator."""
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -92,7 +92,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Exampl
 
 
 def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
+    """Returns right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
     width = max(len(prompt) + len(target) for prompt, target in rows)
     inputs, labels = torch.full((len(rows), width), pad), torch.full((len(rows), width), -100)
     for i, (prompt, target) in enumerate(rows):
@@ -103,7 +103,7 @@ def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, T
 
 
 def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng: random.Random, console: Console) -> None:
-    """Supervised training on the targets: Muon on the hidden matrices, AdamW on the rest, cosine schedule."""
+    """Trains on the targets: Muon for the hidden matrices, AdamW for the rest, cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -136,7 +136,7 @@ def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng:
 
 
 def build(directory: Path, seed: int = 0, console: Console | None = None) -> None:
-    """Makes the base model in `directory`; does nothing when it is there. Atomic: a killed build leaves nothing behind."""
+    """Builds the base model in `directory` unless it exists; atomic."""
     console = console or Console(stderr=True)
     if (directory / "config.json").exists():
         return

@@ -1,4 +1,4 @@
-"""Shows run directories in a browser, while they grow and afterwards, and lays several over each other."""
+"""Shows run directories in a browser, during and after training, and overlays several."""
 
 from pathlib import Path
 
@@ -22,23 +22,23 @@ With API_TOKEN in the environment the page asks for it.
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Returns the command line."""
     usage = "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS] [--replay-store FILE]"
     made = Parser("trainer.dashboard", usage, __doc__ or "", _EPILOG)
     made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run")
-    made.add_argument("--port", type=int, default=8004, help="to listen on (default 8004)")
-    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1, this machine)")
+    made.add_argument("--port", type=int, default=8004, help="port (default 8004)")
+    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1, this machine)")
     made.add_argument(
         "--replay-store",
         type=Path,
         metavar="FILE",
-        help="replay.db of the replay-buffer, where it is not where config.json says (one run alone)",
+        help="replay.db of the replay-buffer, if it is not where config.json says (one run only)",
     )
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serves until it is stopped. Raises ConfigError for a directory that is not there and a port that cannot be had."""
+    """Serves the page until it is stopped. Raises ConfigError for a missing directory or an unusable port."""
     arguments = parser().parse_args(argv)
     store: Path | None = arguments.replay_store
     if store is not None and (not store.is_file() or len(arguments.run_dir) > 1):

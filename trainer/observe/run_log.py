@@ -1,4 +1,4 @@
-"""What a run records: a line, the groups and the metrics of every step, evaluations, and the report at its end."""
+"""Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,37 +23,37 @@ from trainer.timing import CpuClock, StageClock
 
 
 class RunLog:
-    """The log of a rank above 0: nothing, rank 0 records the run."""
+    """Log of a rank above 0: no-op, rank 0 records the run."""
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
-        """Training goes on while inside: a progress bar is shown, clocks run, and what is left is written at its end."""
+        """Shows a progress bar and runs the clocks inside; flushes the log at the end."""
         yield
 
     def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
-        """`step` steps are done, the last one on `batch`."""
+        """Records a finished step."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """An evaluation goes on while inside; its CPU time does not count for the step."""
+        """Excludes an evaluation's CPU time from that of the step."""
         yield
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """An evaluation was done."""
+        """Records an evaluation."""
 
     def report(self, checkpoint: Path) -> None:
-        """The run has ended with this checkpoint: writes the curves, and shows before and after."""
+        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
 
 
 class RecordedRun(RunLog):
-    """Rank 0's log.
+    """Log of rank 0.
 
     Args:
-        config: of the run.
-        recorder: of the run directory.
-        metrics: of the trainer's `/metrics`.
-        clock: of the run's stages.
-        step: the run goes on after this step.
+        config: configuration of the run.
+        recorder: writer of the run directory.
+        metrics: gauges and counters of `/metrics`.
+        clock: clock of the run's stages.
+        step: the run continues after this step.
     """
 
     def __init__(self, config: Config, recorder: Recorder, metrics: TrainerMetrics, clock: StageClock, step: int) -> None:
@@ -70,9 +70,9 @@ class RecordedRun(RunLog):
             self._cpu.lap()
             try:
                 yield
-                self._groups.settle()
+                self._groups.flush()
             except BaseException:
-                self._groups.leave(self._step + 1, _dropped(drops.recent()))
+                self._groups.abort(self._step + 1, _dropped(drops.recent()))
                 raise
 
     def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
@@ -125,7 +125,6 @@ class RecordedRun(RunLog):
 
 
 def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
-    """The groups of a batch with their columns."""
     assert batch.advantages is not None
     logprobs = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
     items = []
