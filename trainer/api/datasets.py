@@ -30,11 +30,8 @@ def as_prompts(dataset: Iterable[Any], field: str) -> list[Prompt]:
     """
     if isinstance(dataset, str | bytes | Mapping) or not hasattr(dataset, "__len__"):
         splits = f"its keys are {', '.join(map(str, dataset))}; " if isinstance(dataset, Mapping) else ""
-        raise ConfigError(
-            f"{type(dataset).__name__} is not a list of problems",
-            field=field,
-            remedy=f"{splits}give one split: a list of prompts, a list of rows, or a Hugging Face Dataset",
-        )
+        remedy = f"{splits}give one split: a list of prompts, a list of rows, or a Hugging Face Dataset"
+        raise ConfigError(f"{type(dataset).__name__} is not a list of problems", field=field, remedy=remedy)
     prompts = [_prompt(item, f"{field}-{number}", f"{field}, row {number}") for number, item in enumerate(dataset)]
     if not prompts:
         raise ConfigError("the data set is empty", field=field, value=[], remedy="give it at least one problem")
@@ -112,12 +109,8 @@ def as_rewards(reward_fn: RewardFunction | Sequence[RewardFunction]) -> list[Rew
     for function in functions:
         if not isinstance(function, RewardFunction):
             made = " (make an object of it: add parentheses)" if isinstance(function, type) else ""
-            raise ConfigError(
-                "this is not a reward function",
-                field="reward_fn",
-                value=function,
-                remedy=f"give an instance of a subclass of RewardFunction{made}",
-            )
+            remedy = f"give an instance of a subclass of RewardFunction{made}"
+            raise ConfigError("this is not a reward function", field="reward_fn", value=function, remedy=remedy)
     if not functions:
         raise ConfigError("there is no reward function", field="reward_fn", value=[], remedy="give at least one")
     return functions

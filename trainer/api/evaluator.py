@@ -119,11 +119,9 @@ class ModelEvaluator:
             if value <= 0:
                 raise ConfigError("it is not above 0", field=name, value=value, remedy="raise it")
         if temperature <= 0:
+            remedy = "set it above 0; the first answer to every problem is greedy anyway"
             raise ConfigError(
-                "samples at this temperature are all the same",
-                field="temperature",
-                value=temperature,
-                remedy="set it above 0; the first answer to every problem is greedy anyway",
+                "samples at this temperature are all the same", field="temperature", value=temperature, remedy=remedy
             )
         for name, setting in (("tokenizer", tokenizer), ("model_id", model_id), ("api_key", api_key)):
             if setting is not None and not self._served:

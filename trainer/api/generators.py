@@ -131,12 +131,8 @@ async def _ask(client: Client, path: str) -> httpx.Response | None:
     try:
         return await client.request("GET", path, deadline_s=_FIRST_ANSWER_S)
     except Unreachable as error:
-        raise Unreachable(
-            error.message,
-            field="model",
-            value=client.base_url,
-            remedy="check that the server is ready, and that address and port are right",
-        ) from None
+        remedy = "check that the server is ready, and that address and port are right"
+        raise Unreachable(error.message, field="model", value=client.base_url, remedy=remedy) from None
     except ServiceError as error:
         if error.status in (401, 403):
             raise ConfigError(
@@ -151,10 +147,11 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
     except (ValueError, KeyError, TypeError):
         ids = []
     if len(ids) != 1:
+        remedy = "name one (--model-id on the command line)"
         raise ConfigError(
             f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has",
             field="model_id",
             value=url,
-            remedy="name one (--model-id on the command line)",
+            remedy=remedy,
         )
     return ids[0]

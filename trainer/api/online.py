@@ -171,13 +171,9 @@ class OnlineRLTrainer:
         if not there:
             return
         if not self.config.overwrite_output_dir:
-            raise ConfigError(
-                "there is a run in the output directory already",
-                field="output_dir",
-                value=str(self.output_dir),
-                remedy="go on with it by train(resume_from_checkpoint=True), replace it by overwrite_output_dir=True, or "
-                "name another directory",
-            )
+            message = "there is a run in the output directory already"
+            remedy = "call train(resume_from_checkpoint=True), set overwrite_output_dir=True, or name another directory"
+            raise ConfigError(message, field="output_dir", value=str(self.output_dir), remedy=remedy)
         for path in [*there, self.output_dir / "curves.png"]:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -197,12 +193,8 @@ class OnlineRLTrainer:
 
 def _check_device(config: TrainerConfig) -> None:
     if config.use_gpu and not torch.cuda.is_available():
-        raise ConfigError(
-            "torch finds no GPU",
-            field="use_gpu",
-            value=True,
-            remedy="leave it out to train on the CPU, or check nvidia-smi and that torch is a CUDA build",
-        )
+        remedy = "leave it out to train on the CPU, or check nvidia-smi and that torch is a CUDA build"
+        raise ConfigError("torch finds no GPU", field="use_gpu", value=True, remedy=remedy)
 
 
 def _check_steps(config: TrainerConfig, problems: Problems) -> None:
@@ -227,16 +219,18 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
     longest, positions = max(range(len(prompts)), key=lengths.__getitem__), context_length(model)
     if lengths[longest] > config.max_prompt_length:
+        remedy = "raise it, or leave the problem out"
         raise ConfigError(
             f"the problem {prompts[longest].id} has {lengths[longest]} tokens",
             field="max_prompt_length",
             value=config.max_prompt_length,
-            remedy="raise it, or leave the problem out",
+            remedy=remedy,
         )
     if positions is not None and lengths[longest] + config.max_new_tokens > positions:
+        remedy = f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out"
         raise ConfigError(
             f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context is {positions}",
             field="max_new_tokens",
             value=config.max_new_tokens,
-            remedy=f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out",
+            remedy=remedy,
         )

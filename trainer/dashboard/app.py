@@ -45,23 +45,12 @@ class ServicesHealth(BaseModel):
 def create_dashboard_app(runs: Sequence[Run]) -> FastAPI:
     """Returns the app that shows run directories, and new steps of a run that still trains elsewhere."""
     app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES)
-    _add(app, runs, None, None)
+    add_dashboard(app, runs)
     return app
 
 
-def add_dashboard(app: FastAPI, run: Run, health: Health | None = None, replay: Replay | None = None) -> None:
-    """Adds the dashboard to the trainer's app, which has `PAGES` as open paths.
-
-    Args:
-        app: the trainer's app.
-        run: the run it trains.
-        health: asks the other tasks.
-        replay: the run's replay-buffer.
-    """
-    _add(app, [run], health, replay)
-
-
-def _add(app: FastAPI, runs: Sequence[Run], health: Health | None, replay: Replay | None) -> None:
+def add_dashboard(app: FastAPI, runs: Sequence[Run], health: Health | None = None, replay: Replay | None = None) -> None:
+    """Adds the dashboard to an app that has `PAGES` as open paths; `replay` is the replay-buffer of the first run."""
     _add_page(app)
     add_groups(app, runs, replay)
 

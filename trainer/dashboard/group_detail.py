@@ -14,11 +14,7 @@ from trainer.observe.group_files import read_group, recorded_steps
 def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, texts: TokenTexts | ServiceError) -> dict[str, Any]:
     """Returns the full group of a row of the index; `missing` names what is not known about it.
 
-    Args:
-        run_dir: directory of the run.
-        row: as returned by `GroupIndex.find`.
-        replay: read when the run directory lacks the group.
-        texts: texts of the run's tokens, or why there are none.
+    The replay store is read when the run directory lacks the group.
 
     Raises NotFound with the reason when the content of the group is gone.
     """
@@ -90,12 +86,9 @@ def _from_replay(row: dict[str, Any], replay: Replay, why: str) -> dict[str, Any
             return group_json(group)
     except (ServiceError, OSError) as error:
         there = reason(error)
+    remedy = "raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run goes on"
     raise NotFound(
-        f"the group is known, but not in full: {why}; {there}",
-        code="evicted",
-        field="id",
-        value=row["id"],
-        remedy="raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run goes on",
+        f"the group is known, but not in full: {why}; {there}", code="evicted", field="id", value=row["id"], remedy=remedy
     )
 
 

@@ -64,12 +64,7 @@ class Query(BaseModel):
 
 
 class GroupIndex:
-    """Groups of one run directory, and those that only its replay store has. Thread-safe.
-
-    Args:
-        run_dir: may be incomplete.
-        replay: None: the run directory alone.
-    """
+    """Groups of one run directory, complete or not, and those that only its replay store has. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
         self._replay, self._lock = replay, threading.Lock()

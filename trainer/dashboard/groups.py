@@ -2,8 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Response
@@ -15,24 +14,14 @@ from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.replay import Replay, StoredReplay
+from trainer.dashboard.runs import Run
 from trainer.dashboard.tokens import TokenTexts
-
-
-class RunDirectory(Protocol):
-    """The part of a run that the viewer reads."""
-
-    @property
-    def directory(self) -> Path: ...
-
-    @property
-    def replay_store(self) -> Path | None:
-        """The replay-buffer's file, if it exists."""
 
 
 class RunGroups:
     """The groups of one run; `live` is its replay-buffer while the run goes on."""
 
-    def __init__(self, run: RunDirectory, live: Replay | None) -> None:
+    def __init__(self, run: Run, live: Replay | None) -> None:
         self.directory = run.directory
         self._replay: Replay = live or StoredReplay(lambda: run.replay_store)
         self.index = GroupIndex(run.directory, self._replay)
@@ -43,11 +32,12 @@ class RunGroups:
         """Returns one group in full. Raises NotFound."""
         row = self.index.find(group_id, step)
         if row is None:
+            remedy = "list the groups with /dashboard/api/groups"
             raise NotFound(
                 "this run has no such group" + ("" if step is None else f" in step {step}"),
                 field="id",
                 value=group_id,
-                remedy="list the groups with /dashboard/api/groups",
+                remedy=remedy,
             )
         return group_detail(self.directory, row, self._replay, self._read_tokenizer())
 
@@ -69,14 +59,8 @@ class SearchParameters(Query):
     limit: int = Field(50, ge=1, le=1000)
 
 
-def add_groups(app: FastAPI, runs: Sequence[RunDirectory], live: Replay | None = None) -> None:
-    """Adds the calls to the app of the dashboard or of the trainer.
-
-    Args:
-        app: gets the routes.
-        runs: a call names one by its index here.
-        live: replay-buffer of the first run while it trains; None: the files of the replay-buffers are read.
-    """
+def add_groups(app: FastAPI, runs: Sequence[Run], live: Replay | None = None) -> None:
+    """Adds the calls to an app; `live` is the replay-buffer of the first run while that trains."""
     opened: dict[int, RunGroups] = {}
     lock = threading.Lock()
 

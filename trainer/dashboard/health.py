@@ -68,11 +68,7 @@ class _Target:
 class Health:
     """Checks the tasks of a job group. Used in one event loop, inside `running`.
 
-    Args:
-        config: the run's configuration.
-        topology: addresses of the tasks.
-        nodes: returns the number of known rollout nodes.
-        version: returns the newest weight version, if there is one.
+    `nodes` returns the number of known rollout nodes, `version` the newest weight version, if there is one.
     """
 
     def __init__(self, config: Config, topology: Topology, nodes: Callable[[], int], version: Callable[[], int | None]) -> None:

@@ -9,10 +9,9 @@ _SHOWN_DAMAGE = 3
 
 
 class JsonlReader:
-    """Reads the new lines of one file. Damaged lines are skipped and counted, an incomplete last line waits for its rest.
+    """Reads the new lines of a file that may not exist yet.
 
-    Args:
-        path: need not exist yet.
+    Damaged lines are skipped and counted, an incomplete last line waits for its rest.
     """
 
     def __init__(self, path: Path) -> None:

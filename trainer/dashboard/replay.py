@@ -27,12 +27,7 @@ class Replay(Protocol):
 
 
 class LiveReplay:
-    """The replay-buffer of a running run: groups that wait to be trained on; the run directory has all others.
-
-    Args:
-        client: the trainer's client, used in `loop` alone.
-        loop: runs the calls.
-    """
+    """The replay-buffer of a running run: groups that wait to be trained on; the run directory has all others."""
 
     def __init__(self, client: ReplayClient, loop: LoopThread) -> None:
         self._client, self._loop = client, loop

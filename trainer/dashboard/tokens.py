@@ -14,13 +14,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:
-    """Texts of tokens, also where several tokens make one character.
-
-    Args:
-        path: a `tokenizer.json`.
-
-    Raises ServiceError when it cannot be read.
-    """
+    """Texts of the tokens of a `tokenizer.json`. Raises ServiceError when it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -44,32 +44,26 @@ def limits(old: bool) -> dict[str, Limit]:
 def alarms(metrics: "UpdateMetrics", staleness: float, config: Config) -> dict[str, str]:
     """Returns texts by name of the alarm; empty when all is well.
 
-    Args:
-        metrics: measurements of one update.
-        staleness: mean age of its experience in weight versions; 0 when the current policy sampled all of it.
-        config: configuration of the run.
+    `staleness` is the mean age of the experience in weight versions: 0 when the current policy sampled all of it.
     """
-    found: dict[str, str] = {}
     old = staleness > 0
     bounds = limits(old)
-    if bounds["delta_logprob"].passed(metrics):
-        found["delta_logprob"] = (
+    cause = _age(staleness, config) if old else "the engine's numbers differ from the trainer's: see its precision and filters"
+    texts = {
+        "delta_logprob": (
             f"mean |Δ logprob| between rollout engine and trainer is {metrics.delta_logprob_current:.3g} on the same weights "
             f"(alarm above {MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: another precision or a "
             f"quantised engine (model.dtype is {config.model.dtype}, look at rollout.engine_args), a sampling filter in the "
             "engine that the trainer does not know, or weights that did not arrive whole"
-        )
-    cause = _age(staleness, config) if old else "the engine's numbers differ from the trainer's: see its precision and filters"
-    if (limit := bounds["kl_rollout"]).passed(metrics):
-        found["kl_rollout"] = (
-            f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above {limit.value}). Likely: {cause}"
-        )
-    if bounds["effective_sample_size"].passed(metrics):
-        found["effective_sample_size"] = (
+        ),
+        "kl_rollout": f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above "
+        f"{bounds['kl_rollout'].value}). Likely: {cause}",
+        "effective_sample_size": (
             f"the effective sample size is {metrics.effective_sample_size:.2f} of the tokens (alarm below "
             f"{MIN_EFFECTIVE_SAMPLE_SIZE}): few tokens carry the update. Likely: {cause}"
-        )
-    return found
+        ),
+    }
+    return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
 
 
 def _age(staleness: float, config: Config) -> str:

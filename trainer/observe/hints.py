@@ -70,12 +70,7 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
 
 
 def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
-    """Returns texts by name of the hint; empty when all is well, or before `WINDOW` steps.
-
-    Args:
-        history: lines of `metrics.jsonl`, oldest first, as `remember` keeps them.
-        config: configuration of the run.
-    """
+    """Returns texts by name of the hint, for a history kept by `remember`; none before `WINDOW` steps."""
     if len(history) < WINDOW:
         return {}
     steps = _Steps(history, config)

@@ -19,7 +19,7 @@ from typing import Any, Self
 from prometheus_client import Counter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from common.config import Config
 from common.errors import ConfigError
@@ -82,12 +82,7 @@ class StepRecord:
 class Recorder:
     """Writes the run directory and prints to the console.
 
-    Args:
-        directory: the run directory.
-        config: resolved configuration.
-        console: standard output.
-        step: the run continues after this step; later lines of an earlier attempt are removed.
-        tracked: counter of records for trackers.
+    The run continues after `step`: later lines of an earlier attempt are removed. `tracked` counts records for trackers.
     """
 
     def __init__(
@@ -104,7 +99,7 @@ class Recorder:
         self._total = 0
         self._warned: dict[str, int] = {}
         self._history: list[Mapping[str, Any]] = []
-        for line in self.metrics():
+        for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
         self._trackers = Trackers(config, directory, step, self.say, tracked)
 
@@ -166,18 +161,15 @@ class Recorder:
             f"± {evaluation.standard_error:.3f} ({evaluation.num_samples} problems){passed}"
         )
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Returns the lines of `metrics.jsonl`."""
-        return read_lines(self.directory / "metrics.jsonl")
+    def report(self, checkpoint: Path) -> None:
+        """Writes the curves, and prints seconds by stage, evaluations before and after, sample problems and paths."""
+        from trainer.observe.plots import plot_curves  # heavy: matplotlib
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Returns the lines of `evaluations.jsonl`."""
-        return read_lines(self.directory / "evaluations.jsonl")
-
-    def report(self, checkpoint: Path, curves: Path) -> None:
-        """Prints the summary of the run: seconds by stage, evaluations before and after, sample problems, paths."""
-        self._show(_seconds_table(self.metrics()))
-        evaluations = self.evaluations()
+        metrics, evaluations = (read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+        curves = self.directory / "curves.png"
+        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
+            plot_curves(metrics, evaluations, curves)
+        self._show(_seconds_table(metrics))
         if len(evaluations) >= 2:
             before, after = evaluations[0], evaluations[-1]
             self._show(_comparison_table(before, after))
@@ -239,12 +231,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(
-                f"line {number} of a file of the run is damaged: {error}",
-                field="trainer.run_dir",
-                value=str(path),
-                remedy="remove that line, or move the file away",
-            ) from None
+            message, remedy = f"line {number} is damaged: {error}", "remove that line, or move the file away"
+            raise ConfigError(message, field="trainer.run_dir", value=str(path), remedy=remedy) from None
     return found
 
 
@@ -266,20 +254,18 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
 
 
 def _seconds_table(metrics: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
-    stages = [*STAGES, WAITING]
-    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in stages}
-    for stage in stages:
-        table.add_column(stage, justify="right")
-    table.add_column("step", justify="right")
-    table.add_row(*(f"{means[stage]:.3f}" for stage in stages), f"{sum(means.values()):.3f}")
+    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in (*STAGES, WAITING)}
+    means["step"] = sum(means.values())
+    columns = (Column(name, justify="right") for name in means)
+    table = Table(*columns, title=f"seconds of a step (mean over {len(metrics)} steps)")
+    table.add_row(*(f"{mean:.3f}" for mean in means.values()))
     return table
 
 
 def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    table = Table(title=f"held-out split, {after['num_samples']} problems")
-    for header in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
-        table.add_column(header, justify="right")
+    headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
+    columns = (Column(header, justify="right") for header in headers)
+    table = Table(*columns, title=f"held-out split, {after['num_samples']} problems")
     rows = [("greedy accuracy", "accuracy")]
     if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
         rows.append((f"pass@{after['k']}", "pass_at_k"))

@@ -9,11 +9,9 @@ import numpy as np
 
 from common.config import Config
 from common.schemas import CriticMetrics
-from common.storing import storing
 from trainer.algorithms.batch import Batch
 from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
-from trainer.observe.plots import plot_curves
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
 from trainer.policy.policy import PolicyUpdate
@@ -46,15 +44,7 @@ class RunLog:
 
 
 class RecordedRun(RunLog):
-    """Log of rank 0.
-
-    Args:
-        config: configuration of the run.
-        recorder: writer of the run directory.
-        metrics: gauges and counters of `/metrics`.
-        clock: clock of the run's stages.
-        step: the run continues after this step.
-    """
+    """Log of rank 0 for a run that continues after `step`."""
 
     def __init__(self, config: Config, recorder: Recorder, metrics: TrainerMetrics, clock: StageClock, step: int) -> None:
         self._config, self._recorder, self._metrics, self._clock, self._cpu = config, recorder, metrics, clock, CpuClock()
@@ -118,10 +108,7 @@ class RecordedRun(RunLog):
         self._metrics.evaluated(evaluation)
 
     def report(self, checkpoint: Path) -> None:
-        curves = self._recorder.directory / "curves.png"
-        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
-            plot_curves(self._recorder.metrics(), self._recorder.evaluations(), curves)
-        self._recorder.report(checkpoint, curves)
+        self._recorder.report(checkpoint)
 
 
 def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:

@@ -40,7 +40,8 @@ class RunInfo:
     @property
     def parameters(self) -> dict[str, Cell]:
         """The configuration as `section.name`; values other than numbers, texts and booleans as text."""
-        return dict(_flat(self.config))
+        known = (str, int, float, bool)
+        return {name: value if isinstance(value, known) else str(value) for name, value in flatten(self.config, ".")}
 
 
 class Tracker(Protocol):
@@ -70,20 +71,17 @@ def check(settings: TrackersSection) -> None:
     """Raises ConfigError for a tracker whose library or key is missing."""
     for name in settings.names:
         if name in LIBRARIES and find_spec(name) is None:
-            raise ConfigError(
-                f"the library {name} is not installed",
-                field="trackers.names",
-                value=name,
-                remedy=f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out",
-            )
+            remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out"
+            raise ConfigError(f"the library {name} is not installed", field="trackers.names", value=name, remedy=remedy)
     if "wandb" in settings.names and settings.wandb_mode == "online" and not os.environ.get(_WANDB_KEY):
         remedy = "put it into the environment of the trainer (a secret of the job group), or set trackers.wandb_mode offline"
         raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Cell]]:
+def flatten(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings by their joined names."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flatten(value, separator, f"{prefix}{name}{separator}")
         else:
-            yield f"{prefix}{name}", value if isinstance(value, str | int | float | bool) else str(value)
+            yield f"{prefix}{name}", value

@@ -24,13 +24,7 @@ class TrackerThread:
     """Passes records to a tracker, one at a time.
 
     A tracker that fails, hangs or falls behind loses records: the first loss is reported with its reason, all are counted.
-
-    Args:
-        name: name of the tracker, as in `trackers.names`.
-        run: argument of the tracker's class.
-        say: prints a line.
-        count: called with `written` or `lost` for every record.
-        limit: limit of queued records.
+    `say` prints a line, `count` gets `written` or `lost` for every record, `limit` bounds the queued records.
     """
 
     def __init__(

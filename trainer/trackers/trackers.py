@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from common.config import Config
 from common.schemas import Group
 from common.storing import storing
 from trainer.rollouts.evaluation import Evaluation
-from trainer.trackers.base import Cell, RunInfo, check
+from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread
 
 _INTERRUPTED_S = 5.0
@@ -32,14 +32,9 @@ _ANSWERS = ["prompt", "ground_truth", "answer", "correct"]
 
 
 class Trackers:
-    """The trackers of `config.trackers`, if any.
+    """The trackers of `config.trackers` for a run that continues after `step`; they write to `trackers` in `run_dir`.
 
-    Args:
-        config: configuration of the run.
-        run_dir: run directory; trackers write to its folder `trackers`.
-        step: the run continues after this step.
-        say: prints a line.
-        counted: counter with the labels tracker and result.
+    `say` prints a line; `counted` counts records by tracker and result.
 
     Raises ConfigError for an unusable tracker, StorageFailed when `run_dir` cannot be written.
     """
@@ -75,13 +70,15 @@ class Trackers:
     def step(self, record: Mapping[str, Any], group: Group) -> None:
         """Records the numbers of a step, and every `trackers.sample_every` steps the completions of one group."""
         step, every = record["step"], self._settings.sample_every
-        self._put("metrics", step=step, values={name: value for name, value in _numbers(record) if name != "step"})
+        values = _numbers(record)
+        del values["step"]
+        self._put("metrics", step=step, values=values)
         if every and step % every == 0:
             self._put("table", step=step, name="samples", columns=_SAMPLES, rows=_samples(group))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Records the numbers and the first answers of an evaluation."""
-        self._put("metrics", step=evaluation.step, values=dict(_numbers({"evaluation": evaluation.summary()})))
+        self._put("metrics", step=evaluation.step, values=_numbers({"evaluation": evaluation.summary()}))
         answers = evaluation.answers[:_MAX_ROWS]
         rows: list[list[Cell]] = [[_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in answers]
         self._put("table", step=evaluation.step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
@@ -110,13 +107,9 @@ def _own_id(path: Path, new: bool) -> str:
     return path.read_text(encoding="ascii")
 
 
-def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yields every number of a record, those of mappings as `mapping/name`."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", float(value)
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns every number of a record, those of mappings as `mapping/name`."""
+    return {name: float(value) for name, value in flatten(record, "/") if isinstance(value, int | float)}
 
 
 def _samples(group: Group) -> list[list[Cell]]:
