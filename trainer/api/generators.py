@@ -148,10 +148,6 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
         ids = []
     if len(ids) != 1:
         remedy = "name one (--model-id on the command line)"
-        raise ConfigError(
-            f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has",
-            field="model_id",
-            value=url,
-            remedy=remedy,
-        )
+        message = f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has"
+        raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

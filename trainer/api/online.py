@@ -79,8 +79,7 @@ class OnlineRLTrainer:
         self.output_dir = config.output_dir or Path("outputs") / name
         self._rounds, self._began = 0, False
         self._checkpoint: Path | None = None
-        _check_device(self.config)
-        _check_steps(self.config, self._problems)
+        _check(self.config, self._problems)
 
     def train(self, resume_from_checkpoint: bool = False) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
@@ -191,21 +190,15 @@ class OnlineRLTrainer:
         return TrainResult(last["step"], metrics, history, evaluations, saved, self.output_dir)
 
 
-def _check_device(config: TrainerConfig) -> None:
+def _check(config: TrainerConfig, problems: Problems) -> None:
     if config.use_gpu and not torch.cuda.is_available():
         remedy = "leave it out to train on the CPU, or check nvidia-smi and that torch is a CUDA build"
         raise ConfigError("torch finds no GPU", field="use_gpu", value=True, remedy=remedy)
-
-
-def _check_steps(config: TrainerConfig, problems: Problems) -> None:
     if config.total_steps(len(problems.train)) == 0:
-        raise ConfigError(
-            f"{len(problems.train)} problems × {config.num_train_epochs} epochs do not make one step of "
-            f"{config.problems_per_step} problems",
-            field="gradient_accumulation_steps",
-            value=config.gradient_accumulation_steps,
-            remedy="lower it or per_device_train_batch_size, or give more data or epochs",
-        )
+        data, step = f"{len(problems.train)} problems × {config.num_train_epochs} epochs", config.problems_per_step
+        message, field = f"{data} do not make one step of {step} problems", "gradient_accumulation_steps"
+        remedy = "lower it or per_device_train_batch_size, or give more data or epochs"
+        raise ConfigError(message, field=field, value=config.gradient_accumulation_steps, remedy=remedy)
     if config.eval_steps and not problems.held_out:
         raise ConfigError(
             "there is nothing to evaluate on", field="eval_steps", value=config.eval_steps, remedy="give an eval_dataset"
@@ -220,17 +213,9 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     longest, positions = max(range(len(prompts)), key=lengths.__getitem__), context_length(model)
     if lengths[longest] > config.max_prompt_length:
         remedy = "raise it, or leave the problem out"
-        raise ConfigError(
-            f"the problem {prompts[longest].id} has {lengths[longest]} tokens",
-            field="max_prompt_length",
-            value=config.max_prompt_length,
-            remedy=remedy,
-        )
+        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens"
+        raise ConfigError(message, field="max_prompt_length", value=config.max_prompt_length, remedy=remedy)
     if positions is not None and lengths[longest] + config.max_new_tokens > positions:
         remedy = f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out"
-        raise ConfigError(
-            f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context is {positions}",
-            field="max_new_tokens",
-            value=config.max_new_tokens,
-            remedy=remedy,
-        )
+        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context is {positions}"
+        raise ConfigError(message, field="max_new_tokens", value=config.max_new_tokens, remedy=remedy)

@@ -253,24 +253,17 @@ class TrainerConfig(BaseModel):
     def _check_settings(self) -> None:
         fixed = {"trainer.run_dir", "state_dir", "trainer.num_epochs", "trainer.max_steps", "trainer.warmup_steps"}
         fixed |= {"trainer.eval_samples", "trainer.resume", "model.reference", "critic.learning_rate", *self._mapped()}
-        if both := next((name for name in self.settings if name in fixed), None):
-            remedy = "set the field of TrainerConfig instead"
-            raise ConfigError(
-                f"{both} follows from the other fields", field="settings", value={both: self.settings[both]}, remedy=remedy
-            )
-        if section := next((name for name, value in self.settings.items() if isinstance(value, Mapping)), None):
-            remedy = f"write {{'{section}.name': value}}"
-            raise ConfigError(
-                f"{section} is a section, not a setting", field="settings", value=self.settings[section], remedy=remedy
-            )
-        if stranger := next(filter(_decided_elsewhere, self.settings), None):
-            remedy = "leave it out; say it with the data set or the reward function, or run the job group"
-            raise ConfigError(
-                f"{stranger} is not for a run in one process with your own data and reward function",
-                field="settings",
-                value={stranger: self.settings[stranger]},
-                remedy=remedy,
-            )
+        for name, value in self.settings.items():
+            if name in fixed:
+                message, remedy = f"{name} follows from the other fields", "set the field of TrainerConfig instead"
+            elif isinstance(value, Mapping):
+                message, remedy = f"{name} is a section, not a setting", f"write {{'{name}.name': value}}"
+            elif _decided_elsewhere(name):
+                message = f"{name} is not for a run in one process with your own data and reward function"
+                remedy = "leave it out; say it with the data set or the reward function, or run the job group"
+            else:
+                continue
+            raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
         # `Config` checks the rest: now, not when training starts.
         self.to_config(self.problems_per_step, 0, Path("outputs"))
 

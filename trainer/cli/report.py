@@ -13,7 +13,7 @@ from trainer.cli.commands import Parser, run
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.columns import notes
 from trainer.dashboard.jsonl import JsonlReader
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None) -> None:
     """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file cannot be written."""
     arguments = parser().parse_args(argv)
     path: Path = arguments.output or arguments.run_dir / "report.html"
-    text = report(Run(arguments.run_dir))
+    text = report(RunReader(arguments.run_dir))
     with storing(path.name, path, "--output", "name another file"):
         path.write_text(text, encoding="utf-8")
     print(f"report: {path}")
 
 
-def report(shown: Run) -> str:
+def report(shown: RunReader) -> str:
     """Returns the report of a run as one HTML page."""
     series, summary = shown.series(points=_POINTS), shown.summary()
     newest = series["newest"]

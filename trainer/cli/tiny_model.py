@@ -14,7 +14,6 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from services.data.tiny import TinyProblem, problems
@@ -75,31 +75,22 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-@dataclass(frozen=True)
-class _Example:
-    """Token ids of one problem."""
-
-    prompt: list[int]
-    worked: list[int]
-    bare: list[int]
+_Example = tuple[list[int], list[int], list[int]]
+"""Token ids of one problem: prompt, worked answer, bare answer."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:
     chat = [{"role": "user", "content": problem.question}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    texts = (prompt, problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}")
-    return _Example(*(tokenizer(text).input_ids for text in texts))
+    worked, bare = problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}"
+    return tokenizer(prompt).input_ids, tokenizer(worked).input_ids, tokenizer(bare).input_ids
 
 
 def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
     """Returns right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
-    width = max(len(prompt) + len(target) for prompt, target in rows)
-    inputs, labels = torch.full((len(rows), width), pad), torch.full((len(rows), width), -100)
-    for i, (prompt, target) in enumerate(rows):
-        end = len(prompt) + len(target)
-        inputs[i, :end] = torch.tensor(prompt + target)
-        labels[i, len(prompt) : end] = torch.tensor(target)
-    return inputs, labels
+    inputs = [torch.tensor(prompt + target) for prompt, target in rows]
+    labels = [torch.tensor([-100] * len(prompt) + target) for prompt, target in rows]
+    return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
 def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng: random.Random, console: Console) -> None:
@@ -118,12 +109,13 @@ def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng:
         task = progress.add_task("warm start of the tiny base model", total=STEPS)
         for step in range(STEPS):
             bare = BARE if step < LATE * STEPS else BARE_LATE
-            rows = [(e.prompt, e.bare if rng.random() < bare else e.worked) for e in rng.sample(examples, BATCH)]
+            sampled = rng.sample(examples, BATCH)
+            rows = [(prompt, short if rng.random() < bare else worked) for prompt, worked, short in sampled]
             inputs, labels = _batch(rows, pad)
             hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
-            wanted = labels[:, 1:]
-            logits = model.lm_head(hidden[:, :-1][wanted != -100])
-            loss = nn.functional.cross_entropy(logits, wanted[wanted != -100])
+            targets = labels[:, 1:]
+            logits = model.lm_head(hidden[:, :-1][targets != -100])
+            loss = nn.functional.cross_entropy(logits, targets[targets != -100])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             for optimizer, schedule in zip(optimizers, schedules, strict=True):

@@ -8,7 +8,7 @@ from common.security import tls
 from services.http.app import serve
 from trainer.cli.commands import Parser, run
 from trainer.dashboard.app import create_dashboard_app
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(wrong, field="--replay-store", value=str(store), remedy="name one run and its replay.db")
     if not 0 < arguments.port < 65536:
         raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="1 to 65535")
-    app = create_dashboard_app([Run(directory, replay_store=store) for directory in arguments.run_dir])
+    app = create_dashboard_app([RunReader(directory, replay_store=store) for directory in arguments.run_dir])
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
     serve(app, arguments.host, arguments.port)

@@ -17,7 +17,7 @@ from services.http.openapi import OBJECT, described, errors
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.health import Health, ServiceHealth
 from trainer.dashboard.replay import Replay
-from trainer.dashboard.runs import Run, RunSummary
+from trainer.dashboard.runs import RunReader, RunSummary
 
 STATIC = Path(__file__).parent / "static"
 _FILES = {file.name: file for file in sorted(STATIC.iterdir()) if file.is_file()}
@@ -42,24 +42,24 @@ class ServicesHealth(BaseModel):
     services: list[ServiceHealth]
 
 
-def create_dashboard_app(runs: Sequence[Run]) -> FastAPI:
+def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
     """Returns the app that shows run directories, and new steps of a run that still trains elsewhere."""
     app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES)
     add_dashboard(app, runs)
     return app
 
 
-def add_dashboard(app: FastAPI, runs: Sequence[Run], health: Health | None = None, replay: Replay | None = None) -> None:
+def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None = None, replay: Replay | None = None) -> None:
     """Adds the dashboard to an app that has `PAGES` as open paths; `replay` is the replay-buffer of the first run."""
     _add_page(app)
     add_groups(app, runs, replay)
 
-    async def chosen(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> Run:
+    async def chosen(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
         if run >= len(runs):
             raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(runs) - 1}")
         return runs[run]
 
-    Chosen = Annotated[Run, Depends(chosen)]
+    Chosen = Annotated[RunReader, Depends(chosen)]
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/runs")

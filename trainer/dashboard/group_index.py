@@ -37,7 +37,7 @@ _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = ("unparsable", "timeout", "died", "error", "truncated", "aborted")
 """Marks of completions that were not graded or not finished."""
 _MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "unrecorded", "reused", *_ENDINGS)
-"""Why a group was dropped (each also `dropped`), or that only the replay store has it: `waiting` to be trained on, or
+"""Reasons of a drop (each also `dropped`), and marks of groups that only the replay store has: `waiting` to be trained on, or
 `unrecorded` because the step that trained on it is lost."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 

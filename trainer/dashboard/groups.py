@@ -14,14 +14,14 @@ from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.replay import Replay, StoredReplay
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 from trainer.dashboard.tokens import TokenTexts
 
 
 class RunGroups:
-    """The groups of one run; `live` is its replay-buffer while the run goes on."""
+    """The groups of one run; `live` is its replay-buffer while it trains."""
 
-    def __init__(self, run: Run, live: Replay | None) -> None:
+    def __init__(self, run: RunReader, live: Replay | None) -> None:
         self.directory = run.directory
         self._replay: Replay = live or StoredReplay(lambda: run.replay_store)
         self.index = GroupIndex(run.directory, self._replay)
@@ -33,12 +33,8 @@ class RunGroups:
         row = self.index.find(group_id, step)
         if row is None:
             remedy = "list the groups with /dashboard/api/groups"
-            raise NotFound(
-                "this run has no such group" + ("" if step is None else f" in step {step}"),
-                field="id",
-                value=group_id,
-                remedy=remedy,
-            )
+            message = "this run has no such group" + ("" if step is None else f" in step {step}")
+            raise NotFound(message, field="id", value=group_id, remedy=remedy)
         return group_detail(self.directory, row, self._replay, self._read_tokenizer())
 
     def _read_tokenizer(self) -> TokenTexts | ServiceError:
@@ -59,18 +55,14 @@ class SearchParameters(Query):
     limit: int = Field(50, ge=1, le=1000)
 
 
-def add_groups(app: FastAPI, runs: Sequence[Run], live: Replay | None = None) -> None:
+def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = None) -> None:
     """Adds the calls to an app; `live` is the replay-buffer of the first run while that trains."""
-    opened: dict[int, RunGroups] = {}
-    lock = threading.Lock()
+    groups = [RunGroups(run, None if i else live) for i, run in enumerate(runs)]
 
     def groups_of(run: int) -> RunGroups:
-        if run >= len(runs):
-            raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(runs) - 1}")
-        with lock:
-            if run not in opened:
-                opened[run] = RunGroups(runs[run], live if run == 0 else None)
-            return opened[run]
+        if run >= len(groups):
+            raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(groups) - 1}")
+        return groups[run]
 
     answers = described(answer=OBJECT, fails=(404,))
 

@@ -34,7 +34,7 @@ class RunSummary(BaseModel):
     """Time of the newest step, in seconds since 1970."""
 
 
-class Run:
+class RunReader:
     """One run, read as it grows. Thread-safe.
 
     Args:

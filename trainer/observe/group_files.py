@@ -138,13 +138,8 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
         return None
     except Exception as error:  # a damaged file fails in many ways
         remedy = "restore that file from a copy, or remove it"
-        raise ServiceError(
-            f"the groups of step {step} cannot be read: {error}",
-            code="damaged",
-            field="trainer.run_dir",
-            value=str(path),
-            remedy=remedy,
-        ) from None
+        message = f"the groups of step {step} cannot be read: {error}"
+        raise ServiceError(message, code="damaged", field="trainer.run_dir", value=str(path), remedy=remedy) from None
 
 
 def _path(run_dir: Path, step: int) -> Path:
