@@ -29,8 +29,10 @@ from common.rollout_client import RolloutClient, completion_from_answer
 from common.wire import decode_groups
 from trainer.background import LoopThread
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.collector import Collector, Progress, Services
+from trainer.rollouts.collector import Collector
+from trainer.rollouts.prompt_cursor import Progress, PromptCursor
 from trainer.rollouts.prompts import Prompter
+from trainer.rollouts.services import Services
 from trainer.timing import StageClock
 
 IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
@@ -122,7 +124,9 @@ class FreeingReplay(ReplayClient):
     async def add(self, groups: list[Any]) -> None:
         await super().add(groups)
         self.stored += len(groups)
-        await self.collector._free(len(groups))
+        for group in groups:
+            del self.collector.waiting[group.position]
+        self.collector.free(len(groups))
 
 
 def resident_mb() -> float:
@@ -159,7 +163,7 @@ def measure(config: Config, url: str, completions: int, profile: cProfile.Profil
         replay = services.replay
         assert isinstance(replay, FreeingReplay)
         prompter = Prompter(load_tokenizer(config.model), "Think step by step.", [2])
-        collector = Collector(config, services, prompter, StageClock(), loop, "collector", Progress())
+        collector = Collector(config, services, prompter, StageClock(), "collector", PromptCursor(Progress()))
         replay.collector = collector
 
         async def enable(on: bool) -> None:
@@ -167,21 +171,23 @@ def measure(config: Config, url: str, completions: int, profile: cProfile.Profil
                 (profile.enable if on else profile.disable)()
 
         gc.freeze()  # as the trainer does before its first batch
-        with collector.running(1 << 40):
-            marks = [IN_FLIGHT, *range(10_000, completions + 1, 10_000)]
-            begin, used = 0.0, 0.0
-            for mark in marks:
-                while replay.stored * COMPLETIONS < mark:
-                    time.sleep(0.02)
-                    collector.check()
-                if mark == IN_FLIGHT:
-                    loop.call(enable(True))
-                    first, begin, used = replay.stored, time.perf_counter(), time.process_time()
-                print(f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB", flush=True)
-            done = (replay.stored - first) * COMPLETIONS
-            wall, cpu = time.perf_counter() - begin, time.process_time() - used
-            loop.call(enable(False))
-        dropped = dict(collector.counts.dropped)
+        task = loop.start(collector.run(1 << 40, IN_FLIGHT // COMPLETIONS))
+        marks = [IN_FLIGHT, *range(10_000, completions + 1, 10_000)]
+        begin, used = 0.0, 0.0
+        for mark in marks:
+            while replay.stored * COMPLETIONS < mark:
+                time.sleep(0.02)
+                if task.done():
+                    task.result()
+            if mark == IN_FLIGHT:
+                loop.call(enable(True))
+                first, begin, used = replay.stored, time.perf_counter(), time.process_time()
+            print(f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB", flush=True)
+        done = (replay.stored - first) * COMPLETIONS
+        wall, cpu = time.perf_counter() - begin, time.process_time() - used
+        loop.call(enable(False))
+        loop.cancel(task)
+        dropped = dict(collector.drops.counts)
         for client in services.all():
             loop.call(client.close())
     parse, make = parse_seconds()

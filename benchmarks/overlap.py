@@ -1,6 +1,6 @@
 """Does training overlap with generation? `python -m benchmarks.overlap [--seconds 0.8] [--steps 24] [--staleness 0 1 2]`.
 
-The real loop, collector, weight delivery and clients over real sockets, with data-server, reward-server and replay-buffer as
+The real loop, collector, weight sync and clients over real sockets, with data-server, reward-server and replay-buffer as
 processes. Simulated are the engine, a process that speaks its HTTP API and decodes in real time (a bounded number of rows,
 log-normal lengths, running requests wait while weights are loaded and go on with the new ones), and the update, which sleeps.
 
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,26 +28,23 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from trainer.lead import Lead
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients import DataClient, ReplayClient, RewardClient
+from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config, load
-from common.observe import Metrics
 from common.rollout_client import RolloutClient
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
 from trainer.background import LoopThread
 from trainer.loop import train
-from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder, read_lines
-from trainer.policy.policy import Policy
-from trainer.policy.scorer import load_tokenizer
-from trainer.policy.update_metrics import Sums, UpdateMetrics
-from trainer.rollouts.collector import Progress, Services
-from trainer.rollouts.prompts import Prompter
-from trainer.weights.publisher import Weights, write_version
+from trainer.observe.run_dir import read_lines
+from trainer.policy.policy import Policy, PolicyUpdate
+from trainer.policy.update_metrics import Sums
+from trainer.rollouts.services import Services
+from trainer.run import Opening, Run
+from trainer.weights.publisher import Weights, version_name, write_version
+from trainer.weights.sync import Publishes
 
 GROUPS, COMPLETIONS, ROWS = 16, 4, 32
 TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
@@ -130,22 +128,22 @@ class SimulatedEngine:
         return app
 
 
-class SleepingLearner:
-    """A learner whose update takes `seconds`, and that has a few weights."""
+class SleepingPolicy:
+    """A policy whose update takes `seconds`, and that has a few weights."""
 
-    def __init__(self, config: Config, seconds: float) -> None:
-        self.config, self.seconds, self.step, self.seed, self.kl_coef = config, seconds, 0, 0, 0.0
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.step, self.seed, self.kl_coef = seconds, 0, 0, 0.0
         self._weights = {f"w{i}": torch.zeros(1024, 256) for i in range(4)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights.items()
 
-    def score(self, batch: Batch) -> None: ...
+    def logprobs(self, batch: Batch) -> None: ...
 
-    def update(self, batch: Batch) -> UpdateMetrics:
+    def update(self, batch: Batch) -> PolicyUpdate:
         time.sleep(self.seconds)
         self.step += 1
-        return Sums().metrics([], 0.0, 0.0, 0, False)
+        return PolicyUpdate(Sums().metrics([], 0.0, 0.0, 0, False))
 
 
 class DirectPublisher:
@@ -156,38 +154,43 @@ class DirectPublisher:
 
     def publish(self, weights: Weights, version: int) -> None:
         write_version(weights, [], self._directory, "overlap", version)
-        self._loop.call(self._engine.load(self._directory / f"v{version:06d}", str(version), 60))
+        self._loop.call(self._engine.load(self._directory / version_name(version), str(version), 60))
+
+
+class Sockets:
+    """The `Backend` of the services and the engine, which are processes of their own."""
+
+    def __init__(self, engine_url: str) -> None:
+        self.console, self._engine_url = Console(quiet=True), engine_url
+
+    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+        config, loop = opening.config, opening.loop
+        services = Services(
+            DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),
+            RolloutClient("engine", self._engine_url),
+            RewardClient("reward-server", f"http://127.0.0.1:{config.reward.port}"),
+            ReplayClient("replay-buffer", f"http://127.0.0.1:{config.replay.port}"),
+        )
+        engine = EngineClient("engine", self._engine_url)
+
+        async def close() -> None:
+            for client in (*services.all(), engine):
+                await client.close()
+
+        opening.stack.callback(lambda: loop.call(close()))
+        return services, DirectPublisher(opening.run_dir / "weights", engine, loop)
+
+    def agents(self) -> list[Client]:
+        return []
 
 
 def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of a run."""
     assert config.trainer.run_dir is not None
-    with LoopThread() as loop:
-
-        async def connect() -> tuple[Services, EngineClient]:
-            services = Services(
-                DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),
-                RolloutClient("engine", engine_url),
-                RewardClient("reward-server", f"http://127.0.0.1:{config.reward.port}"),
-                ReplayClient("replay-buffer", f"http://127.0.0.1:{config.replay.port}"),
-            )
-            return services, EngineClient("engine", engine_url)
-
-        services, engine = loop.call(connect())
-        tokenizer = load_tokenizer(config.model)
-        learner = cast(Policy, SleepingLearner(config, training_s))
-        recorder = Recorder(config.trainer.run_dir, config, Console(quiet=True))
-        publisher = DirectPublisher(config.trainer.run_dir / "weights", engine, loop)
-        metrics = TrainerMetrics(Metrics("overlap"))
-        prompter = Prompter(tokenizer, "", [])
-        lead = Lead(
-            *(config, learner, None, tokenizer, services, prompter, publisher, loop, recorder, metrics, Progress(), "overlap")
-        )
-        lead.prepare()
-        with lead.collecting():
-            train(learner, None, Ranks(), lead, lead.total_steps)
-        for client in (*services.all(), engine):
-            loop.call(client.close())
+    with ExitStack() as stack:
+        parts = Run.build(config, Ranks(), config.trainer.run_dir, "overlap", Sockets(engine_url), stack)
+        parts.policy = cast(Policy, SleepingPolicy(training_s))
+        train(parts)
     return read_lines(config.trainer.run_dir / "metrics.jsonl")
 
 

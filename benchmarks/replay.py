@@ -22,7 +22,7 @@ import orjson
 
 from common import wire
 from common.clients import ReplayClient, wait_healthy
-from common.schemas import Completion, Group, TakeRequest
+from common.schemas import Completion, Group, Groups, TakeRequest
 from services.replay import sampling
 
 GROUPS, COMPLETIONS, TOKENS = 32, 8, 1024
@@ -68,7 +68,7 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
 
     async def take_json(request: TakeRequest) -> None:
         answer = await client.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": "application/json"})
-        assert len([wire.group_from_dict(item) for item in orjson.loads(answer.content)["groups"]]) == GROUPS
+        assert len(wire.decode_json(answer.content, Groups).groups) == GROUPS
 
     for i in range(rounds):
         first, second = make_groups(f"m{i}", rng), make_groups(f"j{i}", rng)

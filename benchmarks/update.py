@@ -35,9 +35,11 @@ from common.config import fail, load
 from common.errors import ConfigError
 from common.schemas import Completion, Group
 from learning.ranks import Ranks
-from trainer.algorithms.batch import Batch
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.cli.tiny_model import make_tokenizer
 from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, quiet
 
 SHAPES = {
@@ -167,16 +169,16 @@ def measure(case: Case) -> Result:
     ]
     config = load(words, {})
     with Ranks.from_env(600, config.trainer.device) as ranks:
-        learner = Policy(config, ranks)
+        policy = Policy(config, ranks)
         groups = make_groups(case, load_tokenizer(config.model))
-        flops = required_flops(groups, learner.policy)
-        seconds = []
+        flops = required_flops(groups, policy.model)
+        reference, seconds = Reference(policy), []
         for _ in range(case.repeats + 1):
-            batch = Batch.of(groups, [1.0] * len(groups), config, learner.step)
+            batch = Batch.of([TrainingGroup(group) for group in groups], config, policy.step)
             start = time.perf_counter()
-            learner.score(batch)
-            weigh(batch, config.algorithm, config.sampling.max_new_tokens, learner.kl_coef)
-            learner.update(batch)
+            batch.old_logprobs, batch.ref_logprobs = policy.logprobs(batch), reference.logprobs(batch)
+            batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
+            policy.update(batch)
             _synchronize(ranks.device)
             seconds.append(time.perf_counter() - start)
         on_gpu = ranks.device.type == "cuda"

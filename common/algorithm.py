@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.sections import Section
+from common.sections import Main, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -34,70 +34,66 @@ RECIPES_HELP = "; ".join(
 class AlgorithmSection(Section):
     """How a batch becomes an update. A recipe sets the rest; what is set beside it wins; what nothing reads is refused."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"] = Field(
+    name: Main[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]] = Field(
         "grpo", description=f"The recipe: {RECIPES_HELP}."
     )
     advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted", "gae"] = (
         "group_normalised"
     )
-    """How rewards become advantages: compared within the group, or (`gae`) with what a critic expected."""
+    """How rewards become advantages: compared within the group or batch, or (`gae`) with a critic's values."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (group_normalised and batch_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token of `gae`."""
+    """Discount per token (`gae`), above 0 to 1."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """λ of `gae`: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
-    whiten: bool = True
-    """Shift and scale the advantages of `gae` to mean 0 and variance 1 over the batch's tokens."""
+    """λ of `gae`, 0 to 1: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
     policy_loss: Literal["clip", "cispo"] = "clip"
     """PPO's clipped surrogate, or CISPO, whose clipped tokens keep their gradient."""
     importance_level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or (GSPO) one for the whole completion."""
-    clip_low: float = Field(0.2, gt=0, le=1)
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(0.2, gt=0)
+    """Probability ratio of each token, or one for the whole completion (GSPO)."""
+    clip_low: Main[float] = Field(0.2, gt=0, le=1)
+    """Lower clip range: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: Main[float] = Field(0.2, gt=0)
+    """Upper clip range of the probability ratio."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c on the loss of tokens with negative advantage, -c·A; usually 3."""
+    """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no bound."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How the losses of the global batch's tokens become one number."""
-    update_epochs: int = Field(1, gt=0)
-    """Passes over each batch."""
-    mini_batches: int = Field(1, gt=0)
+    """How the losses of the batch's tokens become one number."""
+    update_epochs: Main[int] = Field(1, gt=0)
+    """Passes of policy and critic over each batch."""
+    mini_batches: Main[int] = Field(1, gt=0)
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
-    """Go on to the next batch when the KL per token of the policy from the one its ratio is taken to is above this."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL divergence to the reference model (`model.reference`); 0 loads no reference model."""
+    """KL per token from the policy before the update, above which the rest of the batch is skipped. Unset: no limit."""
+    kl_coef: Main[float] = Field(0.0, ge=0)
+    """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
+    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL goes: a term of the loss, or taken from the reward before the advantages."""
+    """Where the KL goes: a term of the `loss`, or taken from the `reward` before the advantages."""
     kl_target: float | None = Field(None, gt=0)
-    """Adapt kl_coef so that the KL per token stays near this (Ziegler et al. 2019)."""
-    kl_horizon: int = Field(10_000, gt=0)
-    """Completions over which the adaptive kl_coef reacts."""
+    """KL per token near which kl_coef is adapted to stay (Ziegler et al. 2019). Unset: kl_coef is fixed."""
     reference_refresh: int = Field(0, ge=0)
-    """Make the policy its own reference every N steps; 0: the reference stays as it was loaded."""
+    """Steps after which the policy becomes its own reference. 0: the reference stays as it was loaded."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus: keeps the policy from becoming certain too early."""
-    dynamic_sampling: bool = False
-    """Replace groups of equal rewards (unshaped), which carry no gradient, until the batch is full."""
+    """Weight of the entropy bonus, which keeps the policy from becoming certain too early."""
+    dynamic_sampling: Main[bool] = False
+    """Replace groups of equal rewards, which carry no gradient, until the batch is full."""
     dynamic_sampling_rounds: int = Field(10, gt=0)
-    """Stop with the reason when so many rounds of replacing did not fill a batch."""
+    """Rounds of replacing without a full batch after which the run ends."""
     overlong_buffer: int = Field(0, ge=0)
-    """Soft overlong penalty over the last so many tokens before sampling.max_new_tokens; 0: none."""
-    overlong_factor: float = Field(1.0, gt=0)
-    """Penalty at sampling.max_new_tokens."""
+    """Tokens before sampling.max_new_tokens over which a length penalty rises from 0 to 1 (DAPO); 0: no penalty."""
     mask_truncated: bool = False
-    """Leave completions cut at sampling.max_new_tokens out of the loss; they still count in their group's statistics."""
+    """Leave completions cut at sampling.max_new_tokens out of the loss. They still count in their group's statistics."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance sampling between the rollout engine's policy and the trainer's at the start of the update. `auto`:
     `truncate` with trainer.max_staleness above 0, else `none`; the saved configuration has what it came to."""
     correction_level: Literal["token", "sequence"] = "token"
+    """Importance weight of each token, or one for the whole completion."""
     correction_cap: float = Field(2.0, gt=1)
-    """`truncate` bounds weights by it, `mask` drops what is above it or below its inverse."""
+    """Bound above 1: `truncate` cuts weights at it, `mask` drops those above it or below its inverse."""
     off_policy_delta: float | None = Field(None, gt=0)
-    """Drop completions with negative advantage whose mean log ratio behaviour/policy is above this (OPSM)."""
+    """Mean log ratio behaviour/policy above which completions with negative advantage are dropped (OPSM). Unset: none."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -134,7 +130,7 @@ class AlgorithmSection(Section):
         if self.advantage not in ("group_normalised", "batch_normalised"):
             unread["advantage_eps"] = f"advantage {self.advantage} divides by nothing"
         if self.advantage != "gae":
-            unread |= dict.fromkeys(("gamma", "gae_lambda", "whiten"), f"advantage is {self.advantage}, not gae")
+            unread |= dict.fromkeys(("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae")
         if self.policy_loss == "cispo":
             unread["dual_clip"] = "policy_loss is cispo"
         if self.updates_per_batch == 1:
@@ -142,12 +138,8 @@ class AlgorithmSection(Section):
         if self.kl_coef == 0:
             without = ("kl_estimator", "kl_in", "kl_target", "reference_refresh")
             unread |= dict.fromkeys(without, "kl_coef is 0, so there is no reference model")
-        if self.kl_target is None:
-            unread["kl_horizon"] = "kl_target is unset, so kl_coef is fixed"
         if not self.dynamic_sampling:
             unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
-        if not self.overlong_buffer:
-            unread["overlong_factor"] = "overlong_buffer is 0"
         if self.rollout_correction == "none":
             unread["correction_level"] = unread["correction_cap"] = "rollout_correction is none"
         return unread

@@ -304,7 +304,7 @@ class ReplayClient(Client):
     async def take(self, request: TakeRequest) -> TakenGroups:
         """`count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""
         response = await self.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": wire.MSGPACK})
-        return wire.decode_taken(response.content)
+        return wire.decode(response.content, TakenGroups)
 
     async def ack(self, ids: list[str]) -> None:
         """These groups were trained on: they are never handed out as fresh again."""
@@ -313,7 +313,7 @@ class ReplayClient(Client):
     async def sample(self, request: SampleRequest) -> SampledGroups:
         """Groups that were trained on before, by priority, with importance weights."""
         response = await self.request("POST", "/groups/sample", json=request.model_dump(), headers={"accept": wire.MSGPACK})
-        return wire.decode_sampled(response.content)
+        return wire.decode(response.content, SampledGroups)
 
     async def set_priorities(self, priorities: dict[str, float]) -> None:
         """Priorities of groups for `sample`; unknown ids are ignored (they may have left the buffer)."""
@@ -336,7 +336,7 @@ class ReplayClient(Client):
     async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
         """One group. Raises ServiceError (404) when it is not there."""
         path = f"/groups/{quote(group_id, safe='')}"
-        return wire.group_from_dict((await self.request("GET", path, deadline_s=deadline_s)).json())
+        return wire.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
 
     async def stats(self) -> dict[str, Any]:
         answer = (await self.request("GET", "/stats")).json()

@@ -7,12 +7,14 @@ Every program reads the same configuration and uses its own sections; a name tha
 
 import os
 import sys
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -24,10 +26,13 @@ from pydantic_settings import (
 from common.algorithm import AlgorithmSection
 from common.errors import ConfigError, shorten
 from common.logs import last_words
+from common.removed import REMOVED
 from common.sections import (
+    MAIN,
     CriticSection,
     DataSection,
     LoraSection,
+    Main,
     ModelSection,
     ReplaySection,
     RewardSection,
@@ -47,14 +52,6 @@ SHORT_NAMES = {
     "RUN_DIR": ("trainer", "run_dir"),
 }
 _PREFIX = "RLHF_"
-_NO_EFFECT = "it was removed, because it had no effect in our study (docs/adr/0009-fewer-ways-of-reuse.md): "
-REMOVED = {
-    "replay.mix_successes": f"{_NO_EFFECT}leave it out",
-    "replay.recency_half_life": f"{_NO_EFFECT}leave it out",
-    "replay.priority difficulty": f"{_NO_EFFECT}take advantage, reward or package.module:name",
-    "replay.priority recency": f"{_NO_EFFECT}take advantage, reward or package.module:name",
-}
-"""Settings, and single values (`setting value`), that are gone or renamed: what happened and what to do instead."""
 _RANK_OPTIONS = frozenset(
     f"--{name}"
     for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
@@ -76,12 +73,12 @@ class Config(BaseSettings):
         cli_avoid_json=True,
     )
 
-    seed: int = Field(0, ge=0)
-    """Of everything random: data order, sampling, dropout. A run on one seed repeats."""
+    seed: Main[int] = Field(0, ge=0)
+    """Seed of data order, sampling and dropout. A run repeats with the same seed."""
     state_dir: Path = Path("state")
-    """Where services keep what must survive a restart (data cursor, replay store, weights, logs)."""
+    """Directory of what services keep across a restart: data position, replay store, weights and logs."""
     max_body_mb: int = Field(256, gt=0)
-    """Largest request body a service accepts."""
+    """Largest request body that a service accepts, in MB."""
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()
     data: DataSection = DataSection()
@@ -120,10 +117,10 @@ class Config(BaseSettings):
                 "sampling.group_size is 1: raise the latter, or take a critic (algorithm.name ppo)"
             )
         completions = self.trainer.batch_size * self.sampling.group_size
-        if max(self.algorithm.mini_batches, self.critic.mini_batches) > completions:
+        if self.algorithm.mini_batches > completions:
             raise ValueError(
-                f"algorithm.mini_batches {self.algorithm.mini_batches} or critic.mini_batches {self.critic.mini_batches} is "
-                f"more than the {completions} completions of a batch: lower it"
+                f"algorithm.mini_batches {self.algorithm.mini_batches} is more than the {completions} completions of a batch: "
+                "lower it"
             )
         if self.trainer.weight_sync == "distributed" and self.rollout.engine == "sglang":
             ranks = _RANK_OPTIONS.intersection(word.partition("=")[0] for word in self.rollout.engine_args)
@@ -194,12 +191,9 @@ class Config(BaseSettings):
             unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
         elif not self.model.reference:
             unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
-        replay = self.replay
-        if replay.reuse_ratio == 0:
-            reuse = ("priority", "priority_exponent", "importance_exponent", "max_times_sampled", "max_reuse_staleness")
-            unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in (*reuse, "corrected")}
-        elif not replay.corrected:
-            unread["replay.importance_exponent"] = "replay.corrected is false"
+        if self.replay.reuse_ratio == 0:
+            reuse = ("priority", "max_times_sampled", "max_reuse_staleness", "corrected")
+            unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
         return unread
 
     @classmethod
@@ -218,7 +212,7 @@ class Config(BaseSettings):
 def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None, prog: str | None = None) -> Config:
     """Builds the configuration from a file, the environment and the command line.
 
-    Raises ConfigError naming the field, its value and the remedy. `--help` prints every setting and exits.
+    Raises ConfigError naming the field, its value and the remedy. `--help` and `--help-all` print settings and exit.
     """
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
@@ -230,7 +224,7 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     path = path or env.get("RUN_CONFIG") or None
     try:
         sources: list[PydanticBaseSettingsSource] = [
-            CliSettingsSource(Config, cli_parse_args=rest, cli_prog_name=prog, cli_exit_on_error=False),
+            _command_line(rest, prog),
             InitSettingsSource(Config, init_kwargs=_from_env(env)),
             InitSettingsSource(Config, init_kwargs=_from_file(Path(path)) if path else {}),
         ]
@@ -243,15 +237,57 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     except ConfigError:
         raise
     except Exception as error:  # argparse's own complaints, as pydantic-settings wraps them
-        raise ConfigError(f"the command line cannot be read: {error}", remedy="see --help") from None
+        raise ConfigError(f"the command line cannot be read: {error}", remedy="see --help-all") from None
+
+
+def names() -> dict[str, FieldInfo]:
+    """Every setting by its name, as `trainer.batch_size`."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in Config.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)
+        found |= {f"{name}.{key}": value for key, value in inner.items()} if inner else {name: field}
+    return found
+
+
+def _command_line(words: list[str], prog: str | None) -> PydanticBaseSettingsSource:
+    """What the command line sets. `--help` shows the settings of type `Main`, `--help-all` every one; both exit."""
+    source: CliSettingsSource[ArgumentParser] = CliSettingsSource(Config, cli_prog_name=prog, cli_exit_on_error=False)
+    parser, settings = source.root_parser, names()
+    parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
+    parser.add_argument("--help-all", action="help", help="show every setting and exit")
+    if "--help-all" not in words:
+        rare = {f"--{name}" for name, field in settings.items() if MAIN not in field.metadata}
+        for action in parser._actions:  # argparse has no other way to hide an option that is there
+            if rare.intersection(action.option_strings):
+                action.help = SUPPRESS
+        parser.epilog = f"{len(rare)} more settings: --help-all"
+    return source(args=words)
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:
     """The body of every `__main__`: loads the configuration and runs; a wrong setting ends with status 2 and its name."""
     try:
-        run(load(prog=f"python -m {prog}"))
+        run(load(prog=program(prog)))
     except ConfigError as error:
         fail(error)
+
+
+def program(module: str) -> str:
+    """How a person starts `module`, for usage lines: a console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
+    started = [*sys.orig_argv, "", ""]
+    script = Path(started[1]).name
+    if script.startswith("rlhf-"):
+        return script
+    return f"python -m rlhf_math {module}" if started[1:3] == ["-m", "rlhf_math"] else f"python -m {module}"
+
+
+def packaged(path: Path, folder: str = ".") -> Path:
+    """`path` if it is a file here, else that file of the installed package (below its root or below `folder`) if there is one.
+
+    So `jobgroup/configs/tiny-cpu.yaml` names a file where the working directory is not a checkout.
+    """
+    root = Path(__file__).resolve().parents[1]
+    return next((each for each in (path, root / path, root / folder / path) if each.is_file()), path)
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
@@ -266,18 +302,17 @@ def from_validation(error: ValidationError) -> ConfigError:
     name = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
         return _unknown(name, name, first["input"])
-    if f"{name} {first['input']}" in REMOVED:
-        remedy = REMOVED[f"{name} {first['input']}"]
-        return ConfigError(f"there is no {name} {first['input']} any more", field=name, value=first["input"], remedy=remedy)
+    if (gone := f"{name} {first['input']}") in REMOVED:
+        return ConfigError(f"there is no {gone} any more", field=name, value=first["input"], remedy=REMOVED[gone])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     whole = isinstance(first["input"], dict | BaseModel)  # of a section: says nothing, and might hold a credential
     return ConfigError(
-        f"{first['msg']}{more}", field=name, value=None if whole else shorten(first["input"]), remedy="see --help"
+        f"{first['msg']}{more}", field=name, value=None if whole else shorten(first["input"]), remedy="see --help-all"
     )
 
 
-def _unknown(name: str, field: str, value: object = None, remedy: str = "see --help") -> ConfigError:
-    """The error for a setting that does not exist (any more). `field` is how the user wrote it."""
+def _unknown(name: str, field: str, value: object = None, remedy: str = "see --help-all") -> ConfigError:
+    """The error for a setting that does not exist, or not any more. `field` is how the user wrote it."""
     more = " any more" if name in REMOVED else ""
     return ConfigError(f"there is no setting {name}{more}", field=field, value=value, remedy=REMOVED.get(name, remedy))
 
@@ -295,7 +330,7 @@ def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
         raise ConfigError(f"the configuration file cannot be read: {error}", field="--config", value=str(path)) from None
     if content is None:
@@ -330,10 +365,10 @@ def _check_exists(keys: tuple[str, ...], name: str) -> None:
     for key in keys:
         fields = getattr(model, "model_fields", {})
         if key not in fields:
-            raise _unknown(".".join(keys), name, remedy="RLHF_SECTION__FIELD; see --help")
+            raise _unknown(".".join(keys), name, remedy="RLHF_SECTION__FIELD; see --help-all")
         model = fields[key].annotation
     if hasattr(model, "model_fields"):
-        raise ConfigError(f"{'.'.join(keys)} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD; see --help")
+        raise ConfigError(f"{'.'.join(keys)} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
 
 
 def _put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:

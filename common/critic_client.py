@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from pydantic import TypeAdapter, ValidationError
 
-from common import critic_wire
+from common import wire
 from common.clients import Client
 from common.errors import ServiceError
-from common.fields import MSGPACK
 from common.schemas import (
     CriticMetrics,
     CriticStatus,
@@ -17,6 +16,7 @@ from common.schemas import (
     TokenSequence,
     UpdateRequest,
     ValueRequest,
+    Values,
     ValueTargets,
 )
 
@@ -33,9 +33,9 @@ class CriticClient(Client):
 
         With `run_id` and `step` by the critic of that run after so many updates, and no other.
         """
-        body = critic_wire.encode_value_request(ValueRequest(list(sequences), run_id, step))
-        response = await self.request("POST", "/values", content=body, headers={"content-type": MSGPACK})
-        answer = critic_wire.decode_values(response.content)
+        body = wire.encode(ValueRequest(list(sequences), run_id, step))
+        response = await self.request("POST", "/values", content=body, headers={"content-type": wire.MSGPACK})
+        answer = wire.decode(response.content, Values)
         lengths = [len(sequence.completion_ids) for sequence in sequences]
         if [len(values) for values in answer.values] != lengths:
             raise ServiceError(f"{self.service}: unexpected answer to /values: not a value for every completion token")
@@ -43,8 +43,8 @@ class CriticClient(Client):
 
     async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:
         """Trains the critic of `run_id` at `step` on a batch, once; then it is at `step` + 1."""
-        body = critic_wire.encode_update_request(UpdateRequest(run_id, step, seed, list(rows)))
-        response = await self.request("POST", "/update", content=body, headers={"content-type": MSGPACK})
+        body = wire.encode(UpdateRequest(run_id, step, seed, list(rows)))
+        response = await self.request("POST", "/update", content=body, headers={"content-type": wire.MSGPACK})
         try:
             return _METRICS.validate_json(response.content)
         except ValidationError as error:

@@ -1,19 +1,24 @@
 """Every type on the wire.
 
 JSON bodies are pydantic models. The unit of experience is the `Group`: one prompt, n completions, their rewards; it is
-stored, handed out, sampled, dropped and counted whole. Groups carry arrays, so they are dataclasses over numpy and
-travel as msgpack with raw little-endian arrays (`common.wire`).
+stored, handed out, sampled, dropped and counted whole. What carries arrays is a msgspec struct over numpy and travels as
+msgpack with raw little-endian arrays (`common.wire`).
 """
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_NUMBER = {"type": "number", "minimum": -FLOAT32_MAX, "maximum": FLOAT32_MAX}
+Int32 = Annotated[NDArray[np.int32], Meta(extra_json_schema={"items": _TOKEN_ID})]
+Float32 = Annotated[NDArray[np.float32], Meta(extra_json_schema={"items": _NUMBER})]
 FinishReason = Literal["stop", "length", "abort"]
 RewardStatus = Literal["ok", "unparsable", "timeout", "died", "error"]
 """`ok`: graded. `unparsable`: no answer in the response, graded 0. `timeout`, `died` (a worker), `error` (a reward function
@@ -227,24 +232,33 @@ class WorkerReport(Wire):
 
 # ---------------------------------------------------------------- experience
 
+MAX_COMPLETIONS = 1024
+"""Of one group."""
+_Count = Annotated[int, Meta(ge=0, lt=2**53)]
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+_Chars = Annotated[str, Meta(max_length=1_000_000)]
+_Spans = Annotated[
+    list[tuple[_Count, _Count, _Count]],
+    Meta(min_length=1, description="[version, start, end], one after the other, over all tokens"),
+]
 
-@dataclass(slots=True)
-class Completion:
+
+class Completion(Struct, forbid_unknown_fields=True):
     """One sampled answer. L is its length in tokens, the end-of-sequence token included."""
 
     token_ids: Int32
     """[L] as the engine sampled them; never re-tokenised."""
     logprobs: Float32
     """[L] log-probabilities in nats under the policy that sampled them, at the sampling temperature."""
-    text: str
+    text: _Chars
     finish_reason: FinishReason
-    weight_versions: list[tuple[int, int, int]]
+    weight_versions: _Spans
     """(version, start, end) spans over the tokens: which weights sampled which tokens."""
-    reward: float = 0.0
+    reward: _Finite = 0.0
     correct: bool = False
     status: RewardStatus = "ok"
-    extracted_answer: str | None = None
-    components: dict[str, float | None] = field(default_factory=dict)
+    extracted_answer: _Chars | None = None
+    components: dict[Annotated[str, Meta(max_length=512)], _Finite | None] = {}
     """As in `RewardResult`."""
 
     @property
@@ -253,24 +267,23 @@ class Completion:
         return min(span[0] for span in self.weight_versions)
 
 
-@dataclass(slots=True)
-class Group:
+class Group(Struct, forbid_unknown_fields=True):
     """One prompt and its n completions: the unit of experience."""
 
-    id: str
+    id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Made by the client, unique; adding the same id again changes nothing."""
-    prompt_id: str
-    prompt: str
-    ground_truth: str
+    prompt_id: Annotated[str, Meta(max_length=512)]
+    prompt: _Chars
+    ground_truth: _Chars
     prompt_token_ids: Int32
     """[P]"""
-    completions: list[Completion]
-    epoch: int = 0
-    position: int = 0
+    completions: Annotated[list[Completion], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
+    epoch: _Count = 0
+    position: _Count = 0
     """Of the prompt in the data-server's stream."""
-    created_at: float = 0.0
+    created_at: _Finite = 0.0
     """Seconds since 1970."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = {}
 
     @property
     def weight_version(self) -> int:
@@ -288,17 +301,21 @@ class Group:
         return bool((self.rewards == self.rewards[0]).all())
 
 
-@dataclass(slots=True)
-class TakenGroups:
+class Groups(Struct):
+    """Body of `POST /groups`."""
+
+    groups: Annotated[list[Group], Meta(extra_json_schema={"minItems": 1})]
+
+
+class TakenGroups(Struct):
     """Answer of `POST /groups/take`."""
 
     groups: list[Group]
-    evicted: int
+    evicted: _Count = 0
     """Groups dropped by this call because they were older than `min_version`."""
 
 
-@dataclass(slots=True)
-class SampledGroups:
+class SampledGroups(Struct):
     """Answer of `POST /groups/sample`: prioritised reuse."""
 
     groups: list[Group]
@@ -346,30 +363,29 @@ class PriorityUpdate(Wire):
 
 # ---------------------------------------------------------------- critic
 
+_RunId = Annotated[str, Meta(min_length=1, max_length=128)]
 
-@dataclass(slots=True)
-class TokenSequence:
+
+class TokenSequence(Struct, forbid_unknown_fields=True):
     """A prompt and one completion of it, to be valued."""
 
     prompt_ids: Int32
     """[P], at least one token."""
     completion_ids: Int32
-    """[L]"""
+    """[L], at least one token."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
-@dataclass(slots=True)
-class ValueTargets:
+class ValueTargets(TokenSequence, forbid_unknown_fields=True):
     """What the critic learns from one completion."""
 
-    sequence: TokenSequence
     old_values: Float32
     """[L] what it expected before the update: its value of the state before each completion token."""
     returns: Float32
     """[L] what it should have expected."""
-    weight: float = 1.0
+    weight: Annotated[float, Meta(ge=0, le=FLOAT32_MAX)] = 1.0
     """Factor of this completion's loss: importance weight of prioritised reuse; 1 for fresh experience."""
 
 
@@ -392,35 +408,32 @@ class CriticMetrics:
     """Optimiser steps that were not applied because the gradient was not finite."""
 
 
-@dataclass(slots=True)
-class ValueRequest:
+class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Body of `POST /values` of the critic-server."""
 
     sequences: list[TokenSequence]
-    run_id: str | None = None
+    run_id: _RunId | None = None
     """When set, the critic must be the one of this run at `step`."""
-    step: int | None = None
+    step: _Count | None = None
 
 
-@dataclass(slots=True)
-class Values:
+class Values(Struct):
     """Answer of `POST /values`."""
 
     values: list[Float32]
     """[L] for each sequence, in order."""
-    step: int
+    step: _Count
     """Batches the critic was trained on."""
 
 
-@dataclass(slots=True)
-class UpdateRequest:
+class UpdateRequest(Struct, forbid_unknown_fields=True):
     """Body of `POST /update`: applied once, and only to the critic of `run_id` at `step`."""
 
-    run_id: str
-    step: int
-    seed: int
+    run_id: _RunId
+    step: _Count
+    seed: _Count
     """Of the order in which the rows are cut into mini-batches."""
-    rows: list[ValueTargets]
+    rows: Annotated[list[ValueTargets], Meta(min_length=1)]
 
 
 RunId = Annotated[str, StringConstraints(min_length=1, max_length=128)]

@@ -23,6 +23,8 @@ from typing import Any, cast
 from weakref import WeakSet
 
 log = logging.getLogger(__name__)
+STALL_S = 600.0
+"""Without a step forward in the training loop until every rank logs where it is."""
 LONG_S = 60.0
 """A deadline that is worth stacks when it passes."""
 _QUIET_S = 60.0
@@ -84,7 +86,7 @@ def deadline_passed(reason: str) -> None:
 
 
 @contextmanager
-def stalls(limit_s: float) -> Iterator[None]:
+def stalls(limit_s: float = STALL_S) -> Iterator[None]:
     """Inside, `at` is called whenever something happens; a silence of `limit_s` seconds, and of every double, is reported."""
     global _stage
     _stage = _Stage(limit_s)
@@ -125,12 +127,6 @@ def start() -> None:
 def awaited() -> list[str]:
     """What is awaited from whom and since when, a line for each kind of call, the longest first."""
     return list(_awaited())
-
-
-def where() -> str:
-    """Where the training loop is and since when; empty outside of one."""
-    stage = _stage
-    return f"at {stage.text} since {time.monotonic() - stage.since:.0f} s" if stage else ""
 
 
 def report() -> str:

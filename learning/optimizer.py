@@ -19,6 +19,10 @@ _STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"
 """What the optimisers of torch keep for a parameter."""
 
 
+MAX_SKIPPED_UPDATES = 3
+"""Updates in a row that may be skipped because the gradient is not finite."""
+
+
 class NotFinite(ServiceError):
     """The gradient is NaN or infinite, several times in a row."""
 
@@ -35,7 +39,6 @@ class Optimizer:
         betas: of AdamW.
         weight_decay: decoupled.
         max_grad_norm: the norm that gradients are clipped to.
-        max_skipped: steps in a row that may be skipped because the gradient is not finite.
     """
 
     def __init__(
@@ -45,11 +48,10 @@ class Optimizer:
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
-        max_skipped: int = 3,
     ) -> None:
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._max_grad_norm, self._max_skipped, self._in_a_row = max_grad_norm, max_skipped, 0
+        self._max_grad_norm, self._in_a_row = max_grad_norm, 0
         hidden = _hidden_matrices(model) if kind == "muon" else []
         if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in hidden):
             raise ConfigError(
@@ -71,7 +73,7 @@ class Optimizer:
     def step(self, learning_rate: float) -> float:
         """Applies the gradients and returns their norm before clipping.
 
-        A norm that is not finite changes nothing but is returned. Raises NotFinite after more than `max_skipped` of
+        A norm that is not finite changes nothing but is returned. Raises NotFinite after more than `MAX_SKIPPED_UPDATES` of
         them in a row.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the one wait for a GPU
@@ -88,7 +90,7 @@ class Optimizer:
 
     def _skip(self, norm: float) -> None:
         self._in_a_row += 1
-        if self._in_a_row > self._max_skipped:
+        if self._in_a_row > MAX_SKIPPED_UPDATES:
             raise NotFinite(
                 f"{self._in_a_row} gradients in a row are not finite",
                 field="grad_norm",

@@ -1,6 +1,7 @@
 """The trainer's own HTTP app (rank 0): weight versions for the rollout nodes, health and metrics."""
 
 import asyncio
+import logging
 import threading
 from functools import partial
 from typing import Annotated, get_args
@@ -8,13 +9,11 @@ from typing import Annotated, get_args
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
-from common import watchdog
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
-from services.http.story import Work
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
@@ -22,17 +21,18 @@ from trainer.dashboard.runs import RunReader
 from trainer.weights.publisher import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
+_MAX_REQUESTS = 1024
+"""Requests in work at once. A rollout node has two: it waits for news, and downloads."""
 
 
 def create_trainer_app(
-    board: WeightBoard, metrics: Metrics, max_requests: int = 1024, health: Health | None = None, replay: Replay | None = None
+    board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
 ) -> FastAPI:
     """The app of rank 0, with the dashboard of its run (where the board's directory is).
 
     Args:
         board: what the rollout nodes ask and tell.
         metrics: of `/metrics`.
-        max_requests: at once.
         health: asks the other tasks, for the dashboard.
         replay: the replay-buffer, for the dashboard.
     """
@@ -41,9 +41,9 @@ def create_trainer_app(
         lifespan=health.running if health else None,
         metrics=metrics,
         max_body_bytes=1 << 20,
-        max_requests=max_requests,
+        max_requests=_MAX_REQUESTS,
         open_paths=PAGES,
-        work=Work(now=_waits, waits_for="rollout nodes"),
+        access_level=logging.DEBUG,  # the console belongs to the steps; agents log what they fetch
     )
     add_dashboard(app, [RunReader(board.directory.parent, live=True)], health, replay)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
@@ -85,11 +85,6 @@ def create_trainer_app(
         return board.workers()
 
     return app
-
-
-def _waits() -> str:
-    """Where the training loop is and what is awaited, for the log."""
-    return "; ".join(filter(None, [watchdog.where(), *watchdog.awaited()]))
 
 
 class BackgroundServer:

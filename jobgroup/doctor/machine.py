@@ -98,6 +98,6 @@ def check_sandbox(plan: Plan) -> Iterator[Result]:
         if reward.code_sandbox == "none":
             yield warn("sandbox", "reward.code_sandbox is none: programs run as this user", "only for code that you trust")
         else:
-            limits = Limits(reward.code_timeout_s, reward.code_memory_mb, reward.code_output_kb)
+            limits = Limits(reward.code_timeout_s, reward.code_memory_mb)
             Sandbox(limits, 1, python=reward.code_python)
             yield ok("sandbox", "bubblewrap holds programs that try to break out")

@@ -19,7 +19,7 @@ _STATIC = 0.85
 _PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
-"""Bytes of a process with torch on a CPU, before it has a model (docs/skypilot.md)."""
+"""Bytes of a process with torch on a CPU, before it has a model (docs/how-to/scale.md)."""
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "
@@ -62,8 +62,7 @@ def _estimate(job: Job, shape: ModelShape, ranks: int, width: int | None = None)
     if job.name == TRAINER:
         return trainer_memory(shape, job.config, ranks, width)
     algorithm = job.config.algorithm.model_copy(update={"kl_coef": 0.0})
-    trainer = job.config.trainer.model_copy(update={"micro_batch_tokens": job.config.critic.micro_batch_tokens})
-    config = job.config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm, "trainer": trainer})
+    config = job.config.model_copy(update={"lora": LoraSection(), "algorithm": algorithm})
     return trainer_memory(shape, config, 1, width)
 
 

@@ -78,7 +78,7 @@ def _sizes(job: Job, shape: ModelShape | None) -> dict[str, int]:
         return {}
     if shape and lora.rank:
         trained = shape.lora_parameters(lora.rank, lora.target_modules)
-    kept = trainer.keep_checkpoints + trainer.keep_best + 1  # and the one that is being written
+    kept = trainer.keep_checkpoints + 2  # the best one, and the one that is being written
     with_critic = 2 if algorithm.needs_critic and job.config.critic.location == "trainer" else 1
     width = 2 if job.config.model.dtype == "bfloat16" and job.gpus else 4
     tokens = trainer.batch_size * sampling.group_size * sampling.max_new_tokens * (trainer.max_steps or 1 << 40)

@@ -9,20 +9,23 @@ from typing import ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
+from common import wire
 from common.config import Config
-from common.critic_wire import decode_update_request, decode_value_request, encode_values
-from common.fields import MSGPACK
 from common.observe import Metrics, critic_gauges
-from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest
+from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
 from services.critic.keeper import CriticKeeper
-from services.critic.shapes import UPDATE_REQUEST, VALUE_REQUEST, VALUES
 from services.http.app import create_app
-from services.http.openapi import described, errors
-from services.http.story import Work
+from services.http.openapi import described, errors, struct_schema
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_KINDS = (MSGPACK,)
+_KINDS = (wire.MSGPACK,)
+_VALUE_REQUEST = struct_schema(ValueRequest) | {
+    "dependentRequired": {"run_id": ["step"], "step": ["run_id"]},
+    "examples": [{"sequences": [{"prompt_ids": [5, 6], "completion_ids": [7, 2]}]}],
+}
+MAX_REQUESTS = 16
+"""Requests in work at once: the critic computes them one after the other."""
 
 
 def create_critic_app(config: Config) -> FastAPI:
@@ -53,21 +56,20 @@ def create_critic_app(config: Config) -> FastAPI:
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
-        max_requests=config.critic.max_requests,
-        work=Work(now=lambda: _whose(keeper)),
+        max_requests=MAX_REQUESTS,
     )
     tell = _gauges(metrics, keeper)
 
-    @app.post("/values", **described(VALUE_REQUEST, VALUES, reads=_KINDS, writes=_KINDS, fails=(409,)))
+    @app.post("/values", **described(_VALUE_REQUEST, struct_schema(Values), reads=_KINDS, writes=_KINDS, fails=(409,)))
     async def values(request: Request) -> Response:
         """Values of the states before the completion tokens of a batch of token sequences; msgpack in and out."""
-        wanted = await asyncio.to_thread(decode_value_request, await request.body())
-        return Response(encode_values(await call(keeper.values, wanted)), media_type=MSGPACK)
+        wanted = await asyncio.to_thread(wire.decode, await request.body(), ValueRequest)
+        return Response(wire.encode(await call(keeper.values, wanted)), media_type=wire.MSGPACK)
 
-    @app.post("/update", **described(UPDATE_REQUEST, reads=_KINDS, fails=(409,)))
+    @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
         """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes nothing."""
-        wanted = await asyncio.to_thread(decode_update_request, await request.body())
+        wanted = await asyncio.to_thread(wire.decode, await request.body(), UpdateRequest)
         result = await call(keeper.update, wanted)
         tell(result)
         return result
@@ -88,12 +90,6 @@ def create_critic_app(config: Config) -> FastAPI:
         return keeper.status()
 
     return app
-
-
-def _whose(keeper: CriticKeeper) -> str:
-    """For the log."""
-    status = keeper.status()
-    return f"the critic of run {status.run_id} at step {status.step}" if status.run_id else "the critic of no run yet"
 
 
 def _gauges(metrics: Metrics, keeper: CriticKeeper) -> Callable[[CriticMetrics], None]:

@@ -41,7 +41,7 @@ class Critic:
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
-        self._settings, self._ranks, self.step = config.critic, ranks, 0
+        self._config, self._ranks, self.step = config, ranks, 0
         directory = ranks.same_path(directory)
         self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
@@ -49,8 +49,7 @@ class Critic:
             self.model.module,
             betas=trainer.adam_betas,
             weight_decay=trainer.weight_decay,
-            max_grad_norm=config.critic.max_grad_norm,
-            max_skipped=trainer.max_skipped_updates,
+            max_grad_norm=trainer.max_grad_norm,
         )
         if directory is not None:
             self._restore(directory)
@@ -62,29 +61,28 @@ class Critic:
         """
         self._check(sequences, "sequences")
         with torch.no_grad():
-            budget, sizes = self._settings.micro_batch_tokens, self._sizes(sequences)
+            budget, sizes = self._config.trainer.micro_batch_tokens, self._sizes(sequences)
             return score_shared(sizes, self._ranks, budget, lambda indices: self.model(self._rows(sequences, indices)))
 
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
-        """`critic.update_epochs` passes over the rows of `critic.mini_batches` optimiser steps each.
+        """`algorithm.update_epochs` passes over the rows of `algorithm.mini_batches` optimiser steps each.
 
         The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight, so
         the result does not depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is
         not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NotFinite after more
-        than `trainer.max_skipped_updates` skipped steps in a row; then the critic is of no further use.
+        than `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic is of no further use.
         """
         if not rows:
             raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
-        sequences = [row.sequence for row in rows]
-        self._check(sequences, "rows")
-        sizes, norms = self._sizes(sequences), []
+        self._check(rows, "rows")
+        sizes, norms = self._sizes(rows), []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for epoch in range(self._settings.update_epochs):
-            for indices in mini_batches(len(rows), self._settings.mini_batches, seed + epoch):
+        for epoch in range(self._config.algorithm.update_epochs):
+            for indices in mini_batches(len(rows), self._config.algorithm.mini_batches, seed + epoch):
                 self._optimizer.zero_grad()
                 sums += self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
-                norms.append(self._optimizer.step(self._settings.learning_rate))
+                norms.append(self._optimizer.step(self._config.critic.learning_rate))
         self.step += 1
         return _metrics(rows, self._ranks.sum(sums), norms)
 
@@ -105,13 +103,12 @@ class Critic:
         """Adds this rank's share of a mini-batch to the gradient; its sums of loss, clipped tokens and tokens."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        sequences = [row.sequence for row in rows]
-        for part in micro_batches(sizes, indices, self._ranks, self._settings.micro_batch_tokens):
+        for part in micro_batches(sizes, indices, self._ranks, self._config.trainer.micro_batch_tokens):
             if not len(part):
                 if self._ranks.sharded:  # the other ranks' passes need this one's
-                    (self.model(self._rows(sequences, indices[:1])).sum() * 0).backward()
+                    (self.model(self._rows(rows, indices[:1])).sum() * 0).backward()
                 continue
-            values, chosen = self.model(self._rows(sequences, part)), [rows[i] for i in part]
+            values, chosen = self.model(self._rows(rows, part)), [rows[i] for i in part]
             old, returns, weights = (
                 torch.from_numpy(np.concatenate(arrays)).to(values.device, non_blocking=True)
                 for arrays in (
@@ -120,7 +117,7 @@ class Critic:
                     [np.full(len(row.returns), row.weight, np.float32) for row in chosen],
                 )
             )
-            result = value_loss(values, old, returns, self._settings.value_clip)
+            result = value_loss(values, old, returns, self._config.critic.value_clip)
             loss = (result.loss * weights).sum()
             (loss / tokens).backward()
             sums += torch.stack([loss.detach(), result.clipped.sum(), torch.ones_like(loss) * len(values)]).double()

@@ -17,7 +17,6 @@ from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream
 from services.http.app import create_app
 from services.http.openapi import errors
-from services.http.story import Work, count
 
 MAX_POSITION = 2**53
 BatchSize = Annotated[int, Query(ge=1, le=256)]
@@ -109,8 +108,6 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
-        max_requests=config.data.max_requests,
-        work=Work(lambda: {"prompts served": count(answered)}),
     )
 
     @app.get("/prompts")
@@ -169,7 +166,4 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
 
 def _difficulty(config: Config) -> Difficulty | None:
-    data = config.data
-    if data.curriculum == "none":
-        return None
-    return Difficulty(data.curriculum_target, data.curriculum_free_share, data.curriculum_smoothing)
+    return None if config.data.curriculum == "none" else Difficulty()

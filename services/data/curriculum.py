@@ -35,7 +35,7 @@ INSERT INTO curriculum VALUES (0);
 
 @dataclass(frozen=True)
 class Difficulty:
-    """The settings of `data.curriculum difficulty`."""
+    """What `data.curriculum difficulty` prefers."""
 
     target: float = 0.5
     """Pass rate that is preferred most."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import ConfigError
+from common.imports import import_callable
 from common.schemas import Prompt
 from common.sections import DataSection
 from services.data import tiny
 from services.data.loaders_base import Loader
-from services.data.loaders_custom import CustomDatasetLoader, import_map
+from services.data.loaders_custom import CustomDatasetLoader
 from services.data.loaders_math import MATH_ON_HUB, GSM8KLoader, MATHLoader
 from services.data.rows import final_answer, stop
 
@@ -52,26 +53,24 @@ class TinyLoader(Loader):
 def loader_of(config: DataSection) -> Loader:
     """The loader of `data.source`. Raises ConfigError for levels that are none and a `data.map` that cannot be imported."""
     if config.source == "tiny":
-        return TinyLoader(config.task)
+        return TinyLoader()
     if config.source == "gsm8k":
-        return GSM8KLoader(task=config.task)
+        return GSM8KLoader()
     if config.is_math:
         return MATHLoader(
             levels=config.levels or None,
             subjects=config.subjects or None,
             source=config.source.partition(":")[2] or MATH_ON_HUB,
             hub_config=config.hub_config,
-            task=config.task,
         )
     return CustomDatasetLoader(
         config.source,
         prompt_field=config.prompt_field,
         answer_field=config.answer_field,
         messages_field=config.messages_field,
-        task=config.task,
         task_field=config.task_field,
         columns=config.columns,
-        map=import_map(config.map) if config.map else None,
+        map=import_callable(config.map, "data.map") if config.map else None,
         hub_config=config.hub_config,
     )
 

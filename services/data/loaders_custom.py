@@ -1,6 +1,5 @@
 """Data sets of one's own: columns or chats, in files or on the hub, changed by a function where they need to be."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,24 +87,6 @@ class CustomDatasetLoader(RowLoader):
             problem = f"{where}: the function returned {changed!r:.80}"
             raise _refused(problem, _name(self.map), "return a mapping of columns, or None to leave the row out")
         return None if changed is None else dict(changed)
-
-
-def import_map(name: str) -> MapRow:
-    """The function at the import path `package.module:function`. Raises ConfigError when there is none."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
-        raise _refused(
-            f"{module_name} cannot be imported ({type(error).__name__}: {error})",
-            name,
-            "correct the path, or add its directory to PYTHONPATH of data-server",
-        ) from error
-    function: MapRow | None = getattr(module, attribute, None)
-    if not callable(function):
-        what = "there is no such name" if function is None else f"it is of type {type(function).__name__}"
-        raise _refused(f"{attribute} of {module_name} is not a function: {what}", name, "name a function of a row's columns")
-    return function
 
 
 def _name(function: MapRow) -> str:

@@ -2,26 +2,26 @@
 
 import asyncio
 import contextlib
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.errors import InvalidInput, NotReady, ServiceError
+from common.errors import InvalidInput, NotReady
 from services.engine.engine import Engine
 from services.engine.jobs import Job, Sequence
 from services.engine.protocol import BadRequest, bad_request
 from services.http.app import read_json
+from services.http.disconnect import while_wanted
 
 _B = TypeVar("_B", bound=BaseModel)
 
 
-class ClientGone(ServiceError):
-    """The client closed the connection; nobody reads this answer (499)."""
+class Body(BaseModel):
+    """A request of SGLang's; fields that this engine does not know are ignored."""
 
-    status = 499
-    code = "client_gone"
+    model_config = ConfigDict(extra="ignore")
 
 
 async def read_body(request: Request, kind: type[_B]) -> _B:
@@ -45,17 +45,9 @@ async def finish(request: Request, engine: Engine, jobs: list[Job]) -> None:
     Raises what a job failed with, Overloaded when the queue is full, ClientGone.
     """
     engine.submit(jobs)
-    done = all_done(jobs)
-    gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
     try:
-        either: set[asyncio.Future[Any]] = {done, gone}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise ClientGone("the client closed the connection")
-        await done
+        await while_wanted(request, asyncio.shield(all_done(jobs)))  # aborted jobs end by themselves
     finally:
-        gone.cancel()
-        done.cancel()
         abort_unfinished(engine, jobs)
 
 
@@ -72,8 +64,3 @@ def abort_unfinished(engine: Engine, jobs: list[Job]) -> None:
     if any(not job.done.done() for job in jobs):
         with contextlib.suppress(NotReady):  # an engine that is down has no rows
             engine.abort_jobs(jobs)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

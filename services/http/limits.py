@@ -57,7 +57,7 @@ class Admission:
         try:
             body.admit()
         except ServiceError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         started = False
 
@@ -75,7 +75,7 @@ class Admission:
         finally:
             body.leave()
         if body.error is not None and not started:
-            await error_response(body.error)(scope, receive, send)
+            await error_response(body.error, scope)(scope, receive, send)
 
     def too_large(self, size: int) -> TooLarge:
         return TooLarge(
@@ -85,7 +85,7 @@ class Admission:
             remedy="send smaller batches, or raise max_body_mb",
         )
 
-    def overloaded(self, what: str, now: int, limit: int, setting: str) -> Overloaded:
+    def overloaded(self, what: str, now: int, limit: int, setting: str = "") -> Overloaded:
         """The error, counted."""
         self.load.refused += 1
         self._metrics.refused.labels(what).inc()
@@ -93,7 +93,7 @@ class Admission:
             f"too much at a time: {now} {what.replace('_', ' ')} are in work, the limit is {limit}",
             field=what,
             value=now,
-            remedy=f"try again later, or raise {setting}",
+            remedy="try again later" + (f", or raise {setting}" if setting else ""),
         )
 
 
@@ -111,8 +111,7 @@ class _Body:
         if self._held > self._admission.max_body_bytes:
             raise self._admission.too_large(self._held)
         if load.requests >= load.request_limit:
-            setting = "max_requests of this service"
-            raise self._admission.overloaded("requests", load.requests, load.request_limit, setting)
+            raise self._admission.overloaded("requests", load.requests, load.request_limit)
         if load.body_bytes + self._held > load.body_bytes_limit:
             raise self._bytes_overloaded()
         load.requests += 1

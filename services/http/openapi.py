@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +15,21 @@ Schema = dict[str, Any]
 def fields(required: tuple[str, ...], **properties: Schema) -> Schema:
     """An object with these properties and no others."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def struct_schema(kind: type[msgspec.Struct]) -> Schema:
+    """A struct of `common.schemas` as JSON has it, without references: an OpenAPI page would look for them elsewhere."""
+    content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
+    definitions = content["$defs"]
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return inlined(definitions[node["$ref"].rpartition("/")[2]])
+            return {name: inlined(item) for name, item in node.items()}
+        return [inlined(item) for item in node] if isinstance(node, list) else node
+
+    return dict(inlined({"$ref": content["$ref"]}))
 
 
 class ErrorDetail(BaseModel):

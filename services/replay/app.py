@@ -1,32 +1,30 @@
 """replay-buffer over HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import Field
 
 from common import wire
-from common.errors import InvalidInput, NotReady, ServiceError
+from common.errors import ServiceError
 from common.observe import Metrics
-from common.schemas import Group, GroupIds, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
+from common.schemas import Group, GroupIds, Groups, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
 from services.http.app import create_app
+from services.http.disconnect import while_wanted
 from services.http.openapi import described, errors
-from services.http.story import Work
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
-from services.replay.shapes import EXPERIENCES, GROUP, GROUPS, KINDS, SAMPLED, TAKEN
+from services.replay.shapes import GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
 
-_T = TypeVar("_T")
 _JSON = "application/json"
-_WATCH_S = 0.25
 
 
 class ExperienceItem(Wire):
@@ -42,6 +40,12 @@ class AddExperiences(Wire):
     """Body of `POST /add`."""
 
     experiences: list[ExperienceItem] = Field(min_length=1)
+
+
+class Experiences(Wire):
+    """Answer of `POST /sample`."""
+
+    experiences: list[ExperienceItem]
 
 
 class SampleExperiences(Wire):
@@ -76,8 +80,6 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
-        max_requests=config.max_requests,
-        work=Work(now=partial(_holds, buffer)),
     )
     app.state.worker = worker
     _queue_routes(app, worker)
@@ -99,7 +101,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
     @app.post("/groups/take", **described(answer=TAKEN, writes=KINDS))
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
-        taken = await _while_wanted(worker.take(body), request)
+        taken = await while_wanted(request, worker.take(body), drain=True)
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
     @app.post("/groups/ack", responses=errors(404))
@@ -168,7 +170,7 @@ def _lone_routes(app: FastAPI, worker: Worker) -> None:
         size = await worker.call(buffer.add_experiences, items)
         return {"added": len(items), "buffer_size": size}
 
-    @app.post("/sample", **described(answer=EXPERIENCES))
+    @app.post("/sample", response_model=Experiences)
     async def sample_experiences(body: SampleExperiences) -> Response:
         """Up to `batch_size` different answers, those of groups included; `prioritized` prefers higher rewards."""
         found = await worker.call(buffer.sample_experiences, body.batch_size, body.prioritized, body.seed)
@@ -187,61 +189,20 @@ async def _read_groups(request: Request) -> list[Group]:
             value=kind,
             remedy=f"send {wire.MSGPACK} or {_JSON}",
         )
-    body = await request.body()
-    return await asyncio.to_thread(wire.decode_groups if kind == wire.MSGPACK else _groups_from_json, body)
-
-
-def _groups_from_json(body: bytes) -> list[Group]:
-    try:
-        content = orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
-    items = content.get("groups") if isinstance(content, dict) else None
-    if not isinstance(items, list):
-        raise InvalidInput("groups is not a list", field="groups", value=items, remedy='send {"groups": [...]}')
-    return [wire.group_from_dict(item, f"groups[{i}]") for i, item in enumerate(items)]
+    decode = wire.decode if kind == wire.MSGPACK else wire.decode_json
+    return (await asyncio.to_thread(decode, await request.body(), Groups)).groups
 
 
 async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Response:
     """Groups as msgpack for programs that ask for it, else as JSON."""
-    arrays = {name: value for name, value in extra.items() if hasattr(value, "tobytes")}
     if wire.MSGPACK in request.headers.get("accept", ""):
-        raw = {name: value.astype("<f4").tobytes() for name, value in arrays.items()}
-        return Response(join(blobs, **(extra | raw)), media_type=wire.MSGPACK)
-    lists = {name: value.tolist() for name, value in arrays.items()}
-    return Response(await asyncio.to_thread(_as_json, blobs, extra | lists), media_type=_JSON)
+        return Response(join(blobs, **extra), media_type=wire.MSGPACK)
+    return Response(await asyncio.to_thread(_as_json, blobs, extra), media_type=_JSON)
 
 
 def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
-    return orjson.dumps({"groups": [wire.group_json(group) for group in unpack_groups(blobs)], **extra})
-
-
-async def _while_wanted(work: Awaitable[_T], request: Request) -> _T:
-    """Waits for `work`, and cancels it when its client has gone or this service is ending (NotReady)."""
-    task, watch = asyncio.ensure_future(work), asyncio.create_task(_unwanted(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise NotReady("the wait was ended: the service is stopping or the client has gone", remedy="try again")
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _unwanted(request: Request) -> None:
-    while not await request.is_disconnected():
-        if request.app.state.draining:
-            return
-        await asyncio.sleep(_WATCH_S)
-
-
-def _holds(buffer: ReplayBuffer) -> str:
-    """Groups by state, for the log."""
-    groups = {state: groups for state, (groups, _) in buffer.store.committed.items()}
-    held = ", ".join(f"{groups[state]} {state}" for state in ("fresh", "leased", "consumed"))
-    return f"groups: {held}; {buffer.store.size() / 1e6:.1f} MB"
+    groups = [wire.group_json(group) for group in unpack_groups(blobs)]
+    return orjson.dumps({"groups": groups, **extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:

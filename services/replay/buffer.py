@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
+from msgspec import Raw
 
 from common import wire
 from common.errors import InvalidInput, TooLarge
@@ -30,8 +30,6 @@ from services.replay.store import Added, GroupRow, Store, Taken
 log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are float32 from here on; a sum of any number of them is finite."""
-_HEAD = wire.encode_groups([])[:-1]
-"""Of `{"groups": […]}`: what comes before the array."""
 _LOWEST_WEIGHT = 0.1
 
 
@@ -55,21 +53,12 @@ class Sampled:
 
 def pack_group(group: Group) -> bytes:
     """One group as its own msgpack document; `join` puts several into one answer without decoding them."""
-    return wire.encode_groups([group])[len(_HEAD) + 1 :]
+    return wire.encode(group)
 
 
 def join(blobs: list[bytes], **extra: object) -> bytes:
     """What `wire.encode_groups(groups, **extra)` gives, from packed groups."""
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_map_header(1 + len(extra))
-    packer.pack("groups")
-    packer.pack_array_header(len(blobs))
-    head = packer.bytes()
-    packer.reset()
-    for name, value in extra.items():
-        packer.pack(name)
-        packer.pack(value)
-    return b"".join([head, *blobs, packer.bytes()])
+    return wire.encode({"groups": [Raw(blob) for blob in blobs], **extra})
 
 
 def unpack_groups(blobs: list[bytes]) -> list[Group]:

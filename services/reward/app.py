@@ -1,22 +1,21 @@
 """HTTP of the reward-server: translates requests to calls of `Scorer`."""
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 
 from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from common.sections import RewardSection
 from services.http.app import create_app
-from services.http.story import Work
+from services.http.disconnect import while_wanted
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 
-_T = TypeVar("_T")
+MAX_REQUESTS = 256
+"""Requests in work at once; more are answered 503."""
 
 
 def create_reward_app(
@@ -46,20 +45,19 @@ def create_reward_app(
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
-        max_requests=config.max_requests,
-        work=Work(scorer.totals, scorer.now),
+        max_requests=MAX_REQUESTS,
     )
 
     @app.post("/reward")
     async def reward(item: RewardItem, request: Request) -> RewardResult:
         """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
         scorer.check(item)
-        return (await _while_connected(request, scorer.score([item])))[0]
+        return (await while_wanted(request, scorer.score([item])))[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
         """Scores many answers, in order. The means are over those that have a reward."""
-        return await _while_connected(request, scorer.score_batch(body.items))
+        return await while_wanted(request, scorer.score_batch(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -67,18 +65,3 @@ def create_reward_app(
         return scorer.stats() | {"load": app.state.load.stats()}
 
     return app
-
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`; cancels it when the client hangs up, so that nobody's answers occupy no worker."""
-    task = asyncio.create_task(work)
-    gone = asyncio.ensure_future(request.receive())  # the body is read, so the next message is the disconnect
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return await task
-        raise HTTPException(499, "the client closed the connection")
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,14 @@ from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.grade import MathGrader
 from services.reward.hosts import Host, ProcessHost, ThreadHost
+from services.reward.limits import FUNCTION_BATCH
 from services.reward.pool import Job, WorkerPool
 from services.reward.sandbox.cases import parse_cases
-from services.reward.score import Score
 
 _CHECK_S = 300.0
 _CALLS_AT_ONCE = 64  # threads that wait for slots of the sandbox, or for an endpoint
 _MODEL_START_S = 1800.0  # a large model is downloaded first
+_MODEL_CALL_S = 120.0
 _HOME = "services.reward.functions"
 _CALLS = "services.reward.calls"
 
@@ -35,42 +36,6 @@ class Built:
     """By the function's name in the configuration."""
     pools: list[WorkerPool] = field(default_factory=list)
     """Worker processes that hosts share; whoever built them enters and leaves them."""
-
-
-class MathHost(Host):
-    """Final answers, in the grader's own workers."""
-
-    def __init__(self, config: RewardSection, on_restart: Callable[[], None]) -> None:
-        super().__init__("math", self._check_gold)
-        self._grader = MathGrader(config, on_restart)
-
-    @staticmethod
-    def _check_gold(item: RewardItem, where: str) -> None:
-        MathGrader.gold(item.ground_truth, f"{where}ground_truth")
-
-    @property
-    def problem(self) -> str | None:
-        """Of the graders."""
-        return self._grader.not_ready()
-
-    async def __aenter__(self) -> "MathHost":
-        await self._grader.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._grader.__aexit__(*error)
-
-    async def ready(self) -> None:
-        """Returns when the graders have started."""
-        await self._grader.ready()
-
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """The grader's own limit holds: most answers need no worker, and it refuses those that would wait."""
-        self.unfinished += len(items)
-        try:
-            return await self._grader.grade(items)
-        finally:
-            self.unfinished -= len(items)
 
 
 def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> Built:
@@ -87,15 +52,17 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
     plain: dict[str, dict[str, Any]] = {}
     for name in config.function_names():
         if name == "math":
-            result.hosts[name] = MathHost(config, on_restart)
+            grader = MathGrader(config, on_restart)
+            result.pools.append(grader.pool)
+            result.hosts[name] = grader
         elif name == "code":
             result.hosts[name] = _code(config, queue)
         elif name == "judge":
-            result.hosts[name] = ThreadHost(_judge(config), None, config.function_batch, queue, _CALLS_AT_ONCE)
+            result.hosts[name] = ThreadHost(_judge(config), None, FUNCTION_BATCH, queue, _CALLS_AT_ONCE)
         elif name == "reward_model":
             pool = _model_pool(config, on_restart)
             result.pools.append(pool)
-            result.hosts[name] = ProcessHost(name, pool, 0, config.function_batch, queue)
+            result.hosts[name] = ProcessHost(name, pool, 0, FUNCTION_BATCH, queue)
         elif name in _PLAIN:
             made, arguments = _PLAIN[name], _ARGUMENTS[name](config)
             made(**arguments)  # refuses wrong arguments here, before a worker does
@@ -107,7 +74,7 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
         pool = WorkerPool(job, config.workers, config.function_timeout_s, on_restart)
         result.pools.append(pool)
         for index, (name, spec) in enumerate(plain.items()):
-            result.hosts[name] = ProcessHost(spec["name"], pool, index, config.function_batch, queue)
+            result.hosts[name] = ProcessHost(spec["name"], pool, index, FUNCTION_BATCH, queue)
     check_names([host.name for host in result.hosts.values()])
     return result
 
@@ -120,7 +87,7 @@ _PLAIN: dict[str, Callable[..., RewardFunction]] = {
 _ARGUMENTS: dict[str, Callable[[RewardSection], dict[str, Any]]] = {
     "format": lambda c: {"required_patterns": c.format_required, "forbidden_patterns": c.format_forbidden},
     "length": lambda c: {"soft_chars": c.length_soft_chars, "hard_chars": c.length_hard_chars},
-    "repetition": lambda c: {"ngram": c.repetition_ngram},
+    "repetition": lambda c: {},
 }
 
 
@@ -130,7 +97,6 @@ def _code(config: RewardSection, queue: int) -> Host:
         config.code_partial_credit,
         slots=config.code_slots,
         memory_mb=config.code_memory_mb,
-        output_kb=config.code_output_kb,
         python=config.code_python,
         sandbox=config.code_sandbox,
     )
@@ -138,7 +104,7 @@ def _code(config: RewardSection, queue: int) -> Host:
     def check(item: RewardItem, where: str) -> None:
         parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
 
-    return ThreadHost(function, None, config.function_batch, queue, _CALLS_AT_ONCE, check)
+    return ThreadHost(function, None, FUNCTION_BATCH, queue, _CALLS_AT_ONCE, check)
 
 
 def _judge(config: RewardSection) -> JudgeRewardFunction:
@@ -146,9 +112,7 @@ def _judge(config: RewardSection) -> JudgeRewardFunction:
         config.judge_url,
         config.judge_model,
         config.judge_rubric or DEFAULT_RUBRIC,
-        scale=config.judge_scale,
         timeout_s=config.judge_timeout_s,
-        retries=config.judge_retries,
         concurrency=config.judge_concurrency,
         max_tokens=config.judge_max_tokens,
     )
@@ -156,16 +120,10 @@ def _judge(config: RewardSection) -> JudgeRewardFunction:
 
 def _model_pool(config: RewardSection, on_restart: Callable[[], None]) -> WorkerPool:
     """One process that holds the reward model: the server itself never loads torch."""
-    arguments = {
-        "model": config.reward_model_name,
-        "batch_size": config.reward_model_batch_size,
-        "device": config.reward_model_device,
-        "dtype": config.reward_model_dtype,
-        "max_tokens": config.reward_model_max_tokens,
-    }
+    arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
     spec = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
     job = Job(_CALLS, {"functions": [spec]}, answers=None)
-    return WorkerPool(job, 1, config.reward_model_timeout_s, on_restart, _MODEL_START_S)
+    return WorkerPool(job, 1, _MODEL_CALL_S, on_restart, _MODEL_START_S)
 
 
 def _custom(path: str) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from services.reward.build import built
 from services.reward.functions.base import RewardFunction
 from services.reward.functions.composite import check_names, combine
 from services.reward.hosts import Host, ThreadHost
+from services.reward.limits import BATCHES_QUEUED, FUNCTION_BATCH, MAX_BATCH_ITEMS
 from services.reward.pool import WorkerPool
 from services.reward.score import Score
 
-BATCHES_QUEUED = 4
 """Largest batches that may wait for a function at once."""
 
 
@@ -44,21 +44,20 @@ class Scorer:
         self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
         self._seconds = metrics.histogram("reward_batch_duration_seconds", "From request to verdicts, of one batch")
         self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
-        self._queue = BATCHES_QUEUED * config.max_batch_items
+        self._queue = BATCHES_QUEUED * MAX_BATCH_ITEMS
         metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
         metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(self._queue)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
         self._hosts: dict[str, Host]
-        self._owned: list[Host | WorkerPool] = []
+        self._pools: list[WorkerPool] = []
         if functions is None:
             made = built(config, self._queue, self._on_restart)
             self._hosts = made.hosts
-            self._owned += made.pools
+            self._pools = made.pools
         else:
             check_names([function.name for function in functions])
             self._hosts = {function.name: self._threads(function) for function in functions}
-        self._owned += self._hosts.values()
         self._tasks = config.tasks if functions is None else {}
         self._default = list(self._hosts) if functions is not None else config.functions
         self._weights = {host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()}
@@ -66,14 +65,14 @@ class Scorer:
 
     def _threads(self, function: RewardFunction) -> Host:
         config = self.config
-        return ThreadHost(function, config.function_timeout_s, config.function_batch, self._queue, config.workers)
+        return ThreadHost(function, config.function_timeout_s, FUNCTION_BATCH, self._queue, config.workers)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
 
     async def __aenter__(self) -> Self:
-        for owned in self._owned:
-            await self._exits.enter_async_context(owned)
+        for pool in self._pools:
+            await self._exits.enter_async_context(pool)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -85,8 +84,8 @@ class Scorer:
 
     async def ready(self) -> None:
         """Returns when every worker has started. `score` may be called before: it waits for them where it needs them."""
-        for owned in self._owned:
-            await owned.ready()
+        for pool in self._pools:
+            await pool.ready()
 
     def stats(self) -> dict[str, Any]:
         """Answers scored so far by status, the functions, and the state of the workers."""
@@ -99,15 +98,6 @@ class Scorer:
             "unfinished_limit": self._queue * len(self._hosts),
         }
 
-    def totals(self) -> dict[str, float]:
-        """Since the start, for the log: answers graded, and of these by status what is not `ok`; workers replaced."""
-        by_status = {f"of them {status}": count for status, count in self._counts.items() if status != "ok"}
-        return {"answers graded": self._counts.total(), **by_status, "workers replaced": self._restarted}
-
-    def now(self) -> str:
-        """What waits, for the log."""
-        return f"{count} answers wait or are being graded" if (count := self._unfinished()) else ""
-
     def check(self, item: RewardItem, where: str = "") -> None:
         """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix `where`."""
         for host in self._of(item, where):
@@ -116,7 +106,7 @@ class Scorer:
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Scores a batch, in order. Cancelling the call frees the workers.
 
-        Raises TooLarge for more items than `max_batch_items`, InvalidInput for an item that cannot be scored, Overloaded when
+        Raises TooLarge for more items than `MAX_BATCH_ITEMS`, InvalidInput for an item that cannot be scored, Overloaded when
         too many answers wait already.
         """
         self._check_size(len(items))
@@ -183,13 +173,12 @@ class Scorer:
         )
 
     def _check_size(self, count: int) -> None:
-        limit = self.config.max_batch_items
-        if count > limit:
+        if count > MAX_BATCH_ITEMS:
             raise TooLarge(
-                f"a batch has at most {limit} items",
+                f"a batch has at most {MAX_BATCH_ITEMS} items",
                 field="items",
                 value=count,
-                remedy="send smaller batches, or raise reward.max_batch_items",
+                remedy="send smaller batches",
             )
 
     def _on_restart(self) -> None:

@@ -1,13 +1,15 @@
 """One declaration of every setting; four places to set it; every typo refused by name."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from common.config import SHORT_NAMES, Config, load
+from common.config import SHORT_NAMES, Config, load, names
 from common.errors import ConfigError
+from common.removed import REMOVED
 
 
 def refused(argv: list[str] | None = None, env: dict[str, str] | None = None) -> ConfigError:
@@ -142,14 +144,53 @@ def test_an_environment_that_cannot_be_read_is_named() -> None:
     assert (error.field, "is a section" in error.message) == ("RLHF_TRAINER", True)
 
 
-def test_help_lists_every_setting_with_its_meaning() -> None:
+def shown(capsys: pytest.CaptureFixture[str], option: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        load([option], {}, "python -m anything")
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_settings_that_matter_and_where_the_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--help")
+    listed = {name for name in names() if f"--{name} " in text}
+    assert {"seed", "model.name", "algorithm.name", "trainer.batch_size", "sampling.group_size"} <= listed
+    assert 35 <= len(listed) <= 45
+    assert f"{len(names()) - len(listed)} more settings: --help-all" in text
+    assert "usage: python -m anything [--config FILE]" in text
+
+
+def test_help_all_lists_every_setting_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--help-all")
+    assert all(f"--{name} " in text for name in names())
+    assert "Completions per prompt" in text
+
+
+def test_every_program_has_help() -> None:
     done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    for name, section in Config.model_fields.items():
-        fields = getattr(section.annotation, "model_fields", None)
-        for setting in [f"--{name}.{field}" for field in fields] if fields else [f"--{name}"]:
-            assert setting in done.stdout
-    assert "Completions per prompt" in done.stdout
+    assert (done.returncode, "--help-all" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_says_what_to_do_wherever_it_is_set(name: str, tmp_path: Path) -> None:
+    setting, _, value = name.partition(" ")
+    section, _, key = setting.partition(".")
+    value = value or "1"
+    variable = f"RLHF_{section}__{key}".upper()
+    yaml = in_file(tmp_path, f"{section}: {{{key}: {value}}}")
+    words = ([f"--{setting}", value], [f"--{setting}={value}"], yaml)
+    for error in (*map(refused, words), refused(env={variable: value})):
+        assert "any more" in error.message
+        assert error.remedy == REMOVED[name]
+        assert error.field in (setting, f"--{setting}", variable)
+
+
+def test_a_remedy_names_only_settings_that_exist() -> None:
+    assert not {name.partition(" ")[0] for name in REMOVED if " " not in name} & set(names())
+    sections = "|".join(Config.model_fields)
+    for remedy in REMOVED.values():
+        for name in re.findall(rf"\b(?:{sections})\.[a-z_]+", remedy):
+            assert name in names(), remedy
 
 
 def test_a_program_ends_with_status_2_and_the_name_of_the_setting() -> None:

@@ -162,7 +162,7 @@ def test_a_checkpoint(disk: Disk) -> None:
     def save(step: int, rows: int) -> Path:
         tensors = {name: torch.full((rows, 500), float(step)) for name in ("weight", "moment")}
         snapshot = Snapshot({"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]})
-        return checkpoints.save(TrainerState(step, step, "run", 0.0), {".": snapshot}, step)
+        return checkpoints.save(TrainerState(step, step, "run", 0.0), {".": snapshot})
 
     with Checkpoints(disk.path, Ranks(), 3) as checkpoints:
         first = save(1, 400)

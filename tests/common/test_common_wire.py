@@ -12,15 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
-from common.schemas import Completion, Group
-from common.wire import (
-    decode_groups,
-    decode_sampled,
-    decode_taken,
-    encode_groups,
-    group_from_dict,
-    group_json,
-)
+from common.schemas import Completion, Group, Groups, SampledGroups, TakenGroups
+from common.wire import decode, decode_groups, decode_json, encode, encode_groups, from_plain, group_json
+
+ANSWERS: list[Any] = [Groups, TakenGroups, SampledGroups]
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 text = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -61,11 +56,6 @@ groups = st.builds(
 )
 
 
-def sampled_body(groups: list[Group], weights: list[float]) -> bytes:
-    """An answer of `POST /groups/sample`."""
-    return encode_groups(groups, weights=np.array(weights, "<f4").tobytes())
-
-
 def one() -> Group:
     first = Completion(np.array([5, 6], np.int32), np.array([-0.5, -1.5], np.float32), "ab", "stop", [(3, 0, 1), (4, 1, 2)])
     second = Completion(np.array([7], np.int32), np.array([-2.0], np.float32), "c", "length", [(4, 0, 1)], reward=1.0)
@@ -78,7 +68,7 @@ def test_groups_survive_msgpack_and_json(items: list[Group]) -> None:
     plain = [group_json(group) for group in items]
     decoded = decode_groups(encode_groups(items))
     assert [group_json(group) for group in decoded] == plain
-    assert [group_json(group_from_dict(json.loads(json.dumps(content)))) for content in plain] == plain
+    assert [group_json(decode_json(json.dumps(content).encode(), Group)) for content in plain] == plain
     for before, after in zip(items, decoded, strict=True):
         for a, b in zip(before.completions, after.completions, strict=True):
             assert (b.token_ids.dtype.name, b.logprobs.dtype.name) == ("int32", "float32")
@@ -86,9 +76,9 @@ def test_groups_survive_msgpack_and_json(items: list[Group]) -> None:
 
 
 def test_answers_survive_the_round_trip() -> None:
-    taken = decode_taken(encode_groups([one(), one()], evicted=3))
+    taken = decode(encode(TakenGroups([one(), one()], evicted=3)), TakenGroups)
     assert (len(taken.groups), taken.evicted) == (2, 3)
-    sampled = decode_sampled(sampled_body([one()], [0.25]))
+    sampled = decode(encode(SampledGroups([one()], np.array([0.25], np.float32))), SampledGroups)
     assert sampled.weights.tolist() == [0.25]
     assert sampled.groups[0].weight_version == 3
     assert sampled.groups[0].rewards.tolist() == [0.0, 1.0]
@@ -106,7 +96,6 @@ BAD_FIELDS: list[tuple[str, object]] = [
     ("id", "x" * 129),
     ("prompt", 5),
     ("prompt", "x" * 1_000_001),
-    ("prompt", "\ud800"),
     ("ground_truth", ["12"]),
     ("prompt_token_ids", "text"),
     ("prompt_token_ids", [2**31]),
@@ -143,7 +132,6 @@ BAD_FIELDS: list[tuple[str, object]] = [
     ("completions[1].components", [1.0]),
     ("completions[1].components", {"math": "1"}),
     ("completions[1].components", {"math": float("nan")}),
-    ("completions[1].components", {"\ud800": 1.0}),
     ("completions[1].finish_reason", None),
     ("completions[1].weight_versions", []),
     ("completions[1].weight_versions", [[4, 0]]),
@@ -176,10 +164,41 @@ def changed(path: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(("path", "value"), BAD_FIELDS, ids=lambda item: repr(item)[:40])
 def test_a_bad_field_is_named(path: str, value: object) -> None:
     with pytest.raises(InvalidInput) as caught:
-        group_from_dict(changed(path, value), "groups[2]")
+        from_plain(changed(path, value), Group, "groups[2]")
     assert str(caught.value.field).startswith(f"groups[2].{path}")
     assert caught.value.remedy
     assert len(str(caught.value.value)) <= 200
+
+
+@pytest.mark.parametrize("text", ["prompt", "completions[0].text", "completions[1].components"])
+def test_text_that_is_not_utf_8_is_refused(text: str) -> None:
+    value = {"\ud800": 1.0} if text.endswith("components") else "\ud800"
+    with pytest.raises(InvalidInput, match="not JSON"):
+        decode_json(json.dumps(changed(text, value)).encode(), Group)
+    value = {"?1": 1.0} if text.endswith("components") else "?1"
+    with pytest.raises(InvalidInput, match="not msgpack"):
+        decode(encode(changed(text, value)).replace(b"\xa2?1", b"\xa2\xff1"), Group)
+
+
+def test_texts_may_be_left_out_of_a_body() -> None:
+    content = group_json(one())
+    for name in ("prompt_id", "prompt", "ground_truth"):
+        del content[name]
+    del content["completions"][0]["text"]
+    (group,) = decode_json(json.dumps({"groups": [content]}).encode(), Groups).groups
+    assert (group.prompt_id, group.prompt, group.ground_truth, group.completions[0].text) == ("", "", "", "")
+
+
+def test_an_error_has_the_reason_and_the_value() -> None:
+    with pytest.raises(InvalidInput, match="Expected `int`, got `str`") as caught:
+        decode(encode_groups([one()]).replace(b"\xa8position\x00", b"\xa8position\xa1x"), Groups)
+    assert (caught.value.field, caught.value.value) == ("groups[0].position", "x")
+    with pytest.raises(InvalidInput, match="2 tokens need as many logprobs, got 1") as caught:
+        from_plain(changed("completions[0].logprobs", [-1.0]), Group)
+    assert (caught.value.field, caught.value.value) == ("completions[0].logprobs", "[-1.0]")
+    with pytest.raises(InvalidInput, match="unknown field `surprise`") as caught:
+        from_plain(changed("completions[0].surprise", 5), Group)
+    assert (caught.value.field, caught.value.value) == ("completions[0].surprise", "5")
 
 
 @pytest.mark.parametrize("missing", ["id", "completions", "prompt_token_ids"])
@@ -187,53 +206,53 @@ def test_a_missing_field_is_named(missing: str) -> None:
     content = group_json(one())
     del content[missing]
     with pytest.raises(InvalidInput, match=missing):
-        group_from_dict(content)
+        from_plain(content, Group)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"[]", msgpack.packb([]), msgpack.packb({}), msgpack.packb({"groups": {}})])
 def test_bodies_that_are_no_groups_are_refused(body: bytes) -> None:
-    for decode in (decode_groups, decode_taken, decode_sampled):
+    for kind in ANSWERS:
         with pytest.raises(InvalidInput):
-            decode(body)
+            decode(body, kind)
 
 
 @pytest.mark.parametrize("evicted", ["x", None, -1, [1]])
 def test_a_bad_count_of_evicted_groups_is_refused(evicted: object) -> None:
     with pytest.raises(InvalidInput) as caught:
-        decode_taken(encode_groups([one()], evicted=evicted))
+        decode(encode_groups([one()], evicted=evicted), TakenGroups)
     assert caught.value.field == "evicted"
 
 
 def test_weights_must_match_the_groups() -> None:
     with pytest.raises(InvalidInput, match="as many weights"):
-        decode_sampled(sampled_body([one()], [1, 2]))
+        decode(encode(SampledGroups([one()], np.array([1, 2], np.float32))), SampledGroups)
 
 
 def test_every_truncation_is_refused() -> None:
-    body = sampled_body([one()], [1])
+    body = encode(SampledGroups([one()], np.array([1], np.float32)))
     for end in range(len(body)):
         with pytest.raises(InvalidInput):
-            decode_sampled(body[:end])
+            decode(body[:end], SampledGroups)
     with pytest.raises(InvalidInput):
-        decode_sampled(body + b"\x00")
+        decode(body + b"\x00", SampledGroups)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_invalid_input_and_nothing_else(body: bytes) -> None:
-    for decode in (decode_groups, decode_taken, decode_sampled):
+    for kind in ANSWERS:
         with pytest.raises(InvalidInput):
-            decode(body)
+            decode(body, kind)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_damaged_bytes_decode_or_are_invalid_input(data: st.DataObject) -> None:
-    body = bytearray(sampled_body([one()], [1]))
+    body = bytearray(encode(SampledGroups([one()], np.array([1], np.float32))))
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
-        sampled = decode_sampled(bytes(body))
+        sampled = decode(bytes(body), SampledGroups)
     except InvalidInput:
         return
     assert len(sampled.weights) == len(sampled.groups)

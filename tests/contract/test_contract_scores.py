@@ -12,7 +12,7 @@ from common.rollout_client import RolloutClient
 from common.schemas import Group
 from learning.layout import Packed, Packing, Padded
 from learning.ranks import Ranks
-from tests.trainer.groups import weighed
+from tests.trainer.groups import known, prepared
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 
@@ -62,15 +62,15 @@ async def test_contract_the_trainers_scores_are_the_engines(target_url: str, mod
         config = Config(algorithm=AlgorithmSection(kl_coef=0.1, kl_in="reward", rollout_correction="none"))
         config.model.name, config.sampling.temperature = str(model_dir), temperature
         config.trainer.packing, config.trainer.micro_batch_tokens = packing, 128
-        learner = Policy(config, Ranks())
-        assert learner._scorer.layout is layout
-        learner.step = groups[0].weight_version
-        batch: Batch = weighed(learner, groups)
-        for column in (batch.old_logprobs, batch.ref_logprobs):
+        policy = Policy(config, Ranks())
+        assert policy.scorer.layout is layout
+        policy.step = groups[0].weight_version
+        batch: Batch = prepared(policy, groups)
+        for column in (known(batch.old_logprobs), known(batch.ref_logprobs)):
             assert [len(row) for row in column] == batch.lengths
             for row, completion in zip(column, completions, strict=True):
                 np.testing.assert_allclose(row, completion.logprobs, rtol=0, atol=TOLERANCE)
-        metrics = learner.update(batch)
+        metrics = policy.update(batch).metrics
         assert metrics.trained_tokens == sum(batch.lengths)
         assert metrics.delta_logprob_current == metrics.delta_logprob < TOLERANCE
         assert abs(metrics.ratio - 1) < TOLERANCE

@@ -39,7 +39,7 @@ def settings(policy_dir: Path, tmp_path: Path) -> list[str]:
     """Of a small critic, as a command line."""
     return [
         *("--model.name", str(policy_dir), "--state_dir", str(tmp_path / "state"), "--algorithm.name", "ppo"),
-        *("--critic.learning_rate", "1e-3", "--critic.update_epochs", "2", "--critic.mini_batches", "2"),
+        *("--critic.learning_rate", "1e-3"),
         *("--trainer.num_threads", "1"),
     ]
 

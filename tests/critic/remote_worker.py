@@ -12,7 +12,8 @@ import torch
 from common.config import load
 from common.critic_client import CriticClient
 from learning.ranks import Ranks, end
-from tests.critic.rows import make_rows, make_sequences
+from tests.critic.rows import make_batch
+from tests.trainer.groups import known
 from trainer.background import LoopThread
 from trainer.policy.critic import value_function
 
@@ -28,11 +29,11 @@ def main(directory: Path, settings: list[str]) -> None:
             call = loop.call
             stack.callback(lambda: loop.call(client.close()))
         function = value_function(config, ranks, client, call, f"run of rank {ranks.rank}")
-        assert function is not None
         function.restore(None)
-        assert not any(values.any() for values in function.values(make_sequences(5)))
-        metrics = function.begin_update(make_rows(6), seed=3)()
-        values = np.concatenate(function.values(make_sequences(5)))
+        assert not any(values.any() for values in known(function.values(make_batch(5))))
+        metrics = function.start_update(make_batch(6), seed=3)()
+        assert metrics is not None
+        values = np.concatenate(known(function.values(make_batch(5))))
         (directory / f"told{ranks.rank}.json").write_text(
             json.dumps({"metrics": asdict(metrics), "values": [float(value) for value in values]})
         )

@@ -12,10 +12,9 @@ from fastapi import FastAPI
 
 from common.config import Config
 from common.critic_client import CriticClient
-from common.critic_wire import encode_update_request, encode_value_request
 from common.errors import ServiceError
-from common.fields import MSGPACK
 from common.schemas import UpdateRequest, ValueRequest
+from common.wire import MSGPACK, encode
 from learning.ranks import Ranks
 from services.critic.critic import Critic
 from tests.critic.rows import VOCABULARY, make_rows, make_sequences
@@ -135,8 +134,10 @@ async def test_the_last_checkpoints_written_stay(client: CriticClient, config: C
     assert steps(config) == ["step_000001"]
 
 
-async def test_an_update_that_fails_midway_leaves_nobodys_critic(client: CriticClient, config: Config) -> None:
-    config.trainer.max_skipped_updates = 0
+async def test_an_update_that_fails_midway_leaves_nobodys_critic(
+    client: CriticClient, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 0)
     await client.restore("a", 0)
     await client.update("a", 0, seed=0, rows=make_rows(6))
     await client.save("a", 1, keep=1)
@@ -156,15 +157,15 @@ async def test_an_update_that_fails_midway_leaves_nobodys_critic(client: CriticC
 
 
 def update_body(**changes: Any) -> dict[str, Any]:
-    body: dict[str, Any] = msgpack.unpackb(encode_update_request(UpdateRequest("a", 0, 0, make_rows(2))))
+    body: dict[str, Any] = msgpack.unpackb(encode(UpdateRequest("a", 0, 0, make_rows(2))))
     for name, value in changes.items():
         (body if name in body else body["rows"][1])[name] = value
     return body
 
 
 BAD_UPDATES: list[tuple[str, Any, str]] = [
-    ("run_id", "", "body.run_id"),
-    ("run_id", 5, "body.run_id"),
+    ("run_id", "", "run_id"),
+    ("run_id", 5, "run_id"),
     ("step", -1, "step"),
     ("step", True, "step"),
     ("seed", 0.5, "seed"),
@@ -176,11 +177,11 @@ BAD_UPDATES: list[tuple[str, Any, str]] = [
     ("completion_ids", [], "rows[1].completion_ids"),
     ("completion_ids", None, "rows[1].completion_ids"),
     ("prompt_ids", [VOCABULARY], "rows[1].prompt_ids"),
-    ("prompt_ids", [-1], "rows[1].prompt_ids"),
-    ("prompt_ids", [2**31], "rows[1].prompt_ids"),
+    ("prompt_ids", [-1], "rows[1].prompt_ids[0]"),
+    ("prompt_ids", [2**31], "rows[1].prompt_ids[0]"),
     ("prompt_ids", [5] * 600, "rows[1]"),
     ("old_values", [0.5] * 99, "rows[1].old_values"),
-    ("returns", [float("nan")], "rows[1].returns"),
+    ("returns", [float("nan")], "rows[1].returns[0]"),
     ("returns", np.array([np.inf], "<f4").tobytes(), "rows[1].returns"),
     ("returns", "text", "rows[1].returns"),
     ("weight", -1.0, "rows[1].weight"),
@@ -197,14 +198,14 @@ async def test_bad_input_is_named_and_changes_nothing(client: CriticClient) -> N
     for name, value, field in BAD_UPDATES:
         status, error = await refused(client, "/update", content=msgpack.packb(update_body(**{name: value})), headers=headers)
         assert (status, error["code"], error["field"]) == (422, "invalid_input", field), (name, value, error)
-    request = msgpack.unpackb(encode_value_request(ValueRequest(SEQUENCES)))
+    request = msgpack.unpackb(encode(ValueRequest(SEQUENCES)))
     for changes, field in (
         ({"sequences": 5}, "sequences"),
         ({"sequences": [{"prompt_ids": [1], "completion_ids": [VOCABULARY]}]}, "sequences[0].completion_ids"),
         ({"sequences": [{"prompt_ids": [1], "completion_ids": [1], "weight": 1.0}]}, "sequences[0].weight"),
         ({"run_id": "a"}, "step"),
         ({"step": 0}, "run_id"),
-        ({"surprise": 1}, "body.surprise"),
+        ({"surprise": 1}, "surprise"),
     ):
         status, error = await refused(client, "/values", content=msgpack.packb(request | changes), headers=headers)
         assert (status, error["field"]) == (422, field), (changes, error)
@@ -234,7 +235,7 @@ async def test_values_survive_the_wire_whatever_their_type(app: FastAPI, client:
     await client.restore("b", 0)
     for row in rows:
         row.returns, row.old_values = row.returns.astype(np.float64), row.old_values.astype(np.float64)
-        row.sequence.prompt_ids = row.sequence.prompt_ids.astype(np.int64)
+        row.prompt_ids = row.prompt_ids.astype(np.int64)
     assert await client.update("b", 0, seed=0, rows=rows) == expected
 
 

@@ -11,6 +11,7 @@ import pytest
 from common.clients import wait_healthy
 from common.critic_client import CriticClient
 from common.errors import ServiceError
+from services.critic.app import MAX_REQUESTS
 from tests.critic.conftest import ROOT, Start
 from tests.critic.rows import make_rows, make_sequences
 
@@ -70,10 +71,7 @@ async def test_health_answers_and_flush_waits_while_it_computes(start: Start, po
     assert await asyncio.to_thread(process.wait, 30) in (0, -signal.SIGTERM)
 
 
-async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
-    start: Start, settings: list[str], port: int
-) -> None:
-    settings += ["--critic.max_requests", "1"]
+async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(start: Start, port: int) -> None:
     start()
     sequences = make_sequences(5)
     async with client_of(port) as client:
@@ -82,7 +80,10 @@ async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
         async with asyncio.timeout(60):
             while await metric(client, "rlhf_http_requests_in_progress") < 1:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
-        waiting = [asyncio.create_task(client.values(sequences, "a", 1)) for _ in range(4)]
+        waiting = [asyncio.create_task(client.values(sequences, "a", 1)) for _ in range(20)]
+        async with asyncio.timeout(60):
+            while await metric(client, "rlhf_http_requests_in_progress") < MAX_REQUESTS:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         answer = await client.http.post("/values", content=b"whatever")
         assert not update.done()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")

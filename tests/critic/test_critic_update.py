@@ -45,7 +45,7 @@ def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Conf
     """Padding, cutting and selecting against the plain forward of every row alone."""
     critic = trained(config)
     sequences = make_sequences(7)
-    config.critic.micro_batch_tokens = 40
+    config.trainer.micro_batch_tokens = 40
     for sequence, values in zip(sequences, critic.values(sequences), strict=True):
         ids = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[None].long()
         with torch.no_grad():
@@ -66,7 +66,7 @@ def test_an_update_learns_the_returns_of_a_batch(config: Config) -> None:
 
 
 def test_metrics_hand_computed(config: Config) -> None:
-    config.critic.update_epochs = config.critic.mini_batches = 1
+    config.algorithm.update_epochs = config.algorithm.mini_batches = 1
     rows = make_rows(5)
     metrics = Critic(config, Ranks()).update(rows, seed=0)
     old, returns = (np.concatenate([getattr(row, name) for row in rows]) for name in ("old_values", "returns"))
@@ -87,14 +87,16 @@ def test_metrics_hand_computed(config: Config) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 40])
 def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int) -> None:
     whole = parameters(trained(config))
-    config.critic.micro_batch_tokens = max_tokens
+    config.trainer.micro_batch_tokens = max_tokens
     assert_same(parameters(trained(config)), whole, 2e-5)
 
 
-@pytest.mark.parametrize("cut", [["--critic.mini_batches", "9", "--trainer.shard_size", "1"], ["--critic.mini_batches", "1"]])
+@pytest.mark.parametrize(
+    "cut", [["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"], ["--algorithm.mini_batches", "1"]]
+)
 def test_two_processes_give_the_update_of_one(config: Config, settings: list[str], tmp_path: Path, cut: list[str]) -> None:
     """Copies, with mini-batches of one row, which leave a rank without any; and shards, with as many passes on either rank."""
-    config.critic.mini_batches = int(cut[1])
+    config.algorithm.mini_batches = int(cut[1])
     one = trained(config, batches=2)
     run_ranks(2, Path(__file__).with_name("ranks_worker.py"), str(tmp_path), *settings, *cut)
     assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
@@ -156,7 +158,7 @@ def test_tokens_outside_the_vocabulary_are_refused(config: Config, ids: list[int
         critic.values(sequences)
     assert (error.value.field, error.value.value) == ("sequences[1].prompt_ids", str(ids[-1]))
     rows = make_rows(2)
-    rows[0].sequence.completion_ids[0] = ids[-1]
+    rows[0].completion_ids[0] = ids[-1]
     with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
         critic.update(rows, seed=0)
     assert error.value.field == "rows[0].completion_ids"
@@ -167,9 +169,11 @@ def test_tokens_outside_the_vocabulary_are_refused(config: Config, ids: list[int
     assert critic.step == 0
 
 
-def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(config: Config) -> None:
-    config.critic.update_epochs = config.critic.mini_batches = 1
-    config.trainer.max_skipped_updates = 1
+def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.algorithm.update_epochs = config.algorithm.mini_batches = 1
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 1)
     critic, good, bad = Critic(config, Ranks()), make_rows(4), make_rows(4)
     bad[0].weight = float("inf")
     before = parameters(critic)
@@ -185,13 +189,14 @@ def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(conf
 def test_every_setting_changes_the_update(config: Config) -> None:
     base = parameters(trained(config, batches=2))
     for name, value in {
-        "learning_rate": 2e-3,
-        "update_epochs": 1,
-        "mini_batches": 1,
-        "value_clip": 1e-3,
-        "max_grad_norm": 1e-6,
+        "critic.learning_rate": 2e-3,
+        "algorithm.update_epochs": 1,
+        "algorithm.mini_batches": 1,
+        "critic.value_clip": 1e-3,
+        "trainer.max_grad_norm": 1e-6,
     }.items():
         changed = config.model_copy(deep=True)
-        setattr(changed.critic, name, value)
+        section, _, key = name.partition(".")
+        setattr(getattr(changed, section), key, value)
         new = parameters(trained(changed, batches=2))
-        assert any(not torch.equal(new[key], base[key]) for key in base), name
+        assert any(not torch.equal(new[each], base[each]) for each in base), name

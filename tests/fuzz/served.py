@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from services.http.app import serve
 from tests.apps import make, tiny
 
-SMALL = ("--algorithm.name", "ppo", "--reward.timeout_s", "0.5", "--max_body_mb", "1", "--data.curriculum", "difficulty")
+SMALL = ("--algorithm.name", "ppo", "--reward.math_timeout_s", "0.5", "--max_body_mb", "1", "--data.curriculum", "difficulty")
 
 
 def fuzzed(service: str, directory: Path, model: Path) -> FastAPI:

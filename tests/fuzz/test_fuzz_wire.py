@@ -13,10 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from common import critic_wire
 from common.errors import InvalidInput, ServiceError
-from common.schemas import TokenSequence, UpdateRequest, ValueRequest, Values, ValueTargets
-from common.wire import decode_groups, decode_sampled, decode_taken
+from common.schemas import (
+    Groups,
+    SampledGroups,
+    TakenGroups,
+    TokenSequence,
+    UpdateRequest,
+    ValueRequest,
+    Values,
+    ValueTargets,
+)
+from common.wire import decode, encode
 from services.engine.adapters import Adapters, BadAdapter
 from services.engine.weights import BadWeights, load_into
 from tests.fuzz.processes import SECONDS
@@ -30,18 +38,14 @@ def named(error: ServiceError) -> None:
     assert error.field
 
 
-SEQUENCE = TokenSequence(np.array([5, 6], np.int32), np.array([7, 2], np.int32))
+IDS = np.array([5, 6], np.int32), np.array([7, 2], np.int32)
 NUMBERS = np.array([0.5, -1.0], np.float32)
 BODIES = {
-    "values": critic_wire.encode_value_request(ValueRequest([SEQUENCE], "run", 3)),
-    "update": critic_wire.encode_update_request(UpdateRequest("run", 3, 4, [ValueTargets(SEQUENCE, NUMBERS, NUMBERS, 0.5)])),
-    "answer": critic_wire.encode_values(Values([NUMBERS], 3)),
+    "values": encode(ValueRequest([TokenSequence(*IDS)], "run", 3)),
+    "update": encode(UpdateRequest("run", 3, 4, [ValueTargets(*IDS, NUMBERS, NUMBERS, 0.5)])),
+    "answer": encode(Values([NUMBERS], 3)),
 }
-DECODERS = {
-    "values": critic_wire.decode_value_request,
-    "update": critic_wire.decode_update_request,
-    "answer": critic_wire.decode_values,
-}
+KINDS: dict[str, Any] = {"values": ValueRequest, "update": UpdateRequest, "answer": Values}
 
 
 @relaxed
@@ -53,20 +57,20 @@ def test_damaged_bytes_of_the_critic_decode_or_are_invalid_input(data: st.DataOb
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.none() | st.integers(0, len(body)))
     try:
-        DECODERS[kind](bytes(body[:cut]))
+        decode(bytes(body[:cut]), KINDS[kind])
     except InvalidInput as error:
         named(error)
 
 
-@pytest.mark.parametrize("decode", [decode_groups, decode_taken, decode_sampled, *DECODERS.values()])
+@pytest.mark.parametrize("kind", [Groups, TakenGroups, SampledGroups, *KINDS.values()])
 @pytest.mark.parametrize(
     "body", [b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff\xa1a", b"\x81\xa6groups\xdd\xff\xff\xff\xf0\x90"]
 )
-def test_a_length_that_is_not_there_takes_no_memory(decode: Any, body: bytes) -> None:
+def test_a_length_that_is_not_there_takes_no_memory(kind: Any, body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidInput):
-            decode(body)
+            decode(body, kind)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()

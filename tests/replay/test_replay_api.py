@@ -7,6 +7,7 @@ import msgpack
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from msgspec.msgpack import Ext
 
 from common import wire
 from common.clients import ReplayClient
@@ -178,13 +179,13 @@ async def test_nan_and_infinity_are_refused(client: ReplayClient, make_group: Ma
     assert (await client.stats())["groups"] == 0
 
 
-@pytest.mark.parametrize("metadata", [{"x": b"\xff"}, {"x": float("nan")}, {"x": msgpack.Timestamp(1)}, {b"x": 1}])
+@pytest.mark.parametrize("metadata", [{"x": b"\xff"}, {"x": float("nan")}, {"x": Ext(5, b"x")}, {b"x": 1}])
 async def test_metadata_must_be_showable(client: ReplayClient, make_group: MakeGroup, metadata: dict[str, object]) -> None:
     group = make_group("a")
     group.metadata = metadata
     response = await client.http.post("/groups", content=wire.encode_groups([group]), headers=MSGPACK)
     assert response.status_code == 422
-    extension = any(isinstance(value, msgpack.Timestamp) for value in metadata.values())  # refused before it is unpacked
+    extension = any(isinstance(value, Ext) for value in metadata.values())  # refused before it is unpacked
     assert response.json()["error"]["field"] == ("body" if extension else "groups[0].metadata")
 
 

@@ -32,7 +32,7 @@ async def served(config: RewardSection, max_body_bytes: int = 1 << 20) -> AsyncI
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with served(RewardSection(max_batch_items=64)) as client:
+    async with served(RewardSection()) as client:
         yield client
 
 
@@ -93,14 +93,14 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/batch_reward", {"json": {"items": GOOD}}, 422, "items"),
     ("/batch_reward", {"json": {"items": [GOOD, {**GOOD, "ground_truth": " "}]}}, 422, "items[1].ground_truth"),
     ("/batch_reward", {"json": {"items": [GOOD, {**GOOD, "response": ["5"]}]}}, 422, "items.1.response"),
-    ("/batch_reward", {"json": {"items": [GOOD] * 65}}, 413, "items"),
+    ("/batch_reward", {"json": {"items": [GOOD] * 4097}}, 413, "items"),
     ("/batch_reward", {"json": {"items": [{**GOOD, "response": "x" * 2_000_000}]}}, 413, "body"),
 ]
 
 
 @pytest.mark.parametrize(("path", "request_", "status", "field"), BAD)
 async def test_bad_input_is_named_and_the_service_lives(path: str, request_: dict[str, Any], status: int, field: str) -> None:
-    async with served(RewardSection(max_batch_items=64, workers=1)) as http:
+    async with served(RewardSection(workers=1)) as http:
         answer = await http.post(path, **request_)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
@@ -118,7 +118,7 @@ async def test_text_of_any_kind_is_graded(http: httpx.AsyncClient) -> None:
 
 
 async def test_health_is_fast_while_every_worker_hangs() -> None:
-    async with served(RewardSection(workers=2, timeout_s=30)) as http:
+    async with served(RewardSection(workers=2, math_timeout_s=30)) as http:
         hanging = [asyncio.create_task(http.post("/batch_reward", json={"items": [HANG] * 4})) for _ in range(3)]
         async with asyncio.timeout(30):
             while (await http.get("/stats")).json()["unfinished"] < 12:  # noqa: ASYNC110 - as above

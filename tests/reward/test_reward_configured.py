@@ -81,8 +81,9 @@ async def test_one_bad_item_never_harms_the_others(bad: str) -> None:
     assert not results[1].correct
 
 
-async def test_a_hang_is_bounded_and_large_batches_are_spread() -> None:
-    config = RewardSection(functions=[MOODY], function_timeout_s=0.5, function_batch=2)
+async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.build.FUNCTION_BATCH", 2)
+    config = RewardSection(functions=[MOODY], function_timeout_s=0.5)
     async with Scorer(config) as scorer:
         await scorer.ready()
         start = time.monotonic()
@@ -118,7 +119,10 @@ def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, messag
     ("argv", "message"),
     [
         (["--reward.format_required", "a"], "format_required is set but not read"),
-        (["--reward.functions", "format", "--reward.format_required", "a", "--reward.timeout_s", "2"], "timeout_s is set but"),
+        (
+            ["--reward.functions", "format", "--reward.format_required", "a", "--reward.math_timeout_s", "2"],
+            "math_timeout_s is set but",
+        ),
         (["--reward.functions", "nothing"], "functions"),
         (["--reward.weights", "format=2"], "not among the functions"),
         (["--reward.tasks", '{"a": []}'], "tasks"),

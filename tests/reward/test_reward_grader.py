@@ -13,6 +13,7 @@ import pytest
 from common.errors import InvalidInput, NotReady, TooLarge
 from common.schemas import RewardItem
 from common.sections import RewardSection
+from services.reward.limits import MAX_BATCH_ITEMS
 from services.reward.scorer import Scorer
 
 HOSTILE = [
@@ -104,7 +105,7 @@ async def until(condition: object, limit_s: float = 60) -> None:
 
 @pytest.fixture
 async def grader() -> AsyncIterator[Scorer]:
-    async with Scorer(RewardSection(workers=2, timeout_s=1)) as started:
+    async with Scorer(RewardSection(workers=2, math_timeout_s=1)) as started:
         assert started.not_ready()
         await started.ready()
         assert started.not_ready() is None
@@ -113,7 +114,7 @@ async def grader() -> AsyncIterator[Scorer]:
 
 
 async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
-    async with Scorer(RewardSection(workers=4, timeout_s=1.5)) as grader:
+    async with Scorer(RewardSection(workers=4, math_timeout_s=1.5)) as grader:
         await grader.ready()
         hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
         hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
@@ -177,13 +178,13 @@ async def test_an_empty_ground_truth_is_named(grader: Scorer) -> None:
 
 
 async def test_too_many_items_are_refused() -> None:
-    grader = Scorer(RewardSection(max_batch_items=2))
-    with pytest.raises(TooLarge, match="max_batch_items"):
-        await grader.score([boxed("18")] * 3)
+    with pytest.raises(TooLarge, match=f"at most {MAX_BATCH_ITEMS} items"):
+        await Scorer(RewardSection()).score([boxed("18")] * (MAX_BATCH_ITEMS + 1))
 
 
-async def test_more_waiting_answers_than_the_queue_holds_are_refused() -> None:
-    async with Scorer(RewardSection(workers=1, max_batch_items=2, timeout_s=30)) as grader:
+async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.grade.MAX_BATCH_ITEMS", 2)
+    async with Scorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
         await grader.ready()
         busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
         await until(lambda: grader.stats()["unfinished"] == 8)
@@ -197,7 +198,7 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused() -> None:
 
 
 async def test_cancelling_frees_the_workers() -> None:
-    async with Scorer(RewardSection(workers=2, timeout_s=100)) as grader:
+    async with Scorer(RewardSection(workers=2, math_timeout_s=100)) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 20))
         await until(lambda: grader.stats()["unfinished"] == 20)
@@ -224,7 +225,7 @@ async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
 
 
 async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
-    async with Scorer(RewardSection(workers=1, timeout_s=100)) as grader:
+    async with Scorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
         await until(lambda: grader.stats()["unfinished"] == 2)
@@ -245,8 +246,9 @@ async def test_the_process_that_forks_graders_is_replaced_too(grader: Scorer) ->
     assert all(result.correct for result in results)
 
 
-async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer() -> None:
-    async with Scorer(RewardSection(workers=1, timeout_s=60, memory_mb=256)) as grader:
+async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.grade.MEMORY_MB", 256)
+    async with Scorer(RewardSection(workers=1, math_timeout_s=60)) as grader:
         bomb, good = await grader.score([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
     assert (bomb.status, bomb.reward) == ("died", None)
     assert (good.status, good.correct) == ("ok", True)

@@ -161,11 +161,10 @@ def test_settings_that_make_no_judge_are_refused() -> None:
         JudgeRewardFunction("http://x", "big")(chats("x"))
 
 
-async def test_the_judge_in_the_reward_server(endpoint: Endpoint) -> None:
+async def test_the_judge_in_the_reward_server(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.functions.judge._MAX_BACKOFF_S", 0.0)
     endpoint.answer = lambda text, times: said("Score: 9" if "good" in text else "?")
-    config = RewardSection(
-        functions=["math", "judge"], weights={"judge": 0.5}, judge_url=endpoint.url, judge_model="big", judge_retries=0
-    )
+    config = RewardSection(functions=["math", "judge"], weights={"judge": 0.5}, judge_url=endpoint.url, judge_model="big")
     async with Scorer(config) as scorer:
         items = [RewardItem(prompt="p", response=text, ground_truth="5") for text in ("good 5", "bad 5")]
         good, bad = await scorer.score(items)

@@ -111,7 +111,6 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
         functions=["math", "reward_model"],
         weights={"reward_model": 10.0},
         reward_model_name=str(model),
-        reward_model_device="cpu",
         reward_model_max_tokens=100,
     )
     async with Scorer(config) as scorer:

@@ -31,7 +31,15 @@ class Server:
     def __init__(self, state: Path, timeout_s: float, *more: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "services.reward", "--reward.port", str(port), "--reward.timeout_s", str(timeout_s)]
+        command = [
+            sys.executable,
+            "-m",
+            "services.reward",
+            "--reward.port",
+            str(port),
+            "--reward.math_timeout_s",
+            str(timeout_s),
+        ]
         command += ["--state_dir", str(state), *more]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)

@@ -93,7 +93,8 @@ def test_trackers_that_hang_raise_and_exit_cost_records_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-nobody")
     broken = ("Hangs", "NeverStarts", "Raises", "Exits", "Refuses")
-    config = settings(base_model, tmp_path, *broken, "Keeps", more=("--trackers.flush_timeout_s", "10"))
+    config = settings(base_model, tmp_path, *broken, "Keeps")
+    monkeypatch.setattr("trainer.trackers.trackers._FLUSH_S", 10.0)
     output = io.StringIO()
     train_in_process(config, Console(file=output, width=1000))
     assert config.trainer.run_dir is not None
@@ -142,8 +143,10 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(na
 def test_wandb_online_needs_its_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    check(TrackersSection(names=["wandb"], wandb_mode="offline"))
-    with pytest.raises(ConfigError, match="wandb_mode offline") as caught:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check(TrackersSection(names=["wandb"]))
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(ConfigError, match="WANDB_MODE=offline") as caught:
         check(TrackersSection(names=["wandb"]))
     assert caught.value.field == "WANDB_API_KEY"
 
@@ -153,14 +156,11 @@ def test_wandb_online_needs_its_key_in_the_environment(monkeypatch: pytest.Monke
     [
         (["--trackers.names", "tensorbord"], "trackers.names"),
         (["--trackers.project", "mine"], "trackers.project is set but not read: trackers.names is empty"),
-        (["--trackers.names", "mlflow", "--trackers.wandb_mode", "offline"], "trackers.names has no wandb"),
-        (["--trackers.names", "mlflow", "--trackers.mlflow_uri", "https://me:secret@host"], "MLFLOW_TRACKING_PASSWORD"),
     ],
 )
 def test_wrong_settings_are_refused(words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
+    with pytest.raises(ConfigError, match=text):
         load(words, {})
-    assert "secret@" not in str(caught.value)
 
 
 def test_the_python_api_names_trackers_as_trl_does() -> None:

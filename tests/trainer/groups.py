@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -10,10 +10,13 @@ from common.algorithm import AlgorithmSection
 from common.config import Config
 from common.schemas import Completion, Group
 from learning.ranks import Ranks
-from trainer.algorithms.batch import Batch
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.checkpoint import Checkpoints, TrainerState
 from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
 
+_T = TypeVar("_T")
 VOCABULARY = 300
 
 
@@ -63,27 +66,56 @@ def with_algorithm(config: Config, **settings: Any) -> Config:
     return changed
 
 
-def weighed(learner: Policy, groups: list[Group], weights: list[float] | None = None) -> Batch:
-    """The batch of these groups as the training loop prepares it for `learner`."""
-    config = learner.config
-    batch = Batch.of(groups, weights or [1.0] * len(groups), config, learner.step)
-    learner.score(batch)
-    if config.algorithm.needs_critic:
-        rng = np.random.default_rng(5)
-        batch.values = [rng.normal(0, 0.3, length).astype(np.float32) for length in batch.lengths]
-    weigh(batch, config.algorithm, config.sampling.max_new_tokens, learner.kl_coef)
+def batch_of(groups: Sequence[Group], config: Config, step: int = 0) -> Batch:
+    """The batch of fresh groups, without columns."""
+    return Batch.of([TrainingGroup(group) for group in groups], config, step)
+
+
+def known(column: list[_T] | None) -> list[_T]:
+    """A column of a batch, which was computed."""
+    assert column is not None
+    return column
+
+
+def prepared(
+    policy: Policy, groups: Sequence[Group], weights: list[float] | None = None, reference: Reference | None = None
+) -> Batch:
+    """The batch of these groups as the training loop prepares it for `policy`; a critic's values are random.
+
+    Without `reference` it is the model that the run began with.
+    """
+    items = zip(groups, weights or [1.0] * len(groups), strict=True)
+    batch = Batch.of([TrainingGroup(group, weight) for group, weight in items], policy.config, policy.step)
+    fill(batch, policy, reference or Reference(policy))
     return batch
 
 
+def fill(batch: Batch, policy: Policy, reference: Reference) -> None:
+    """Computes the columns of a batch."""
+    batch.old_logprobs = policy.logprobs(batch)
+    batch.ref_logprobs = reference.logprobs(batch)
+    if policy.config.algorithm.needs_critic:
+        rng = np.random.default_rng(5)
+        batch.values = [rng.normal(0, 0.3, length).astype(np.float32) for length in batch.lengths]
+    batch.advantages, batch.returns = compute_advantages(batch, policy.config, policy.kl_coef)
+
+
 def whole(groups: list[Group], config: Config) -> Batch:
-    """The batch of these groups for a new learner."""
-    return weighed(Policy(config, Ranks()), groups)
+    """The batch of these groups for a new policy."""
+    return prepared(Policy(config, Ranks()), groups)
 
 
-def save(learner: Policy, directory: Path, keep: int = 3, accuracy: float | None = None, static: Sequence[Path] = ()) -> Path:
-    """A complete checkpoint of the learner. Every rank calls it."""
-    checkpoints = Checkpoints(directory, learner.ranks, keep, static=lambda: static)
-    state = TrainerState(learner.step, 7, "run", learner.kl_coef, accuracy=accuracy)
-    path = checkpoints.save(state if learner.ranks.first else None, learner.snapshots(checkpoints.alone), learner.step)
+def save(
+    policy: Policy,
+    directory: Path,
+    keep: int = 3,
+    accuracy: float | None = None,
+    static: Sequence[Path] = (),
+    reference: Reference | None = None,
+) -> Path:
+    """A complete checkpoint of the policy and a refreshed `reference`. A collective."""
+    checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
+    parts = policy.snapshots(checkpoints.alone) | (reference.snapshots(checkpoints.alone) if reference else {})
+    path = checkpoints.save(TrainerState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy), parts)
     checkpoints.wait()
     return path

@@ -9,14 +9,14 @@ import torch
 from common.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import local
-from tests.trainer.groups import off_policy_groups, weighed
+from tests.trainer.groups import off_policy_groups, prepared
 from trainer.policy.policy import Policy
 
 
-def held(learner: Policy) -> dict[str, int]:
+def held(policy: Policy) -> dict[str, int]:
     """Bytes of weights, gradients and the optimiser's tensors (without its step counts) on this rank."""
-    parameters = list(learner.policy.parameters())
-    moments = [tensor for name, tensor in learner.optimizer.state_dict().items() if not name.endswith(".step")]
+    parameters = list(policy.model.parameters())
+    moments = [tensor for name, tensor in policy.optimizer.state_dict().items() if not name.endswith(".step")]
     return {
         "weights": sum(local(parameter).nbytes for parameter in parameters),
         "gradients": sum(local(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None),
@@ -28,9 +28,9 @@ def main(directory: Path, model: str) -> None:
     torch.set_num_threads(1)
     config = load(["--model.name", model], {})
     with Ranks.from_env(timeout_s=100) as ranks:
-        learner = Policy(config, ranks)
-        learner.update(weighed(learner, off_policy_groups()))
-        (directory / f"{ranks.rank}.json").write_text(json.dumps(held(learner)))
+        policy = Policy(config, ranks)
+        policy.update(prepared(policy, off_policy_groups()))
+        (directory / f"{ranks.rank}.json").write_text(json.dumps(held(policy)))
         ranks.barrier()
 
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: one update of a learner on the shared batch; rank 0 writes the new weights."""
+"""Run by torchrun: one update of a policy on the shared batch; rank 0 writes the new weights."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from common.config import load
 from common.wire import decode_groups
 from learning.ranks import Ranks, end
-from tests.trainer.groups import weighed
+from tests.trainer.groups import prepared
 from trainer.policy.policy import Policy
 
 
@@ -18,9 +18,9 @@ def main(directory: Path, settings: list[str]) -> None:
     config = load(settings, {})
     groups = decode_groups((directory / "groups.msgpack").read_bytes())
     with Ranks.from_env(timeout_s=60) as ranks:
-        learner = Policy(config, ranks)
-        metrics = learner.update(weighed(learner, groups))
-        new = {name: tensor.clone() for name, tensor in learner.weights()}
+        policy = Policy(config, ranks)
+        metrics = policy.update(prepared(policy, groups)).metrics
+        new = {name: tensor.clone() for name, tensor in policy.weights()}
         if ranks.first:
             save_file(new, directory / "new.safetensors")
             (directory / "metrics.txt").write_text(f"{metrics.loss!r} {metrics.grad_norm!r} {metrics.trained_tokens}")

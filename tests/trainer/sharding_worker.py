@@ -1,4 +1,4 @@
-"""Run by torchrun: several learners on several ranks, one after the other; rank 0 writes what each came to.
+"""Run by torchrun: several policies on several ranks, one after the other; rank 0 writes what each came to.
 
 `python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume": DIRECTORY,
 "save": DIRECTORY, "peak": true for what loading alone needs, "hidden": true where only rank 0 sees these directories}. They are
@@ -21,17 +21,18 @@ import trainer.policy.policy
 import trainer.policy.scorer
 from common.config import Config, load
 from learning.ranks import Ranks, end
-from tests.trainer.groups import off_policy_groups, save, weighed
+from tests.trainer.groups import off_policy_groups, prepared, save
 from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_scorer
 
 
-def learned(learner: Policy, updates: int) -> list[list[float]]:
+def learned(policy: Policy, updates: int, reference: Reference | None = None) -> list[list[float]]:
     """Loss, gradient norm and KL of every update."""
-    found = []
+    found, reference = [], reference or Reference(policy)
     for _ in range(updates):
-        batch = weighed(learner, [off_policy_groups()[i] for i in (0, 3)])
-        metrics = learner.update(batch)
+        metrics = policy.update(prepared(policy, [off_policy_groups()[i] for i in (0, 3)], reference=reference)).metrics
+        reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
     return found
 
@@ -43,14 +44,16 @@ def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[f
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
             module.computes_low = lambda *_: True  # type: ignore[attr-defined]
     if "resume" in case:
-        learner, progress, _ = Policy.resume(config, ranks, Path(case["resume"]))
-        assert (learner.step, progress.position) == (2, 7)
+        policy, state, saved = Policy.resume(config, ranks, Path(case["resume"]))
+        assert state is not None
+        assert (policy.step, state.position) == (2, 7)
     else:
-        learner = Policy(config, ranks)
-    metrics = learned(learner, case.get("updates", 3))
+        policy, saved = Policy(config, ranks), None
+    reference = Reference(policy, saved)
+    metrics = learned(policy, case.get("updates", 3), reference)
     if "save" in case:
-        save(learner, Path(case["save"]) / "checkpoints")
-    return metrics, {name: tensor.clone() for name, tensor in learner.weights()}
+        save(policy, Path(case["save"]) / "checkpoints", reference=reference)
+    return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
 
 
 def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:

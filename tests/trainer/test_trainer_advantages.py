@@ -110,7 +110,7 @@ def test_every_advantage_orders_completions_by_reward(name: str) -> None:
 def test_overlong_penalty_hand_computed() -> None:
     """DAPO with L_max 100 and a buffer of 20: nothing up to 80, half at 90, all at 100."""
     lengths = torch.tensor([10, 80, 90, 100])
-    torch.testing.assert_close(overlong_penalty(lengths, 100, 20, 2.0), torch.tensor([0.0, 0.0, -1.0, -2.0]), check_dtype=False)
+    torch.testing.assert_close(overlong_penalty(lengths, 100, 20), torch.tensor([0.0, 0.0, -0.5, -1.0]), check_dtype=False)
 
 
 def test_gae_hand_computed() -> None:

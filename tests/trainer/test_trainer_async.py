@@ -22,6 +22,7 @@ from common.schemas import Group, WeightManifest
 from common.wire import decode_groups
 from services.engine.model import Model
 from tests.conftest import ROOT
+from tests.trainer.groups import batch_of
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
 from trainer.in_process import DirectPublisher
@@ -254,7 +255,7 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
 
 
 def group_is_current(group: Group, config: Config, step: int) -> bool:
-    [current] = {row.current for row in Batch.of([group], [1.0], config, step).rows}
+    [current] = {row.current for row in batch_of([group], config, step).rows}
     return current
 
 

@@ -28,7 +28,7 @@ def config(base_model: Path, tmp_path: Path) -> Config:
         *("--trainer.run_dir", str(tmp_path / "run"), "--state_dir", str(tmp_path / "state")),
         *("--trainer.batch_size", str(GROUPS), "--trainer.max_steps", str(STEPS), "--sampling.group_size", str(SIZE)),
         *("--trainer.eval_samples", "0", "--trainer.max_failed_groups", "1"),
-        *("--reward.max_batch_items", str(SIZE), "--reward.max_requests", "1", "--reward.function_timeout_s", "60"),
+        *("--reward.function_timeout_s", "60"),
     ]
     return load(words, {})
 
@@ -66,6 +66,8 @@ def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     counts: dict[tuple[str, int], int] = {}
     wrap: Callable[[FastAPI], httpx.AsyncBaseTransport] = lambda app: Counted(app, counts)  # noqa: E731
     monkeypatch.setattr(in_process, "_asgi", wrap)
+    monkeypatch.setattr("services.reward.app.MAX_REQUESTS", 1)
+    monkeypatch.setattr("trainer.rollouts.collector.MAX_BATCH_ITEMS", SIZE)  # a call for every group
     slow = Slow()
     train_in_process(config, Console(quiet=True), rewards=[slow])
     assert config.trainer.run_dir is not None

@@ -131,10 +131,10 @@ def test_a_rank_without_rows_scores_only_where_models_are_spread(kind: type[Rank
 @pytest.mark.parametrize("kind", [Alone, Sharded])
 def test_a_rank_without_rows_learns_nothing_but_takes_part_where_models_are_spread(config: Config, kind: type[Ranks]) -> None:
     batch = whole(off_policy_groups()[:1], config)
-    learner = Policy(config, Ranks())
-    learner.ranks = idle(kind)
-    sums = learner._accumulate(batch, np.zeros(1, np.int64), first=True)
-    gradients = [parameter.grad for parameter in learner.policy.parameters()]
+    policy = Policy(config, Ranks())
+    policy.ranks = idle(kind)
+    sums, _ = policy._accumulate(batch, np.zeros(1, np.int64), first=True)
+    gradients = [parameter.grad for parameter in policy.model.parameters()]
     assert sums["tokens"] == 0
     assert [gradient is not None for gradient in gradients] == [kind is Sharded] * len(gradients)
     assert not any(gradient.any() for gradient in gradients if gradient is not None)

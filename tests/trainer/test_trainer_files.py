@@ -24,7 +24,6 @@ from trainer.observe.run_dir import read_lines
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.collector import Progress
 from trainer.rollouts.evaluation import pass_at_k
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.timing import StageClock
@@ -36,43 +35,44 @@ def batch(config: Config, seed: int) -> Batch:
     return whole(groups, config)
 
 
-def test_a_resumed_learner_makes_the_same_updates(config: Config, tmp_path: Path) -> None:
+def test_a_resumed_policy_makes_the_same_updates(config: Config, tmp_path: Path) -> None:
     unbroken = Policy(config, Ranks())
     unbroken.update(batch(config, 0))
     save(unbroken, tmp_path / "checkpoints")
     unbroken.update(batch(config, 10))
-    resumed, progress, path = Policy.resume(config, Ranks(), tmp_path)
-    assert (resumed.step, progress.position, path) == (1, 7, tmp_path / "checkpoints" / "step_000001")
+    resumed, state, path = Policy.resume(config, Ranks(), tmp_path)
+    assert state is not None
+    assert (resumed.step, state.position, path) == (1, 7, tmp_path / "checkpoints" / "step_000001")
     resumed.update(batch(config, 10))
-    for (name, a), b in zip(unbroken.policy.named_parameters(), resumed.policy.parameters(), strict=True):
+    for (name, a), b in zip(unbroken.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
 
 def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, tmp_path: Path) -> None:
-    learner = Policy(config, Ranks())
-    static = write_static_files(learner.policy, load_tokenizer(config.model), tmp_path / "model")
+    policy = Policy(config, Ranks())
+    static = write_static_files(policy.model, load_tokenizer(config.model), tmp_path / "model")
     tmp_path = tmp_path / "checkpoints"
-    for learner.step in (1, 2, 3, 12):
-        save(learner, tmp_path, keep=2, static=static)
+    for policy.step in (1, 2, 3, 12):
+        save(policy, tmp_path, keep=2, static=static)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000003", "step_000012"]
     path = checkpoint.newest(tmp_path)
     assert path is not None
     assert path.name == "step_000012"
     model = AutoModelForCausalLM.from_pretrained(path)
     assert AutoTokenizer.from_pretrained(path).chat_template
-    for a, b in zip(model.parameters(), learner.policy.parameters(), strict=True):
+    for a, b in zip(model.parameters(), policy.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints_of_another(config: Config) -> None:
     """Those of an earlier run have higher steps: they would push out what the new run writes, and be resumed from."""
     assert config.trainer.run_dir is not None
-    directory, learner = config.trainer.run_dir / "checkpoints", Policy(config, Ranks())
-    for learner.step in (60, 80, 100):
-        save(learner, directory)
+    directory, policy = config.trainer.run_dir / "checkpoints", Policy(config, Ranks())
+    for policy.step in (60, 80, 100):
+        save(policy, directory)
     config.trainer.resume = False
-    anew, progress, saved = Policy.resume(config, Ranks(), config.trainer.run_dir)
-    assert (anew.step, progress, saved) == (0, Progress(), None)
+    anew, state, saved = Policy.resume(config, Ranks(), config.trainer.run_dir)
+    assert (anew.step, state, saved) == (0, None, None)
     anew.step = 20
     assert save(anew, directory).is_dir()
     assert [path.name for path in directory.iterdir()] == ["step_000020"]
@@ -92,11 +92,11 @@ def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path
 @pytest.mark.parametrize("lost", ["trainer_state.json", "model.safetensors", "state/.metadata"])
 def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Config, tmp_path: Path, lost: str) -> None:
     """A mounted bucket moves and uploads a directory file by file, in any order; a pod may be lost in between."""
-    learner = Policy(config, Ranks())
-    learner.update(batch(config, 0))
-    first = save(learner, tmp_path)
-    learner.step = 2
-    second = save(learner, tmp_path)
+    policy = Policy(config, Ranks())
+    policy.update(batch(config, 0))
+    first = save(policy, tmp_path)
+    policy.step = 2
+    second = save(policy, tmp_path)
     assert checkpoint.newest(tmp_path) == second
     (second / lost).unlink()
     assert checkpoint.newest(tmp_path) == first
@@ -107,9 +107,9 @@ def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Conf
 
 def test_the_best_checkpoint_stays_where_there_can_be_no_link(config: Config, tmp_path: Path) -> None:
     (tmp_path / "best.new" / "in the way").mkdir(parents=True)
-    learner = Policy(config, Ranks())
-    for learner.step, accuracy in enumerate([0.2, 0.5, 0.4, None, 0.3], 1):
-        save(learner, tmp_path, keep=1, accuracy=accuracy)
+    policy = Policy(config, Ranks())
+    for policy.step, accuracy in enumerate([0.2, 0.5, 0.4, None, 0.3], 1):
+        save(policy, tmp_path, keep=1, accuracy=accuracy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.new", "step_000002", "step_000005"]
 
 
@@ -131,19 +131,19 @@ def report(version: int | None, state: str = "ready", run_id: str = "run", node:
 
 
 def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]) -> tuple[Publisher, WeightBoard, Policy]:
-    learner = Policy(config, Ranks())
+    policy = Policy(config, Ranks())
     board = WeightBoard(tmp_path / "weights")
-    static = write_static_files(learner.policy, load_tokenizer(config.model), tmp_path / "model")
-    return Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print), board, learner
+    static = write_static_files(policy.model, load_tokenizer(config.model), tmp_path / "model")
+    return Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print), board, policy
 
 
 def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tmp_path: Path) -> None:
     """Trap: weights overwritten in place and pushed to the router. Here every version has a directory and a manifest
     of its own, and publishing waits for each worker, not for any one."""
-    publish, board, learner = publisher(config, tmp_path, 30, [])
+    publish, board, policy = publisher(config, tmp_path, 30, [])
     board.report(report(None, "ready", node=0))
     board.report(report(None, "ready", node=1))
-    thread = threading.Thread(target=publish.publish, args=(learner.weights(), 3))
+    thread = threading.Thread(target=publish.publish, args=(policy.weights(), 3))
     thread.start()
     while board.latest() is None:
         time.sleep(0.01)
@@ -165,34 +165,34 @@ def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tm
         assert (len(body), hashlib.sha256(body).hexdigest()) == (file.size, file.sha256)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in manifest.files}
     published = AutoModelForCausalLM.from_pretrained(directory)
-    assert torch.equal(published.lm_head.weight, learner.policy.get_output_embeddings().weight)
+    assert torch.equal(published.lm_head.weight, policy.model.get_output_embeddings().weight)
     assert "lm_head.weight" not in load_file(directory / "model.safetensors")  # tied: written once
 
 
 def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path) -> None:
     fenced: list[str] = []
-    publish, board, learner = publisher(config, tmp_path, 0.5, fenced)
+    publish, board, policy = publisher(config, tmp_path, 0.5, fenced)
     board.report(report(1, node=0))
     board.report(report(0, "stale", node=1))
-    publish.publish(learner.weights(), 1)
+    publish.publish(policy.weights(), 1)
     assert fenced == ["http://node1:30001"]
 
 
 def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Config, tmp_path: Path) -> None:
     fenced: list[str] = []
-    publish, board, learner = publisher(config, tmp_path, 1.0, fenced)
+    publish, board, policy = publisher(config, tmp_path, 1.0, fenced)
     board.report(report(1, node=0))
     board.report(report(0, "stale", node=1))
-    publish.publish(learner.weights(), 1)
+    publish.publish(policy.weights(), 1)
     board.report(report(2, node=0))
-    publish.publish(learner.weights(), 2)  # at once: nobody waits for node 1 a second time
+    publish.publish(policy.weights(), 2)  # at once: nobody waits for node 1 a second time
     assert fenced == ["http://node1:30001"]
     board.report(report(3, node=0))
     board.report(report(3, node=1))
-    publish.publish(learner.weights(), 3)
+    publish.publish(policy.weights(), 3)
     board.report(report(4, node=0))
     board.report(report(3, "updating", node=1))
-    publish.publish(learner.weights(), 4)
+    publish.publish(policy.weights(), 4)
     assert fenced == ["http://node1:30001"] * 2
 
 
@@ -202,11 +202,11 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     """Its agent may be stopped or cut off while its engine answers on, with old weights."""
     monkeypatch.setattr("trainer.weights.publisher._SILENT_S", 0.3)
     fenced: list[str] = []
-    publish, board, learner = publisher(config, tmp_path, 60, fenced)
+    publish, board, policy = publisher(config, tmp_path, 60, fenced)
     board.report(report(1, node=0))
     board.report(report(1, node=1))
-    publish.publish(learner.weights(), 1)
-    thread = threading.Thread(target=publish.publish, args=(learner.weights(), 2))
+    publish.publish(policy.weights(), 1)
+    thread = threading.Thread(target=publish.publish, args=(policy.weights(), 2))
     thread.start()
     limit = time.monotonic() + 30
     while thread.is_alive() and time.monotonic() < limit:
@@ -216,26 +216,26 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     assert [worker.name for worker in board.workers()] == ["rollout-server-0"]
     assert fenced == ["http://node1:30001"]
     board.report(report(3, node=0))
-    publish.publish(learner.weights(), 3)
+    publish.publish(policy.weights(), 3)
     assert len(fenced) == 1, "once is enough"
     board.report(report(4, node=0))
     board.report(report(4, node=1))  # it was stopped and goes on
-    publish.publish(learner.weights(), 4)
+    publish.publish(policy.weights(), 4)
     assert len(board.workers()) == 2
 
 
 def test_nobody_confirms(config: Config, tmp_path: Path) -> None:
-    publish, board, learner = publisher(config, tmp_path, 0.5, [])
+    publish, board, policy = publisher(config, tmp_path, 0.5, [])
     board.report(report(0, "failed", node=1))
     with pytest.raises(PublishFailed, match=r"0 of 2 rollout nodes serve weights 1; missing: rollout-server-1 \(failed"):
-        publish.publish(learner.weights(), 1)
+        publish.publish(policy.weights(), 1)
 
 
 def test_old_versions_leave_the_disk(config: Config, tmp_path: Path) -> None:
-    publish, board, learner = publisher(config, tmp_path, 5, [])
+    publish, board, policy = publisher(config, tmp_path, 5, [])
     for version in range(6):
         board.report(report(version, nodes=1))
-        publish.publish(learner.weights(), version)
+        publish.publish(policy.weights(), version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000003", "v000004", "v000005"]
     with pytest.raises(NotFound, match="no such weight file"):
         board.file(0, "config.json")
@@ -243,10 +243,10 @@ def test_old_versions_leave_the_disk(config: Config, tmp_path: Path) -> None:
 
 def test_versions_of_an_earlier_attempt_do_not_count(config: Config, tmp_path: Path) -> None:
     (tmp_path / "weights" / "v000055").mkdir(parents=True)
-    publish, board, learner = publisher(config, tmp_path, 5, [])
+    publish, board, policy = publisher(config, tmp_path, 5, [])
     for version in (51, 52, 53, 54):
         board.report(report(version, nodes=1))
-        publish.publish(learner.weights(), version)
+        publish.publish(policy.weights(), version)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000052", "v000053", "v000054"]
 
 
@@ -261,15 +261,15 @@ async def test_waiting_for_a_version_ends_when_the_board_closes(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["../config.json", ".hidden", "nothing"])
 def test_only_files_of_the_version_are_served(config: Config, tmp_path: Path, name: str) -> None:
-    publish, board, learner = publisher(config, tmp_path, 5, [])
+    publish, board, policy = publisher(config, tmp_path, 5, [])
     board.report(report(0, nodes=1))
-    publish.publish(learner.weights(), 0)
+    publish.publish(policy.weights(), 0)
     with pytest.raises(NotFound):
         board.file(0, name)
 
 
 def test_weights_over_http(config: Config, tmp_path: Path) -> None:
-    publish, board, learner = publisher(config, tmp_path, 10, [])
+    publish, board, policy = publisher(config, tmp_path, 10, [])
     with BackgroundServer(create_trainer_app(board, Metrics("test")), "127.0.0.1", 0) as server, httpx.Client() as http:
         base = f"http://127.0.0.1:{server.port}"
         assert http.get(f"{base}/health").json()["status"] == "healthy"
@@ -279,7 +279,7 @@ def test_weights_over_http(config: Config, tmp_path: Path) -> None:
         assert http.post(f"{base}/workers/rollout-server-0", json=body).status_code == 200
         assert http.post(f"{base}/workers/rollout-server-7", json=body).status_code == 422
         assert http.post(f"{base}/workers/rollout-server-0", json=body | {"state": "odd"}).status_code == 422
-        publish.publish(learner.weights(), 0)
+        publish.publish(policy.weights(), 0)
         manifest = http.get(f"{base}/weights/latest", params={"wait_s": 5}).json()
         for file in manifest["files"]:
             content = http.get(f"{base}/weights/0/files/{file['name']}").content

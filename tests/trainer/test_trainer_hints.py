@@ -134,7 +134,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ASYNC,
         ("idle in 70% of the time", "as old as trainer.max_staleness (1)"),
     ),
-    ("reward_bound", [{"seconds": {"reward": 8.0}}], {}, ("46% of the time", "reward.workers", "reward.timeout_s")),
+    ("reward_bound", [{"seconds": {"reward": 8.0}}], {}, ("46% of the time", "reward.workers", "reward.math_timeout_s")),
     ("replay_bound", [{"seconds": {"replay": 4.0}}], {}, ("29% of the time", "state_dir", "replay.reuse_ratio")),
     ("publish_bound", [{"seconds": {"publish": 8.0}}], {}, ("47% of the time", "trainer.weight_sync", "lora.rank")),
     ("nothing_active", [{"seconds": {"waiting": 8.0}}], {}, ("45% of the time", "data-server", "trainer.num_threads")),
@@ -144,7 +144,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         {},
         ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
     ),
-    ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.timeout_s")),
+    ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.math_timeout_s")),
     ("dropped_stale", [{"dropped": {"stale": 20}}], ASYNC, ("20 groups (17%)", "trainer.max_staleness")),
 ]
 
@@ -160,7 +160,7 @@ def test_what_goes_wrong_is_said_with_its_numbers_and_what_to_turn(
     for setting in settings_in(text):
         section, key = setting.split(".")
         assert key in type(getattr(Config(), section)).model_fields, f"{setting} is named and does not exist"
-    assert name in (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert name in (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 
 
 def test_nothing_is_said_when_all_is_well_or_not_known_yet() -> None:

@@ -10,9 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Int32
+from common.sections import TrainerSection
 from learning.attention import unpackable
 from learning.layout import Layout, Packed, Padded, layout_for
 from learning.ranks import Ranks
+from learning.sharding import prepare
 from services.critic.model import load_value_model
 from tests.trainer.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
 from trainer.policy.policy import Policy
@@ -116,7 +118,7 @@ def test_packing_is_padding_for_models_of_many_kinds(kind: str, name: str) -> No
 
 def test_packing_is_padding_with_gradient_checkpointing() -> None:
     model, checkpointed = (make(*PACKABLE["qwen2 with windows"]) for _ in range(2))
-    checkpointed.activation_checkpointing_enable()
+    prepare(checkpointed, TrainerSection(activation_checkpointing=True), trained=True)
     checkpointed.train()
     assert_same(results(checkpointed, Packed, "mixed"), results(model, Padded, "mixed"))
 
@@ -164,9 +166,9 @@ def test_an_update_is_the_same_packed_and_padded(config: Config, settings: dict[
     for packing in ("on", "off"):
         changed = with_algorithm(config, **settings)
         changed.trainer.packing = packing
-        learner = Policy(changed, Ranks())
-        metrics.append(learner.update(whole(off_policy_groups(), changed)))
-        new.append({name: p.detach() for name, p in learner.policy.named_parameters()})
+        policy = Policy(changed, Ranks())
+        metrics.append(policy.update(whole(off_policy_groups(), changed)).metrics)
+        new.append({name: p.detach() for name, p in policy.model.named_parameters()})
     assert metrics[0].loss == pytest.approx(metrics[1].loss, abs=1e-6)
     assert metrics[0].grad_norm == pytest.approx(metrics[1].grad_norm, rel=1e-4)
     assert metrics[0].trained_tokens == metrics[1].trained_tokens

@@ -18,7 +18,7 @@ from learning.layout import Packing, Padded
 from learning.optimizer import NotFinite
 from learning.ranks import Ranks
 from tests.ranks import run_ranks
-from tests.trainer.groups import make_group, weighed, whole
+from tests.trainer.groups import known, make_group, prepared, whole
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.policy.policy import Policy, learning_rate
 from trainer.policy.scorer import Scorer
@@ -31,45 +31,45 @@ def groups() -> list[Group]:
     return [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
 
 
-def parameters(learner: Policy) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
+def parameters(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
 
 
 def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
-    learner = Policy(config, Ranks())
-    learner.update(batch)
-    return parameters(learner)
+    policy = Policy(config, Ranks())
+    policy.update(batch)
+    return parameters(policy)
 
 
-def score(learner: Policy, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
+def score(policy: Policy, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
     """Log-probabilities and entropies of one completion, scored alone."""
     padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
     with torch.no_grad():
-        scores = Scorer(learner.policy)(padded, targets, temperature)
+        scores = Scorer(policy.model)(padded, targets, temperature)
     return scores.logprobs.numpy(), scores.entropy.numpy()
 
 
 def on_policy(config: Config, groups: list[Group]) -> None:
-    """Makes the behaviour logprobs those of the policy itself."""
-    learner = Policy(config, Ranks())
+    """Makes the rollout logprobs those of the policy itself."""
+    policy = Policy(config, Ranks())
     for group in groups:
         for completion in group.completions:
-            completion.logprobs = score(learner, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
+            completion.logprobs = score(policy, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
     """Layout, selection before the head and temperature against the plain forward of every row alone."""
-    learner = Policy(config, Ranks())
+    policy = Policy(config, Ranks())
     batch = whole(groups, config)
-    scorer = Scorer(learner.policy, packing)
+    scorer = Scorer(policy.model, packing)
     micro = MicroBatch.of(batch, np.arange(len(batch.rows)), scorer.layout)
     with torch.no_grad():
         scores = scorer(micro.tokens, micro.targets, 0.7)
         expected, entropies = [], []
         for row in batch.rows:
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
-            logits = learner.policy(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7
+            logits = policy.model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7
             distribution = torch.distributions.Categorical(logits=logits)
             expected.append(distribution.log_prob(torch.tensor(row.completion_ids).long()))
             entropies.append(distribution.entropy())
@@ -79,14 +79,14 @@ def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Gr
 
 def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
     on_policy(config, groups)
-    metrics = Policy(config, Ranks()).update(whole(groups, config))
+    metrics = Policy(config, Ranks()).update(whole(groups, config)).metrics
     assert metrics.ratio == pytest.approx(1, abs=1e-5)
     assert metrics.delta_logprob == pytest.approx(0, abs=1e-5)
     assert metrics.delta_logprob_current == pytest.approx(0, abs=1e-5)
     assert metrics.clip_fraction == 0
     assert metrics.effective_sample_size == pytest.approx(1, abs=1e-5)
     batch = whole(groups, config)
-    expected = -sum(float(advantages.sum()) for advantages in batch.advantages) / sum(batch.lengths)
+    expected = -sum(float(advantages.sum()) for advantages in known(batch.advantages)) / sum(batch.lengths)
     assert metrics.loss == pytest.approx(expected, abs=1e-5)
 
 
@@ -110,15 +110,15 @@ def test_a_micro_batch_has_at_most_so_many_completions(
     passes: list[int] = []
     backward = Policy._backward
 
-    def counted(learner: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
+    def counted(policy: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
         passes.append(micro.count)
-        return backward(learner, micro, *more)
+        return backward(policy, micro, *more)
 
     monkeypatch.setattr(Policy, "_backward", counted)
     batch = whole(groups, config)
     many = updated(config, batch)
     assert max(passes) == size
-    assert sum(passes) == sum(bool(advantages.any()) for advantages in batch.advantages)
+    assert sum(passes) == sum(bool(advantages.any()) for advantages in known(batch.advantages))
     for name, expected in one.items():
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
 
@@ -136,17 +136,17 @@ def test_the_device_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatc
 
 def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
     with_equal, without = Policy(config, Ranks()), Policy(config, Ranks())
-    assert [bool(row.any()) for row in whole(groups, config).advantages] == [True] * 8 + [False] * 4 + [True] * 4
+    assert [bool(row.any()) for row in known(whole(groups, config).advantages)] == [True] * 8 + [False] * 4 + [True] * 4
     others = [*groups[:2], groups[3]]
-    both = [learner.update(weighed(learner, part)) for learner, part in ((with_equal, groups), (without, others))]
+    both = [policy.update(prepared(policy, part)).metrics for policy, part in ((with_equal, groups), (without, others))]
     assert both[0].trained_tokens == both[1].trained_tokens  # the equal group is left out of the forward pass
     tokens = [sum(len(c.token_ids) for group in part for c in group.completions) for part in (groups, others)]
     assert both[0].loss == pytest.approx(both[1].loss * tokens[1] / tokens[0], rel=1e-4)
-    learner = Policy(config, Ranks())
-    before = parameters(learner)
-    metrics = learner.update(whole([groups[2]], config))
+    policy = Policy(config, Ranks())
+    before = parameters(policy)
+    metrics = policy.update(whole([groups[2]], config)).metrics
     assert metrics.grad_norm == 0
-    for name, value in parameters(learner).items():
+    for name, value in parameters(policy).items():
         torch.testing.assert_close(value, before[name], atol=0, rtol=0)
 
 
@@ -163,14 +163,14 @@ def test_two_trainer_processes_give_the_update_of_one(
     words = ("--model.name", config.model.name, "--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings)
     run_ranks(2, Path(__file__).with_name("ranks_worker.py"), str(tmp_path), *words)
     config.algorithm = load(settings, {}).algorithm
-    learner = Policy(config, Ranks())
-    metrics = learner.update(whole(groups, config))
+    policy = Policy(config, Ranks())
+    metrics = policy.update(whole(groups, config)).metrics
     loss, grad_norm, tokens = (tmp_path / "metrics.txt").read_text().split()
     assert float(loss) == pytest.approx(metrics.loss, abs=1e-6)
     assert float(grad_norm) == pytest.approx(metrics.grad_norm, rel=1e-4)
     assert int(tokens) == metrics.trained_tokens
     two = load_file(tmp_path / "new.safetensors")
-    for name, expected in parameters(learner).items():
+    for name, expected in parameters(policy).items():
         torch.testing.assert_close(two[name], expected, atol=2e-5, rtol=0, msg=name)
 
 
@@ -197,51 +197,52 @@ def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
 def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]) -> None:
     """Equal rewards leave the KL term alone; a policy that moved away has a gradient towards the reference."""
     config.algorithm.kl_coef = 0.5
-    learner = Policy(config, Ranks())
+    policy = Policy(config, Ranks())
     with torch.no_grad():
-        for parameter in learner.policy.parameters():
+        for parameter in policy.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
-    batch = weighed(learner, [groups[2]])
-    first = learner.update(batch).kl_reference
+    batch = prepared(policy, [groups[2]])
+    first = policy.update(batch).metrics.kl_reference
     for _ in range(10):
-        last = learner.update(batch).kl_reference
+        last = policy.update(batch).metrics.kl_reference
     assert 0 < last < first
 
 
 def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
     config.trainer.max_grad_norm = 1e9
-    learners = [Policy(config, Ranks()), Policy(config, Ranks())]
-    full, half = (learner.update(weighed(learner, groups, [w] * 4)) for learner, w in zip(learners, (1.0, 0.5), strict=True))
+    policies = [Policy(config, Ranks()), Policy(config, Ranks())]
+    pairs = zip(policies, (1.0, 0.5), strict=True)
+    full, half = (policy.update(prepared(policy, groups, [weight] * 4)).metrics for policy, weight in pairs)
     assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
 
 
 def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_run(
-    config: Config, groups: list[Group]
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.trainer.max_skipped_updates = 1
-    learner = Policy(config, Ranks())
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 1)
+    policy = Policy(config, Ranks())
     good, bad = whole(groups, config), whole(groups, config)
-    bad.advantages[0][:] = float("nan")
-    before = parameters(learner)
-    assert learner.update(bad).skipped == 1
-    assert learner.step == 1
-    for name, value in parameters(learner).items():
+    known(bad.advantages)[0][:] = float("nan")
+    before = parameters(policy)
+    assert policy.update(bad).metrics.skipped == 1
+    assert policy.step == 1
+    for name, value in parameters(policy).items():
         assert torch.equal(value, before[name])
-    assert learner.update(good).skipped == 0  # starts the count anew
-    learner.update(bad)
+    assert policy.update(good).metrics.skipped == 0  # starts the count anew
+    policy.update(bad)
     with pytest.raises(NotFinite, match="2 gradients in a row"):
-        learner.update(bad)
+        policy.update(bad)
 
 
 def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]) -> None:
     def entropy(coefficient: float) -> float:
         changed = config.model_copy(deep=True)
         changed.algorithm.entropy_coef = coefficient
-        learner = Policy(changed, Ranks())
+        policy = Policy(changed, Ranks())
         with torch.no_grad():  # away from the uniform distribution, where there is nothing to raise
-            learner.policy.get_output_embeddings().weight.mul_(8)
+            policy.model.get_output_embeddings().weight.mul_(8)
         for _ in range(5):
-            metrics = learner.update(weighed(learner, [groups[2]]))
+            metrics = policy.update(prepared(policy, [groups[2]])).metrics
         return metrics.entropy
 
     with_bonus = entropy(1.0)

@@ -24,12 +24,13 @@ from common.rollout_client import RolloutClient
 from learning.ranks import Ranks
 from services.data.tiny import problems
 from tests.conftest import ROOT
-from tests.trainer.groups import off_policy_groups, weighed, with_algorithm
+from tests.trainer.groups import known, off_policy_groups, prepared, with_algorithm
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig, train_in_process
 from trainer.cli.export import export
 from trainer.observe.run_dir import read_lines
 from trainer.policy.lora import adapter_tensors, merged_tensors
 from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference, score_batch
 from trainer.policy.scorer import load_tokenizer
 from trainer.weights.adapters import AdapterPublisher, static_files
 from trainer.weights.host_copy import Snapshot
@@ -47,10 +48,10 @@ def lora(config: Config) -> Config:
 
 
 def trained(config: Config, steps: int = 2) -> Policy:
-    learner = Policy(config, Ranks())
+    policy = Policy(config, Ranks())
     for _ in range(steps):
-        learner.update(weighed(learner, off_policy_groups()))
-    return learner
+        policy.update(prepared(policy, off_policy_groups()))
+    return policy
 
 
 def logits(model: Any) -> Tensor:
@@ -70,51 +71,48 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def test_only_the_adapter_moves_and_a_new_one_changes_nothing(lora: Config, policy_dir: Path) -> None:
     base = plain(policy_dir)
-    learner = Policy(lora, Ranks())
-    assert torch.equal(logits(learner.policy), logits(base))
-    learner.update(weighed(learner, off_policy_groups()))
-    assert distance(logits(learner.policy), logits(base)) > 1e-3
-    after = {name.replace(".base_layer.", "."): tensor for name, tensor in learner.policy.state_dict().items()}
+    policy = Policy(lora, Ranks())
+    assert torch.equal(logits(policy.model), logits(base))
+    policy.update(prepared(policy, off_policy_groups()))
+    assert distance(logits(policy.model), logits(base)) > 1e-3
+    after = {name.replace(".base_layer.", "."): tensor for name, tensor in policy.model.state_dict().items()}
     for name, tensor in base.state_dict().items():
         assert torch.equal(after.pop(name), tensor), name
     assert after
     assert all("lora_" in name for name in after)
-    held = {name.rpartition(".")[0] for name in learner.optimizer.state_dict()}
+    held = {name.rpartition(".")[0] for name in policy.optimizer.state_dict()}
     assert held == set(after)
     assert len(after) == 2 * 7 * base.config.num_hidden_layers
 
 
 def test_the_reference_is_the_frozen_model_without_a_copy(lora: Config, policy_dir: Path) -> None:
     config = with_algorithm(lora, kl_coef=0.1)
-    learner = trained(config)
-    assert learner.reference is not None
-    assert learner.reference.model is learner.policy
-    batch, full = weighed(learner, off_policy_groups()), config.model_copy(deep=True)
+    policy = trained(config)
+    reference = Reference(policy)
+    assert reference.scorer is not None
+    assert reference.scorer.model is policy.model
+    batch, full = prepared(policy, off_policy_groups(), reference=reference), config.model_copy(deep=True)
     full.lora.rank = 0
-    expected = weighed(Policy(full, Ranks()), off_policy_groups())
-    assert batch.ref_logprobs is not None
-    assert expected.ref_logprobs is not None
-    for found, right in zip(batch.ref_logprobs, expected.ref_logprobs, strict=True):
+    expected = prepared(Policy(full, Ranks()), off_policy_groups())
+    for found, right in zip(known(batch.ref_logprobs), known(expected.ref_logprobs), strict=True):
         np.testing.assert_array_equal(found, right)
-    assert distance(logits(learner.policy), logits(plain(policy_dir))) > 1e-3  # the adapter is on again
+    assert distance(logits(policy.model), logits(plain(policy_dir))) > 1e-3  # the adapter is on again
 
 
 def test_dropout_is_for_updates_alone(lora: Config) -> None:
     lora.lora.dropout = 0.5
-    learner = trained(with_algorithm(lora, rollout_correction="truncate", update_epochs=2))
-    olds = [weighed(learner, off_policy_groups()).old_logprobs for _ in range(2)]
-    assert olds[0] is not None
-    assert olds[1] is not None
+    policy = trained(with_algorithm(lora, rollout_correction="truncate", update_epochs=2))
+    olds = [known(prepared(policy, off_policy_groups()).old_logprobs) for _ in range(2)]
     assert all(np.array_equal(a, b) for a, b in zip(*olds, strict=True))
-    batch = weighed(learner, off_policy_groups())
-    first, second = (learner._logprobs(learner._scorer, batch) for _ in range(2))
+    batch = prepared(policy, off_policy_groups())
+    first, second = (score_batch(policy.scorer, batch, policy.config, policy.ranks) for _ in range(2))
     assert not any(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # as an update computes them
 
 
-def publish(learner: Policy, directory: Path) -> Path:
-    config = learner.config
-    static = static_files(config, learner.policy, load_tokenizer(config.model), directory / "static")
-    manifest = write_version(learner.weights(), static, directory, "run", 3)
+def publish(policy: Policy, directory: Path) -> Path:
+    config = policy.config
+    static = static_files(config, policy.model, load_tokenizer(config.model), directory / "static")
+    manifest = write_version(policy.weights(), static, directory, "run", 3)
     assert manifest.kind == ("adapter" if config.lora.publish == "adapter" else "model")
     return directory / "v000003"
 
@@ -122,16 +120,16 @@ def publish(learner: Policy, directory: Path) -> Path:
 def test_a_published_adapter_is_one_of_peft_and_merged_it_is_the_same_model(
     lora: Config, policy_dir: Path, tmp_path: Path
 ) -> None:
-    learner = trained(lora)
-    adapter = publish(learner, tmp_path / "adapter")
+    policy = trained(lora)
+    adapter = publish(policy, tmp_path / "adapter")
     assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(policy_dir)
     by_peft = PeftModel.from_pretrained(plain(policy_dir), adapter)
-    assert distance(logits(by_peft), logits(learner.policy)) < 1e-6
+    assert distance(logits(by_peft), logits(policy.model)) < 1e-6
     lora.lora.publish = "merged"
-    merged = publish(learner, tmp_path / "merged")
+    merged = publish(policy, tmp_path / "merged")
     assert set(load_file(merged / "model.safetensors")) == set(load_file(policy_dir / "model.safetensors"))
-    assert distance(logits(plain(merged)), logits(learner.policy)) < 1e-5
+    assert distance(logits(plain(merged)), logits(policy.model)) < 1e-5
 
 
 def test_a_frozen_model_in_bfloat16_is_merged_in_float32_and_rounded_once() -> None:
@@ -216,10 +214,10 @@ def test_an_adapter_is_named_when_it_is_there_and_not_when_publishing_failed() -
 def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir: Path) -> None:
     """Every version has the layout of the first one, which the engines' buffers are made for."""
     lora.lora.publish = "merged"
-    learner, snapshot, model = trained(lora, 1), Snapshot(), load_file(policy_dir / "model.safetensors")
-    snapshot.fill(learner.weights(), 0)
-    learner.update(weighed(learner, off_policy_groups()))
-    snapshot.fill(learner.weights(), 1)
+    policy, snapshot, model = trained(lora, 1), Snapshot(), load_file(policy_dir / "model.safetensors")
+    snapshot.fill(policy.weights(), 0)
+    policy.update(prepared(policy, off_policy_groups()))
+    snapshot.fill(policy.weights(), 1)
     names = [name for bucket in snapshot.buckets for name in bucket.names]
     assert sorted(names) == sorted(model)
 

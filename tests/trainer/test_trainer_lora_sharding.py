@@ -42,13 +42,13 @@ class OneAdapter(One):
     """What one process comes to in three updates, and the checkpoint after two of them."""
 
     def __init__(self, config: Config, directory: Path) -> None:
-        learner = Policy(config, Ranks())
-        self.metrics = learned(learner, 2)
-        save(learner, directory / "one" / "checkpoints")
-        self.metrics += learned(learner, 1)
-        self.weights = {name: tensor.clone() for name, tensor in learner.weights()}
+        policy = Policy(config, Ranks())
+        self.metrics = learned(policy, 2)
+        save(policy, directory / "one" / "checkpoints")
+        self.metrics += learned(policy, 1)
+        self.weights = {name: tensor.clone() for name, tensor in policy.weights()}
         config.lora.publish = "merged"
-        self.merged = {name: tensor.clone() for name, tensor in learner.weights()}
+        self.merged = {name: tensor.clone() for name, tensor in policy.weights()}
 
 
 def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy_dir: Path, tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
     }
     assert load_file(path / "adapter_model.safetensors").keys() == one.weights.keys()
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    learner, _, _ = Policy.resume(load(words(policy_dir), {}), Ranks(), run)
+    policy, _, _ = Policy.resume(load(words(policy_dir), {}), Ranks(), run)
     found = model.state_dict()
-    for name, tensor in learner.policy.state_dict().items():
+    for name, tensor in policy.model.state_dict().items():
         torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
-    assert learned(learner, 1)[0] == pytest.approx(one.metrics[-1], abs=1e-5)
+    assert learned(policy, 1)[0] == pytest.approx(one.metrics[-1], abs=1e-5)
 
 
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:

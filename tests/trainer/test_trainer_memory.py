@@ -22,10 +22,10 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def test_one_process_holds_what_is_estimated(config: Config) -> None:
-    learner = Policy(config, Ranks())
-    learner.update(whole(off_policy_groups(), config))
+    policy = Policy(config, Ranks())
+    policy.update(whole(off_policy_groups(), config))
     estimate = trainer_memory(shape_of(config), config, 1, width=4)
-    assert held(learner) == {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer")}
+    assert held(policy) == {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer")}
 
 
 def test_two_sharded_processes_hold_it_together(config: Config, tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
         for completion in group.completions:
             completion.token_ids = rng.integers(3, VOCABULARY, 100).astype(np.int32)
             completion.logprobs = np.full(100, -5.7, np.float32)
-    learner = Policy(config, Ranks())
-    weights = {parameter.untyped_storage().data_ptr() for parameter in learner.policy.parameters()}
+    policy = Policy(config, Ranks())
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no place is used twice
 
@@ -58,7 +58,7 @@ def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        learner.update(whole(groups, config))
+        policy.update(whole(groups, config))
     tokens = sum(len(group.prompt_token_ids) + sum(len(c.token_ids) - 1 for c in group.completions) for group in groups)
     config.trainer.micro_batch_tokens = tokens
     shape = shape_of(config)

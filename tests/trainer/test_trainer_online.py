@@ -141,9 +141,9 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
     seen: list[int] = []
     backward = Policy._backward
 
-    def counted(learner: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
+    def counted(policy: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
         seen.append(micro.count)
-        return backward(learner, micro, *more)
+        return backward(policy, micro, *more)
 
     monkeypatch.setattr(Policy, "_backward", counted)
     result = run(per_device_train_batch_size=size, gradient_accumulation_steps=passes, max_steps=1, kl_coef=0.1)

@@ -1,4 +1,4 @@
-"""Sharded learners: the same update on any number of ranks, from files that every rank or only rank 0 sees."""
+"""Sharded policies: the same update on any number of ranks, from files that every rank or only rank 0 sees."""
 
 import json
 import os
@@ -23,6 +23,7 @@ from tests.trainer.groups import VOCABULARY, save
 from tests.trainer.sharding_worker import learned
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
 
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = {
@@ -51,11 +52,12 @@ class One:
 
     def __init__(self, policy_dir: Path, directory: Path) -> None:
         config = Config.model_validate(nested(SETTINGS | {"model.name": str(policy_dir)}))
-        learner = Policy(config, Ranks())
-        self.metrics = learned(learner, 2)
-        save(learner, directory / "one" / "checkpoints")
-        self.metrics += learned(learner, 1)
-        self.weights = {name: tensor.clone() for name, tensor in learner.weights()}
+        policy = Policy(config, Ranks())
+        reference = Reference(policy)
+        self.metrics = learned(policy, 2, reference)
+        save(policy, directory / "one" / "checkpoints", reference=reference)
+        self.metrics += learned(policy, 1, reference)
+        self.weights = {name: tensor.clone() for name, tensor in policy.weights()}
 
     def check(self, directory: Path, name: str, ranks: int) -> None:
         found = json.loads((directory / f"{name}.json").read_text())
@@ -192,9 +194,9 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["missing", "killed"])
 def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
     """Killed in the middle of writing, or a disk that says no: then the next step says so."""
-    learner = Policy(config, Ranks())
-    first = save(learner, tmp_path)
-    learner.step = 1
+    policy = Policy(config, Ranks())
+    first = save(policy, tmp_path)
+    policy.step = 1
     if kind == "killed":
         code = (
             "import os, sys; from pathlib import Path; import learning.saving as saving;"
@@ -211,31 +213,31 @@ def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config,
         assert (tmp_path / "step_000001.partial").is_dir()
     else:
         checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=lambda: [tmp_path / "is not there"])
-        checkpoints.save(TrainerState(1, 7, "run", 0.0), learner.snapshots(alone=False), 1)
+        checkpoints.save(TrainerState(1, 7, "run", 0.0), policy.snapshots(alone=False))
         with pytest.raises(CheckpointFailed, match=r"could not be written: FileNotFoundError.*remedy"):
             checkpoints.wait()
     assert newest(tmp_path) == first
-    second = save(learner, tmp_path)
+    second = save(policy, tmp_path)
     assert newest(tmp_path) == second
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
-    learner = Policy(config, Ranks())
-    for learner.step, accuracy in enumerate([None, 0.2, 0.5, 0.4, None, 0.3], 1):
-        save(learner, tmp_path, keep=2, accuracy=accuracy)
+    policy = Policy(config, Ranks())
+    for policy.step, accuracy in enumerate([None, 0.2, 0.5, 0.4, None, 0.3], 1):
+        save(policy, tmp_path, keep=2, accuracy=accuracy)
     assert (tmp_path / "best").resolve() == tmp_path / "step_000003"
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["best", "step_000003", "step_000005", "step_000006"]
-    learner.step = 7
-    save(learner, tmp_path, keep=2, accuracy=0.5)
+    policy.step = 7
+    save(policy, tmp_path, keep=2, accuracy=0.5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_000006", "step_000007"]
 
 
 def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path) -> None:
     """The thread writes a copy: updates that follow at once do not reach it."""
-    learner = Policy(config, Ranks())
-    expected = {name: tensor.clone() for name, tensor in learner.weights()}
+    policy = Policy(config, Ranks())
+    expected = {name: tensor.clone() for name, tensor in policy.weights()}
     gate = threading.Event()
 
     def static() -> list[Path]:
@@ -243,11 +245,11 @@ def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path)
         return []
 
     checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=static)
-    path = checkpoints.save(TrainerState(0, 0, "run", 0.0), learner.snapshots(alone=False), 0)
-    learned(learner, 1)
+    path = checkpoints.save(TrainerState(0, 0, "run", 0.0), policy.snapshots(alone=False))
+    learned(policy, 1)
     assert newest(tmp_path) is None
     gate.set()
     checkpoints.wait()
     written = load_file(path / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-    assert not all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
+    assert not all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights())

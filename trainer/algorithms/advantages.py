@@ -92,13 +92,13 @@ ADVANTAGES: dict[str, Advantage] = {
 """The group-relative ones."""
 
 
-def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, factor: float) -> Tensor:
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), to be added to the rewards.
 
-    0 up to `max_new_tokens - buffer` tokens, then falling linearly to `-factor` at `max_new_tokens`.
+    0 up to `max_new_tokens - buffer` tokens, then falling linearly to -1 at `max_new_tokens`.
     """
     over = (lengths - (max_new_tokens - buffer)).clamp(min=0, max=buffer)
-    return -factor * over / buffer
+    return -over / buffer
 
 
 def _check(rewards: Tensor) -> None:

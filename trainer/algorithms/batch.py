@@ -123,8 +123,10 @@ class Batch:
         """What a critic learns from."""
         assert self.values is not None
         assert self.returns is not None
-        columns = zip(self.rows, self.sequences(), self.values, self.returns, strict=True)
-        return [ValueTargets(sequence, values, returns, row.weight) for row, sequence, values, returns in columns]
+        columns = zip(self.rows, self.values, self.returns, strict=True)
+        return [
+            ValueTargets(row.prompt_ids, row.completion_ids, values, returns, row.weight) for row, values, returns in columns
+        ]
 
     def rollout_logprobs(self, row: int) -> Float32:
         """[L] under the policy that sampled the row, or is taken to have sampled it (`Row.corrected`)."""

@@ -29,8 +29,7 @@ def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Co
     rewards = torch.tensor([row.reward for row in batch.rows], dtype=torch.float32)
     lengths = torch.tensor(batch.lengths)
     if algorithm.overlong_buffer:
-        longest, buffer = config.sampling.max_new_tokens, algorithm.overlong_buffer
-        rewards = rewards + overlong_penalty(lengths, longest, buffer, algorithm.overlong_factor)
+        rewards = rewards + overlong_penalty(lengths, config.sampling.max_new_tokens, algorithm.overlong_buffer)
     penalties = _kl_penalties(batch, algorithm, kl_coef)
     if algorithm.advantage == "gae":
         return _token_advantages(batch, rewards, penalties, algorithm)
@@ -68,9 +67,8 @@ def _token_advantages(
     advantages, returns = gae(
         torch.from_numpy(token_rewards), torch.from_numpy(values), torch.from_numpy(mask), config.gamma, config.gae_lambda
     )
-    if config.whiten:
-        counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
-        advantages = whiten(advantages, counts)
+    counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
+    advantages = whiten(advantages, counts)
     both = (advantages.numpy(), returns.numpy())
     by_row = [[matrix[i, :length] for i, length in enumerate(batch.lengths)] for matrix in both]
     return by_row[0], by_row[1]

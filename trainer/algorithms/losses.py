@@ -100,14 +100,18 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1
     return torch.exp(-difference) + difference - 1
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int, horizon: int) -> float:
+KL_HORIZON = 10_000
+"""Completions over which an adaptive kl_coef reacts (Ziegler et al. 2019)."""
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
     """The coefficient after a batch of `completions` whose KL per token was `kl` (Ziegler et al. 2019, arXiv:1909.08593).
 
-    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/horizon: it rises while the policy is further from the
+    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/KL_HORIZON: it rises while the policy is further from the
     reference than `target`.
     """
     error = min(0.2, max(-0.2, kl / target - 1))
-    return kl_coef * (1 + error * completions / horizon)
+    return kl_coef * (1 + error * completions / KL_HORIZON)
 
 
 def token_coefficients(

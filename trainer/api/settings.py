@@ -82,13 +82,14 @@ class TrainerConfig(BaseModel):
     seed: int = Field(0, ge=0)
     """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
-    """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio; none when empty (docs/trackers.md)."""
+    """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
+    (docs/how-to/trackers.md); none when empty."""
     run_name: str = ""
     """Name of the run in trackers; the name of output_dir when empty."""
     verbose: bool = True
     """Print a line per step, and a summary at the end."""
     settings: dict[str, Any] = {}
-    """Any other setting of the system (`python -m trainer --help`), as {"section.name": value}."""
+    """Any other setting of the system (`python -m trainer --help-all`), as {"section.name": value}."""
 
     # ------------------------------------------------------------ presets
 
@@ -159,7 +160,7 @@ class TrainerConfig(BaseModel):
             return Config(**content)
         except ValidationError as error:
             found = from_validation(error)
-            remedy = "look at the field settings of TrainerConfig; `python -m trainer --help` explains every name"
+            remedy = "look at the field settings of TrainerConfig; `python -m trainer --help-all` explains every name"
             raise ConfigError(
                 f"the settings do not fit: {found.message}", field=found.field, value=found.value, remedy=remedy
             ) from None
@@ -273,7 +274,7 @@ def _decided_elsewhere(name: str) -> bool:
     section, _, rest = name.partition(".")
     return rest == "port" or {
         "data": not rest.startswith("curriculum"),
-        "reward": rest not in ("workers", "function_timeout_s", "function_batch", "require_stop", "max_batch_items"),
+        "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
         "rollout": rest != "max_running_requests",
         "critic": rest == "location",
     }.get(section, False)
@@ -289,5 +290,5 @@ def _named(error: ValidationError) -> ConfigError:
         remedy = f"it is called {other} here" if other else f"the fields are {fields}"
         return ConfigError(f"TrainerConfig has no field {name}", field=name, value=shorten(first["input"]), remedy=remedy)
     meaning = TrainerConfig.model_fields[name].description if name in TrainerConfig.model_fields else None
-    remedy = " ".join(meaning.split()) if meaning else "see docs/python-api.md"
+    remedy = " ".join(meaning.split()) if meaning else "see docs/how-to/python-api.md"
     return ConfigError(first["msg"], field=name, value=shorten(first["input"]), remedy=remedy)

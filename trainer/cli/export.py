@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from common.cli import Parser, run
 from common.errors import ConfigError
-from trainer.cli.commands import Parser, run
 
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = """\
@@ -17,7 +17,7 @@ examples:
 
 def parser() -> Parser:
     """Returns the command line."""
-    made = Parser("trainer.export", "CHECKPOINT OUT [--dtype TYPE]", __doc__ or "", _EPILOG)
+    made = Parser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
     made.add_argument("out", type=Path, metavar="OUT", help="a directory that is not there yet")
     made.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")

@@ -16,11 +16,11 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import numpy as np
+from msgspec.structs import asdict
 
+from common import wire
 from common.errors import ServiceError
-from common.fields import array, pack, raw, unpack
 from common.schemas import Completion, Float32, Group
-from common.wire import group_dict
 from trainer.observe.run_dir import append_line, storing_run
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class GroupRecorder:
                     for place, item in enumerate(items):
                         entry = ZipInfo(_name(place))
                         entry.compress_type = ZIP_DEFLATED
-                        file.writestr(entry, pack(_document(item)), compresslevel=1)
+                        file.writestr(entry, wire.encode(_document(item)), compresslevel=1)
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     path = _path(run_dir, step)
     try:
         with ZipFile(path) as file:
-            content = unpack(file.read(_name(place)))
+            content = wire.unpack(file.read(_name(place)))
         return _plain(content)
     except FileNotFoundError:
         return None
@@ -195,23 +195,24 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
 
 
 def _document(item: RecordedGroup) -> dict[str, Any]:
-    content = group_dict(item.group, raw)
+    content = asdict(item.group)
+    content["completions"] = [asdict(completion) for completion in item.group.completions]
     for i, completion in enumerate(content["completions"]):
         logprobs = item.logprobs[i] if item.logprobs else None
         completion["text"] = completion["text"].encode("utf-8", "replace").decode()  # a dropped group was not checked
         completion["reward"] = _reward(item.group.completions[i])
-        completion["advantages"] = raw(item.advantages[i]) if item.advantages else None
-        completion["trainer_logprobs"] = None if logprobs is None else raw(logprobs)
+        completion["advantages"] = item.advantages[i] if item.advantages else None
+        completion["trainer_logprobs"] = logprobs
     more = {"reused": item.reused, "weight": item.weight, "reason": item.reason, "detail": item.detail}
     return content | more
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
     """Replaces the bytes of a document by lists."""
-    content["prompt_token_ids"] = array(content["prompt_token_ids"], np.int32, "prompt_token_ids").tolist()
+    content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
     for completion in content["completions"]:
-        completion["token_ids"] = array(completion["token_ids"], np.int32, "token_ids").tolist()
+        completion["token_ids"] = np.frombuffer(completion["token_ids"], "<i4").tolist()
         for name in ("logprobs", "advantages", "trainer_logprobs"):
             if completion[name] is not None:
-                completion[name] = array(completion[name], np.float32, name).tolist()
+                completion[name] = np.frombuffer(completion[name], "<f4").tolist()
     return content

@@ -1,7 +1,7 @@
 """Hints: what went wrong over the last steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) concerns a single update; a hint needs several steps. docs/troubleshooting.md gives the reason of every
-threshold.
+An alarm (`alarms.py`) concerns a single update; a hint needs several steps. docs/how-to/troubleshooting.md gives the reason of
+every threshold.
 """
 
 from collections.abc import Mapping, MutableSequence, Sequence
@@ -34,7 +34,7 @@ _DROPS = {
     "generation": "rollout-server fails or is too slow: look at its log, give it time (sampling.request_timeout_s), or ask for "
     "less (sampling.max_new_tokens)",
     "reward": "answers cannot be graded: look at the log of reward-server for what times out or fails, and give it time "
-    "(reward.timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
+    "(reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
     "stale": "long answers are overtaken by more than trainer.max_staleness updates: raise that, or lower "
     "sampling.max_new_tokens",
 }
@@ -43,7 +43,7 @@ _SLOW = {
         "reward",
         MAX_REWARD,
         "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
-        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.timeout_s, "
+        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.math_timeout_s, "
         "reward.code_timeout_s, reward.function_timeout_s)",
     ),
     "replay_bound": (

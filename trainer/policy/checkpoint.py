@@ -65,17 +65,14 @@ class Checkpoints:
     Args:
         directory: where they are; rank 0's counts. When other ranks do not see it, rank 0 writes everything.
         ranks: this process among the trainer's.
-        keep: so many of the newest stay.
-        keep_best: whether that with the best accuracy stays too.
+        keep: how many of the newest stay; that with the best accuracy stays too.
         static: files that go into every checkpoint, as the tokenizer's.
     """
 
-    def __init__(
-        self, directory: Path, ranks: Ranks, keep: int, keep_best: bool = True, static: Callable[[], Sequence[Path]] = tuple
-    ) -> None:
+    def __init__(self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple) -> None:
         shared = ranks.same_path(directory)
         assert shared is not None
-        self.directory, self._ranks, self._keep, self._keep_best, self._static = shared, ranks, keep, keep_best, static
+        self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
         self._group = None if self.alone else ranks.group()
@@ -86,9 +83,7 @@ class Checkpoints:
     def open(cls, config: Config, ranks: Ranks, run_dir: Path) -> "Checkpoints":
         """The checkpoints of the run in `run_dir`. A collective."""
         settings, model = config.trainer, run_dir / "model"
-        opened = cls(
-            run_dir / "checkpoints", ranks, settings.keep_checkpoints, settings.keep_best, lambda: _tokenizer_files(model)
-        )
+        opened = cls(run_dir / "checkpoints", ranks, settings.keep_checkpoints, lambda: _tokenizer_files(model))
         if opened.alone and ranks.first:
             log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", opened.directory)
         return opened
@@ -174,7 +169,7 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         every = _all(self.directory)
-        rated = [(accuracy, path) for path in every if self._keep_best and (accuracy := _accuracy(path)) is not None]
+        rated = [(accuracy, path) for path in every if (accuracy := _accuracy(path)) is not None]
         best = max(rated)[1] if rated else None
         if best == target:
             _name_best(target)

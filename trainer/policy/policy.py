@@ -90,7 +90,6 @@ class Policy:
             settings.adam_betas,
             settings.weight_decay,
             settings.max_grad_norm,
-            settings.max_skipped_updates,
         )
 
     @classmethod
@@ -165,7 +164,7 @@ class Policy:
         """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
 
         An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
-        `trainer.max_skipped_updates` of them in a row.
+        `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm, sums = self.config.algorithm, Sums(self.ranks.device)
         counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
@@ -199,9 +198,7 @@ class Policy:
         self.step += 1
         algorithm = self.config.algorithm
         if algorithm.kl_target is not None and metrics.trained_tokens and math.isfinite(metrics.kl_reference):
-            self.kl_coef = adapted_kl_coef(
-                self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions, algorithm.kl_horizon
-            )
+            self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions)
 
     def _accumulate(self, batch: Batch, counting: Indices, first: bool) -> tuple[Sums, list[Float32 | None] | None]:
         """Leaves the gradient of the loss over the rows `counting` of all ranks.

@@ -36,6 +36,7 @@ from common import logs
 from common.config import Config
 from common.errors import ServiceError
 from common.schemas import Completion, Group, Prompt
+from services.reward.limits import MAX_BATCH_ITEMS
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -115,7 +116,7 @@ class Collector:
         """Stored groups that are not taken yet, by position."""
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
-        self._grade_batched = RequestBatcher(services.reward.grade_all, config.reward.max_batch_items, len)
+        self._grade_batched = RequestBatcher(services.reward.grade_all, MAX_BATCH_ITEMS, len)
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:

@@ -1,16 +1,16 @@
 """What makes a group be reused more often: its priority for `POST /groups/sample`, as pure functions of the group and the
 advantages of its completions.
 
-Priorities are relative: the buffer takes them to the power of `replay.priority_exponent` and divides by their sum. None is
+Priorities are relative: the buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum. None is
 below MIN_PRIORITY, so a choice made here changes how often a group is reused and never excludes one.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 
 from common.errors import ConfigError, shorten
+from common.imports import import_callable
 from common.schemas import Group
 
 Priority = Callable[[Group, Sequence[float]], float]
@@ -18,6 +18,8 @@ Priority = Callable[[Group, Sequence[float]], float]
 it is the mean |advantage| of the completion's tokens."""
 MIN_PRIORITY = 1e-3
 """Of a group that scores less: seldom reused, never excluded."""
+PRIORITY_EXPONENT, IMPORTANCE_EXPONENT = 0.6, 0.4
+"""α and, at the first step, β of prioritised experience replay (Schaul et al. 2016); β rises linearly to 1."""
 _MIN_REWARD_PRIORITY = 0.1
 """Of a group whose mean reward is 0 or less; the buffer's own sampling by reward starts from the same number."""
 
@@ -56,26 +58,11 @@ def load_priority(name: str) -> Priority:
 
 
 def _imported(name: str) -> Priority:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    module, _, function = name.partition(":")
+    if not module or not function:
         known = ", ".join(PRIORITIES)
         raise _refused("there is no such priority", name, f"take one of {known}, or write package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise _refused(
-            f"{module_name} cannot be imported ({reason})",
-            name,
-            "correct the path, or add its directory to PYTHONPATH of ppo-trainer",
-        ) from error
-    function: Priority | None = getattr(module, attribute, None)
-    if not callable(function):
-        what = "there is no such name" if function is None else f"it is of type {type(function).__name__}"
-        raise _refused(
-            f"{attribute} of {module_name} is not a function: {what}", name, "name a function of (group, advantages)"
-        )
-    return function
+    return import_callable(name, "replay.priority")
 
 
 def _checked(value: object, group: Group, name: str) -> float:

@@ -17,7 +17,7 @@ from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
 from trainer.rollouts.collector import CollectFailed, Collector, Drops
-from trainer.rollouts.priorities import load_priority
+from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, PRIORITY_EXPONENT, load_priority
 from trainer.rollouts.prompt_cursor import Progress, PromptCursor
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
@@ -251,11 +251,11 @@ class ServedRollouts(Rollouts):
 
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
         """Up to `count` groups that were trained on before, by priority, with importance weights (arXiv:1511.05952)."""
-        settings, low = self._config.replay, self._config.replay.importance_exponent
+        settings, low = self._config.replay, IMPORTANCE_EXPONENT
         request = SampleRequest(
             count=count,
             min_version=max(0, step - settings.max_reuse_staleness),
-            priority_exponent=settings.priority_exponent,
+            priority_exponent=PRIORITY_EXPONENT,
             importance_exponent=low + (1 - low) * step / self._total_steps,
             max_times_sampled=settings.max_times_sampled,
             seed=self._config.seed * 1_000_003 + step,

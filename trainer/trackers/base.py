@@ -1,6 +1,5 @@
 """Interface of trackers, and their selection."""
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError
+from common.imports import import_callable
 from common.sections import TrackersSection
 
 Cell = str | float | int | bool | None
@@ -62,9 +62,12 @@ class Tracker(Protocol):
 
 def load(name: str) -> Callable[[RunInfo], Tracker]:
     """Returns the class of a tracker, built in or `package.module:Class`."""
-    module, _, attribute = LIBRARIES.get(name, name).partition(":")
-    found: Callable[[RunInfo], Tracker] = getattr(importlib.import_module(module), attribute)
-    return found
+    return import_callable(LIBRARIES.get(name, name), "trackers.names")
+
+
+def wandb_offline() -> bool:
+    """Returns whether wandb writes to the run directory only (`WANDB_MODE`, as for wandb itself)."""
+    return os.environ.get("WANDB_MODE", "online") != "online"
 
 
 def check(settings: TrackersSection) -> None:
@@ -73,8 +76,8 @@ def check(settings: TrackersSection) -> None:
         if name in LIBRARIES and find_spec(name) is None:
             remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out"
             raise ConfigError(f"the library {name} is not installed", field="trackers.names", value=name, remedy=remedy)
-    if "wandb" in settings.names and settings.wandb_mode == "online" and not os.environ.get(_WANDB_KEY):
-        remedy = "put it into the environment of the trainer (a secret of the job group), or set trackers.wandb_mode offline"
+    if "wandb" in settings.names and not wandb_offline() and not os.environ.get(_WANDB_KEY):
+        remedy = "put it into the environment of the trainer (a secret of the job group), or WANDB_MODE=offline"
         raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
 
 

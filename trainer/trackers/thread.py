@@ -60,7 +60,7 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._reported = True
-            self._say(f"tracker {self.name} did not take what was left in the time it had (trackers.flush_timeout_s)")
+            self._say(f"tracker {self.name} did not take what was left in the time it had")
         self._drop_rest()
         if self.lost:
             self._say(f"tracker {self.name}: {self.lost} of {self._given} records are lost")

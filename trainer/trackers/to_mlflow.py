@@ -16,7 +16,7 @@ class MlflowTracker:
     """An MLflow run, found again by its tag."""
 
     def __init__(self, run: RunInfo) -> None:
-        given = run.config["trackers"]["mlflow_uri"] or os.environ.get("MLFLOW_TRACKING_URI", "")
+        given = os.environ.get("MLFLOW_TRACKING_URI", "")
         uri = given or f"sqlite:///{run.directory / 'mlflow.db'}"
         artifacts = None if given else (run.directory / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)

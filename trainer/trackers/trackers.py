@@ -17,6 +17,8 @@ from trainer.rollouts.evaluation import Evaluation
 from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread
 
+_FLUSH_S = 60.0
+"""Time to flush when the run ends; what is left then is lost, and said to be."""
 _INTERRUPTED_S = 5.0
 """Time to flush when the run is interrupted."""
 _NO_TELEMETRY = {
@@ -84,9 +86,8 @@ class Trackers:
         self._put("table", step=evaluation.step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
 
     def close(self, finished: bool) -> None:
-        """Waits for the trackers to take everything, at most `trackers.flush_timeout_s`, and abandons the others."""
-        limit = self._settings.flush_timeout_s if finished else min(_INTERRUPTED_S, self._settings.flush_timeout_s)
-        deadline = time.monotonic() + limit
+        """Waits for the trackers to take everything, at most `_FLUSH_S`, and abandons the others."""
+        deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
         for thread in self._threads:
             thread.end(finished)
         for thread in self._threads:

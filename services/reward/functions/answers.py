@@ -25,7 +25,6 @@ class MathRewardFunction(RewardFunction):
     Args:
         workers: processes.
         timeout_s: seconds that one answer may take in a worker.
-        memory_mb: address space of one worker.
 
     Raises ConfigError when math-verify is not installed, or an argument is out of bounds.
     """
@@ -33,11 +32,11 @@ class MathRewardFunction(RewardFunction):
     name = "math"
     bounds_itself = True
 
-    def __init__(self, workers: int = 2, timeout_s: float = 1.0, memory_mb: int = 1024) -> None:
+    def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:
         try:
-            config = RewardSection(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+            config = RewardSection(workers=workers, math_timeout_s=timeout_s)
         except ValueError as error:
-            raise ConfigError(str(error), field="workers, timeout_s, memory_mb", remedy="see RewardSection") from None
+            raise ConfigError(str(error), field="workers, timeout_s", remedy="see RewardSection") from None
         self._grader = MathGrader(config)
         self._loop: _Loop | None = None
         self._starting = threading.Lock()
@@ -53,13 +52,13 @@ class MathRewardFunction(RewardFunction):
             RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))
             for completion, gold in zip(completions, golds, strict=True)
         ]
-        return self._running().run(self._grader.grade(items))
+        return self._running().run(self._grader.score(items))
 
     def close(self) -> None:
         """Ends the worker processes; the next call starts new ones. They also end with this process."""
         with self._starting:
             if self._loop is not None:
-                self._loop.run(self._grader.__aexit__())
+                self._loop.run(self._grader.pool.__aexit__())
                 self._loop.close()
                 self._loop, self._grader = None, MathGrader(self._grader.config)
 
@@ -67,7 +66,7 @@ class MathRewardFunction(RewardFunction):
         with self._starting:
             if self._loop is None:
                 self._loop = _Loop()
-                self._loop.run(self._grader.__aenter__())
+                self._loop.run(self._grader.pool.__aenter__())
             return self._loop
 
 

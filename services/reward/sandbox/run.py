@@ -55,7 +55,7 @@ class Limits:
     """Wall time of one case; all cases of a program have five times as much."""
     memory_mb: int
     """Address space; a program has one process."""
-    output_kb: int
+    output_kb: int = 64
     """Of one case: standard output, and the value that it returns."""
 
 

@@ -1,0 +1,31 @@
+"""Functions and classes that a setting names by their import path."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import ConfigError
+
+
+def import_callable(path: str, field: str) -> Callable[..., Any]:
+    """The function or class at `package.module:name`.
+
+    Args:
+        path: the value of the setting.
+        field: the setting, for errors.
+
+    Raises ConfigError that names both, whatever the module raises when it is imported.
+    """
+    module, _, name = path.partition(":")
+    remedy = "correct the path, or add its directory to the PYTHONPATH of the task"
+    if not module or not name:
+        raise ConfigError(f"{path!r} is no import path", field=field, value=path, remedy="write package.module:name")
+    try:
+        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy) from error
+    if not callable(found):
+        reason = "there is no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+        raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy)
+    return found

@@ -1,0 +1,141 @@
+"""When pushed weights are served: at once with `max_staleness` 0, else in the background, one version at a time."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.config import Config
+from learning.ranks import Ranks
+from trainer.policy.policy import Policy
+from trainer.timing import StageClock
+from trainer.weights import sync
+from trainer.weights.publisher import PublishFailed, Weights
+from trainer.weights.sync import PublishedWeights, WeightSync
+
+LIMIT_S = 60.0
+
+
+class Engines:
+    """Serve a version once `gate` is open; refuse version `bad`. Two versions at a time are an error."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.gate, self.started, self.bad = threading.Event(), threading.Event(), bad
+        self.served: list[int] = []
+        self.weights: dict[str, Tensor] = {}
+        self.thread: threading.Thread | None = None
+        self._busy = threading.Lock()
+
+    def publish(self, weights: Weights, version: int) -> None:
+        assert self._busy.acquire(blocking=False), "two versions are on their way"
+        try:
+            self.thread = threading.current_thread()
+            self.started.set()
+            assert self.gate.wait(LIMIT_S)
+            self.weights = {name: tensor.clone() for name, tensor in weights}
+            if version == self.bad:
+                raise PublishFailed(f"no rollout node serves weights {version}")
+            self.served.append(version)
+        finally:
+            self._busy.release()
+
+
+@pytest.fixture
+def policy(config: Config) -> Policy:
+    return Policy(config, Ranks())
+
+
+def opened(bad: int | None = None) -> Engines:
+    engines = Engines(bad)
+    engines.gate.set()
+    return engines
+
+
+def test_with_staleness_0_push_returns_when_the_engines_serve_the_weights(policy: Policy) -> None:
+    weights = PublishedWeights(engines := opened(bad=2), StageClock(), in_background=False)
+    for policy.step in (0, 1):
+        assert weights.push(policy).done()
+        assert engines.served[-1] == policy.step
+        assert engines.thread is threading.current_thread()
+    assert engines.weights.keys() == dict(policy.weights()).keys()
+    policy.step = 2
+    with pytest.raises(PublishFailed, match="serves weights 2"):
+        weights.push(policy)
+
+
+def test_in_the_background_push_returns_before_and_takes_a_copy(policy: Policy) -> None:
+    weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
+    expected = {name: tensor.clone() for name, tensor in policy.weights()}
+    served = weights.push(policy)
+    assert not served.done()
+    with torch.no_grad():  # the next update
+        for parameter in policy.model.parameters():
+            parameter.add_(1.0)
+    engines.gate.set()
+    weights.wait()
+    assert (served.done(), engines.served) == (True, [0])
+    assert engines.weights.keys() == expected.keys()
+    assert all(torch.equal(engines.weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_versions_are_served_in_order_one_at_a_time(policy: Policy) -> None:
+    weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
+    first = weights.push(policy)
+    assert engines.started.wait(LIMIT_S)
+
+    def push_the_rest() -> None:
+        for policy.step in range(1, 6):
+            weights.push(policy)
+            assert engines.served[: policy.step] == list(range(policy.step)), "it waits until those before are served"
+
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(push_the_rest)
+        assert not first.done()
+        assert engines.served == []
+        engines.gate.set()
+        rest.result(LIMIT_S)
+    weights.wait()
+    assert engines.served == list(range(6))
+
+
+def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy) -> None:
+    weights = PublishedWeights(engines := opened(bad=0), StageClock(), in_background=True)
+    served = weights.push(policy)
+    assert isinstance(served.exception(LIMIT_S), PublishFailed)
+    policy.step = 1
+    with pytest.raises(PublishFailed, match="serves weights 0"):
+        weights.push(policy)
+    with pytest.raises(PublishFailed, match="serves weights 0"):
+        weights.wait()
+    weights.close()
+    assert engines.served == []
+
+
+def test_close_waits_for_what_is_on_its_way_but_not_for_long(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
+    weights.close()
+    weights.push(policy)
+    monkeypatch.setattr(sync, "_LAST_PUSH_S", 0.01)
+    weights.close()
+    assert engines.served == []
+    engines.gate.set()
+    monkeypatch.setattr(sync, "_LAST_PUSH_S", LIMIT_S)
+    weights.close()
+    assert engines.served == [0]
+
+
+def test_a_rank_above_0_takes_part_in_gathering_every_tensor(config: Config) -> None:
+    gathered: list[str] = []
+
+    class Watched(Policy):
+        def weights(self) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in super().weights():
+                gathered.append(name)
+                yield name, tensor
+
+    policy = Watched(config, Ranks())
+    assert WeightSync().push(policy).done()
+    assert gathered == [name for name, _ in Policy.weights(policy)]
