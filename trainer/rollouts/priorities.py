@@ -5,12 +5,12 @@ Priorities are relative: the buffer takes them to the power of PRIORITY_EXPONENT
 below MIN_PRIORITY, so a choice made here changes how often a group is reused and never excludes one.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 
 from common.errors import ConfigError, shorten
+from common.imports import import_function
 from common.schemas import Group
 
 Priority = Callable[[Group, Sequence[float]], float]
@@ -62,22 +62,7 @@ def _imported(name: str) -> Priority:
     if not module_name or not attribute:
         known = ", ".join(PRIORITIES)
         raise _refused("there is no such priority", name, f"take one of {known}, or write package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise _refused(
-            f"{module_name} cannot be imported ({reason})",
-            name,
-            "correct the path, or add its directory to PYTHONPATH of ppo-trainer",
-        ) from error
-    function: Priority | None = getattr(module, attribute, None)
-    if not callable(function):
-        what = "there is no such name" if function is None else f"it is of type {type(function).__name__}"
-        raise _refused(
-            f"{attribute} of {module_name} is not a function: {what}", name, "name a function of (group, advantages)"
-        )
-    return function
+    return import_function(name, "replay.priority", "ppo-trainer", "(group, advantages)")
 
 
 def _checked(value: object, group: Group, name: str) -> float:
