@@ -1,7 +1,8 @@
-# Two commands do everything on a fresh machine with Python 3.11 and make:
+# Two commands do everything on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
 #   make test    the whole test suite
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.11")'
 SEED ?= 0
 ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
@@ -19,7 +20,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu test lint fuzz check-jobgroup bench bench-trl chaos soak audit clean
+.PHONY: help demo doctor sglang-cpu test lint docs fuzz check-jobgroup bench bench-trl chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -27,6 +28,7 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
+	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
@@ -39,7 +41,7 @@ help:
 
 # One environment for everything that runs on this machine; the pins are in constraints.txt.
 $(VENV)/.made: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(CHECK_PYTHON)
 	@echo 'making the environment in $(VENV): once, a few minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
@@ -70,13 +72,21 @@ lint: $(VENV)/.made
 test: lint $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 
+$(VENV)/.docs-made: $(VENV)/.made
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# The reference is made from the code, the HTTP API from apps that need the tiny model.
+docs: $(VENV)/.docs-made $(BASE)/config.json
+	NO_MKDOCS_2_WARNING=1 OMP_WAIT_POLICY=passive $(VENV)/bin/mkdocs build --strict
+
 # The short form is part of `make test`.
 fuzz: $(VENV)/.made $(BASE)/config.json
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --timeout 3600
 
 # SkyPilot pins other versions of what the services use, so it has an environment of its own.
 $(SKY)/.made: jobgroup/skypilot-requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(CHECK_PYTHON)
 	@echo 'making the environment of SkyPilot in $(SKY): once, about a minute'
 	$(PYTHON) -m venv $(SKY)
 	$(SKY)/bin/pip install --quiet --disable-pip-version-check -r $<
@@ -90,7 +100,7 @@ bench: $(VENV)/.made $(BASE)/config.json
 
 # TRL is a peer to compare with, no dependency, so it has an environment of its own.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed: make PYTHON=/path/to/python3.11")'
+	@$(CHECK_PYTHON)
 	@echo 'making the environment of TRL in $(TRL): once, about two minutes'
 	$(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
@@ -118,4 +128,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info

@@ -112,7 +112,7 @@ async def take_part(name: str, manifest: WeightManifest, updates: Updates, group
         place = {"master_address": plan.master_address, "master_port": plan.master_port, "backend": plan.backend}
         place |= {"group_name": plan.group, "rank_offset": plan.ranks[name], "world_size": plan.world_size}
         await updates.init(InitBody.model_validate(place))
-    updates.begin()
+    await updates.begin()
     for bucket in plan.buckets:
         body = bucket.model_dump() | {"group_name": plan.group, "load_format": "flattened_bucket"}
         await updates.receive(DistributedBody.model_validate(body))

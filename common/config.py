@@ -267,9 +267,27 @@ def _command_line(words: list[str], prog: str | None) -> PydanticBaseSettingsSou
 def main(run: Callable[[Config], None], prog: str) -> None:
     """The body of every `__main__`: loads the configuration and runs; a wrong setting ends with status 2 and its name."""
     try:
-        run(load(prog=f"python -m {prog}"))
+        run(load(prog=program(prog)))
     except ConfigError as error:
         fail(error)
+
+
+def program(module: str) -> str:
+    """How a person starts `module`, for usage lines: a console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
+    started = [*sys.orig_argv, "", ""]
+    script = Path(started[1]).name
+    if script.startswith("rlhf-"):
+        return script
+    return f"python -m rlhf_math {module}" if started[1:3] == ["-m", "rlhf_math"] else f"python -m {module}"
+
+
+def packaged(path: Path, folder: str = ".") -> Path:
+    """`path` if it is a file here, else that file of the installed package (below its root or below `folder`) if there is one.
+
+    So `jobgroup/configs/tiny-cpu.yaml` names a file where the working directory is not a checkout.
+    """
+    root = Path(__file__).resolve().parents[1]
+    return next((each for each in (path, root / path, root / folder / path) if each.is_file()), path)
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
@@ -312,7 +330,7 @@ def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
         raise ConfigError(f"the configuration file cannot be read: {error}", field="--config", value=str(path)) from None
     if content is None:

@@ -1,4 +1,4 @@
-"""Imports a function that a setting names."""
+"""Functions and classes that a setting names by their import path."""
 
 import importlib
 from collections.abc import Callable
@@ -7,32 +7,25 @@ from typing import Any
 from common.errors import ConfigError
 
 
-def import_function(path: str, field: str, service: str, takes: str) -> Callable[..., Any]:
-    """Returns the function at the import path `package.module:name`.
+def import_callable(path: str, field: str) -> Callable[..., Any]:
+    """The function or class at `package.module:name`.
 
     Args:
-        path: value of the setting.
-        field: name of the setting.
-        service: process that imports it, for the remedy.
-        takes: arguments of the function, for the remedy.
+        path: the value of the setting.
+        field: the setting, for errors.
 
-    Raises:
-        ConfigError: the module cannot be imported, or has no such function.
+    Raises ConfigError that names both, whatever the module raises when it is imported.
     """
-    module_name, _, name = path.partition(":")
+    module, _, name = path.partition(":")
+    remedy = "correct the path, or add its directory to the PYTHONPATH of the task"
+    if not module or not name:
+        raise ConfigError(f"{path!r} is no import path", field=field, value=path, remedy="write package.module:name")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the module, which may raise anything
-        raise ConfigError(
-            f"{module_name} cannot be imported ({type(error).__name__}: {error})",
-            field=field,
-            value=path,
-            remedy=f"correct the path, or add its directory to PYTHONPATH of {service}",
-        ) from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(function):
-        found = "there is no such name" if function is None else f"it is of type {type(function).__name__}"
-        raise ConfigError(
-            f"{name} of {module_name} is not a function: {found}", field=field, value=path, remedy=f"name a function of {takes}"
-        )
-    return function
+        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy) from error
+    if not callable(found):
+        reason = "there is no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+        raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy)
+    return found

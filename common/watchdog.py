@@ -129,12 +129,6 @@ def awaited() -> list[str]:
     return list(_awaited())
 
 
-def where() -> str:
-    """Where the training loop is and since when; empty outside of one."""
-    stage = _stage
-    return f"at {stage.text} since {time.monotonic() - stage.since:.0f} s" if stage else ""
-
-
 def report() -> str:
     """What is awaited, and the stacks of all threads and tasks of this process."""
     return "\n".join([*(f"awaited: {call}" for call in _awaited()), *_threads(), *_tasks()])

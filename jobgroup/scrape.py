@@ -4,7 +4,6 @@ Every service, agent and engine, and the router. Names are those of the job grou
 `JOBGROUP_HOSTS` is set they are the addresses of that local run. `jobgroup.local` writes the same beside its logs.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from common.cli import Parser
 from common.config import fail, load
 from common.errors import ConfigError
 from common.security import tls
@@ -83,14 +83,13 @@ def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints it. A wrong YAML or setting ends with status 2."""
-    parser = argparse.ArgumentParser(prog="python -m jobgroup.scrape", description=__doc__, allow_abbrev=False)
+    parser = Parser("jobgroup.scrape", __doc__ or "")
     parser.add_argument("yaml", type=Path, metavar="YAML", help="the job group")
     parser.add_argument("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task")
     parser.add_argument("--token-file", metavar="FILE", help="on Prometheus' machine: holds the API_TOKEN of the run")
     options = parser.parse_args(argv)
     try:
-        overrides = {name: value for name, _, value in (text.partition("=") for text in options.env)}
-        group = spec.load(options.yaml, overrides, {}, {})
+        group = spec.load(options.yaml, dict(spec.assignment(text, "--env") for text in options.env), {}, {})
         sys.stdout.write(configuration(group, os.environ, options.token_file))
     except ConfigError as error:
         fail(error)

@@ -39,13 +39,13 @@ make_env() {
 
 find_python() {
   local candidate
-  for candidate in python3.11 python3; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  echo "setup: Python 3.11 is missing. Install python3.11 with venv, or uv (https://docs.astral.sh/uv), which brings its own." >&2
+  echo "setup: Python 3.11 to 3.13 is missing. Install python3.11 with venv, or uv (https://docs.astral.sh/uv), which brings its own." >&2
   return 1
 }
 

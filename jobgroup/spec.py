@@ -125,6 +125,15 @@ def variable(name: str, field: str) -> str:
     return name
 
 
+def assignment(text: str, option: str) -> tuple[str, str]:
+    """`K=V`, or `K` for a variable of this environment. Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    variable(name, option)
+    if not equals and name not in os.environ:
+        raise ConfigError(f"{name} is not set here", field=option, value=text, remedy=f"write {option} {name}=VALUE")
+    return name, value if equals else os.environ[name]
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a key that comes twice: YAML would keep the last and say nothing."""
 

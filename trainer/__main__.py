@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from common import VERSION, watchdog
 from common import topology as names
-from common import watchdog
 from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.config import Config, fail, load
+from common.config import Config, fail, load, program
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
 from common.logs import last_words
@@ -22,7 +22,6 @@ from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.liveness import Liveness
 from learning.ranks import Ranks, end
-from services.http.story import starts, told
 from trainer.background import LoopThread
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
@@ -45,7 +44,7 @@ def main() -> None:
     """Runs this rank; a wrong setting ends with status 2, any other named error with 1, Ctrl-C with 130."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        config = load(prog="python -m trainer")
+        config = load(prog=program("trainer"))
         run(config, Topology.from_env())
     except ConfigError as error:
         fail(error)
@@ -87,9 +86,9 @@ def run(config: Config, topology: Topology) -> None:
 
 def _say_start(config: Config, ranks: Ranks, topology: Topology, run_dir: Path) -> None:
     """The first lines of the log. Every rank has one; that the ranks meet can take as long as the slowest of their nodes."""
-    settings = ("model.name", "algorithm.name", "trainer.batch_size", "sampling.group_size", "trainer.max_staleness", "seed")
     place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(names.TRAINER)} ({ranks.device})"
-    starts(names.TRAINER, f"{place}, run directory {run_dir}, {told(config, *settings)}")
+    model, algorithm = config.model.name, config.algorithm.name
+    log.info("ppo-trainer %s starts: %s, model=%s algorithm=%s run_dir=%s", VERSION, place, model, algorithm, run_dir)
     if ranks.world_size > 1:
         log.info("waiting for the other ranks to meet at %s", topology.node_ips[0])
 

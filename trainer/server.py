@@ -1,6 +1,7 @@
 """The trainer's own HTTP app (rank 0): weight versions for the rollout nodes, health and metrics."""
 
 import asyncio
+import logging
 import threading
 from functools import partial
 from typing import Annotated, get_args
@@ -8,13 +9,11 @@ from typing import Annotated, get_args
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
-from common import watchdog
 from common.errors import ConfigError, InvalidInput
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
-from services.http.story import Work
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
@@ -44,7 +43,7 @@ def create_trainer_app(
         max_body_bytes=1 << 20,
         max_requests=_MAX_REQUESTS,
         open_paths=PAGES,
-        work=Work(now=_waits, waits_for="rollout nodes"),
+        access_level=logging.DEBUG,  # the console belongs to the steps; agents log what they fetch
     )
     add_dashboard(app, Run(board.directory.parent, live=True), health, replay)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
@@ -86,11 +85,6 @@ def create_trainer_app(
         return board.workers()
 
     return app
-
-
-def _waits() -> str:
-    """Where the training loop is and what is awaited, for the log."""
-    return "; ".join(filter(None, [watchdog.where(), *watchdog.awaited()]))
 
 
 class BackgroundServer:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from common.config import program
 from common.errors import ConfigError
 from common.security import Hider
 from jobgroup.doctor import environment, gpu, hub, machine, memory, network, storage
@@ -102,7 +103,7 @@ def _title(plan: Plan) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Checks a machine, or a running job group from within."
-    parser = argparse.ArgumentParser(prog="python -m jobgroup.doctor", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=program("jobgroup.doctor"), description=description, allow_abbrev=False)
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task, as in jobgroup.local")

@@ -16,6 +16,7 @@ from jobgroup.doctor.plan import ROOT, Plan
 from jobgroup.doctor.report import Result, ask, expect, fail, ok, warn
 
 _EXTRA = {DATA: "services", REWARD: "services", REPLAY: "services", ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
+_CHECKOUT = (ROOT / "Makefile").exists()
 _SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
 _HOW = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when launching: the same in every task"
@@ -25,8 +26,8 @@ def check_python(plan: Plan) -> Iterator[Result]:
     """The interpreter of this command, and those that the tasks name."""
     found = f"{platform.python_version()} in {sys.prefix}"
     fix = "make the environment anew: make PYTHON=/path/to/python3.11 lint"
-    yield expect("python", sys.version_info[:2] == (3, 11), found, f"3.11 is needed: {fix}")
-    for job in plan.here:
+    yield expect("python", (3, 11) <= sys.version_info[:2] <= (3, 13), found, f"3.11 to 3.13 is needed: {fix}")
+    for job in plan.here if _CHECKOUT else ():  # an installed package gives the tasks of a local run its own Python
         if ".venv/bin/python" in job.run and not (job.workdir / ".venv/bin/python").exists():
             fix = f"in {job.workdir}: {job.setup.strip() or 'make lint'}"
             yield fail(f"python of {job.name}", f"there is no {job.workdir}/.venv/bin/python", fix)
@@ -39,7 +40,10 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA} | {"trainer" for job in plan.here if job.needs_torch}
     wanted = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
-    fix = f".venv/bin/pip install -c constraints.txt -e '.[{','.join(sorted(extras))}]'"
+    names = ",".join(sorted(extras))
+    fix = f".venv/bin/pip install -c constraints.txt -e '.[{names}]'"
+    if not _CHECKOUT:
+        fix = f"{sys.executable} -m pip install -c {root / 'constraints.txt'} 'rlhf-math[{names}]'"
     for name in sorted({_key(re.split(r"[^\w.-]", text)[0]) for text in wanted} - installed.keys()):
         yield fail(f"package {name}", "not installed", fix)
     other = [f"{name} {installed[name]} ({pin} is pinned)" for name, pin in pins.items() if _differs(installed.get(name), pin)]

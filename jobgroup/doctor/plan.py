@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.config import Config, load
+from common.config import Config, load, packaged
 from common.errors import ConfigError
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
 from jobgroup import spec
@@ -106,6 +106,7 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
 
     Raises ConfigError for a file or a task that does not exist.
     """
+    path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
         raise ConfigError(f"there is no file {path}")
     group = env.get("SKYPILOT_JOBGROUP_NAME", "")
@@ -137,7 +138,9 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
 def _job(task: spec.Task, env: Mapping[str, str]) -> Job:
     """A task with its settings. Raises ConfigError."""
     file = env.get("RUN_CONFIG")
-    config = load([], {**env, "RUN_CONFIG": str(task.workdir / file)} if file else env)
+    if file and (task.workdir / file).exists():
+        file = str(task.workdir / file)
+    config = load([], {**env, "RUN_CONFIG": file} if file else env)
     return Job(task.name, config, env, task.num_nodes, task.gpus, task.workdir, task.setup or "", task.run)
 
 

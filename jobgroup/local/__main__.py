@@ -1,39 +1,42 @@
 """`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a cluster.
 
 Every node of every task is a process group with the `SKYPILOT_*` variables it would have in its pod, and its name
-(`reward-server-0.rlhf-math`) stands for a loopback address of its own, through `common.topology` (`JOBGROUP_HOSTS`);
-`--resolve-names` makes it resolve for any program.
+(`reward-server-0.rlhf-math`) stands for a loopback address of its own, through `common.topology` (`JOBGROUP_HOSTS`).
 Primary tasks decide when the group ends and with which status; nothing is left behind.
 """
 
-import argparse
 import asyncio
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.config import fail
+from common.cli import Parser
+from common.config import fail, packaged
 from common.errors import ConfigError
 from common.security import token
 from jobgroup import scrape, spec
-from jobgroup.local.launcher import why_no_hosts_file
 from jobgroup.local.output import Screen
 from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
-from jobgroup.spec import JobGroup, Task, seconds, variable
+from jobgroup.spec import JobGroup, Task, assignment, seconds
+
+_PYTHON = ".venv/bin/python"
+"""What the YAMLs call. `jobgroup/setup.sh` makes it; in a folder that lacks it, this Python takes its place."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit status. A wrong option or YAML ends with status 2 and says what to do."""
     options = _parser().parse_args(argv)
     try:
+        yaml = packaged(Path(options.yaml), "jobgroup")
         group = spec.load(
-            Path(options.yaml),
-            dict(_assignment(text, "--env") for text in options.env),
-            dict(_assignment(text, "--secret") for text in options.secret),
+            yaml,
+            dict(assignment(text, "--env") for text in options.env),
+            dict(assignment(text, "--secret") for text in options.secret),
             dict(_node_count(text) for text in options.num_nodes),
         )
         tasks = _chosen(group, options.only)
@@ -45,15 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         grace_s = seconds(options.grace, "--grace")
         log_dir = _log_dir(options.log_dir, group)
         places = choose(group)
-        hosts_file = _hosts_file(places, log_dir) if options.resolve_names else None
     except ConfigError as error:
         fail(error)
     names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
     screen = Screen(names, follow=follow, quiet=options.quiet)
+    if yaml != Path(options.yaml):
+        screen.say(f"there is no file {options.yaml} here: running {yaml}, which comes with the package")
+    if not options.setup and (elsewhere := {task.name: _with_this_python(task) for task in tasks if _lacks_python(task)}):
+        screen.say(f"there is no {_PYTHON} here: {', '.join(elsewhere)} run with {sys.executable}")
+        tasks = [elsewhere.get(task.name, task) for task in tasks]
     for line in [*_notices(tasks, log_dir, setup=options.setup), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
-    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s, fail_fast=options.fail_fast, hosts_file=hosts_file)
+    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s, fail_fast=options.fail_fast)
     with places.lock:
         status = asyncio.run(runner.run(setup=options.setup))
     screen.table(_summary(runner))
@@ -88,10 +95,8 @@ class _Environment:
         return {**defaults, **os.environ, **task.env, **skypilot}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jobgroup.local", description="Runs a SkyPilot job-group YAML on this machine.", allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = Parser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task; K alone takes it from here")
@@ -103,18 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="shows only what this command itself has to say")
     add("--setup", action="store_true", help="runs every task's setup first")
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
-    add("--resolve-names", action="store_true", help="the names of nodes resolve for every program, as on a cluster (Linux)")
     add("--fail-fast", action="store_true", help="ends all when any task has failed for good (SkyPilot lets the others run on)")
     return parser
-
-
-def _assignment(text: str, option: str) -> tuple[str, str]:
-    """`K=V`, or `K` for a variable of this environment."""
-    name, equals, value = text.partition("=")
-    variable(name, option)
-    if not equals and name not in os.environ:
-        raise ConfigError(f"{name} is not set here", field=option, value=text, remedy=f"write {option} {name}=VALUE")
-    return name, value if equals else os.environ[name]
 
 
 def _node_count(text: str) -> tuple[str, int]:
@@ -130,6 +125,14 @@ def _chosen(group: JobGroup, only: Sequence[str]) -> list[Task]:
     return [task for task in group.tasks if not only or task.name in chosen]
 
 
+def _lacks_python(task: Task) -> bool:
+    return _PYTHON in task.run and not (task.workdir / _PYTHON).exists()
+
+
+def _with_this_python(task: Task) -> Task:
+    return replace(task, run=task.run.replace(_PYTHON, shlex.quote(sys.executable)))
+
+
 def _log_dir(given: str | None, group: JobGroup) -> Path:
     default = Path("runs") / group.name / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     log_dir = (Path(given) if given else default).resolve()
@@ -140,25 +143,6 @@ def _log_dir(given: str | None, group: JobGroup) -> Path:
             f"the log folder cannot be used: {error.strerror}", field="--log-dir", value=str(log_dir), remedy="name another"
         ) from None
     return log_dir
-
-
-def _hosts_file(places: Places, log_dir: Path) -> Path:
-    """The machine's /etc/hosts and the names of this run, for `--resolve-names`."""
-    path = log_dir / "hosts"
-    names = "".join(f"{host.address}\t{name}\n" for name, host in places.hosts.items())
-    path.write_text(Path("/etc/hosts").read_text(encoding="utf-8") + names, encoding="utf-8")
-    if any(host.port_shift for host in places.hosts.values()):
-        reason: str | None = "all nodes share one address on this platform"
-    else:
-        reason = why_no_hosts_file(path)
-    if reason is not None:
-        places.lock.close()
-        raise ConfigError(
-            f"names cannot be made to resolve here: {reason}",
-            field="--resolve-names",
-            remedy="leave it out (programs that use common.topology do not need it), or allow user namespaces",
-        )
-    return path
 
 
 def _notices(tasks: Sequence[Task], log_dir: Path, *, setup: bool) -> list[str]:

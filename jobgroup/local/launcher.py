@@ -1,6 +1,6 @@
 """Runs one node's command as init runs a pod: nothing of it outlives this process. Standard library only.
 
-`python launcher.py GRACE_S SCRIPT [HOSTS_FILE]`, with a pipe as stdin. The runner holds the other end and closes it to
+`python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes it to
 end the node; the system closes it when the runner dies, even by `kill -9`. Then the command's process group gets SIGTERM,
 and SIGKILL after GRACE_S seconds. On Linux this process is the "subreaper" of all it starts: a daemon that left its
 session and lost its parent becomes its child, so it is found and ended too.
@@ -8,7 +8,6 @@ session and lost its parent becomes its child, so it is found and ended too.
 
 import contextlib
 import ctypes
-import errno
 import os
 import select
 import signal
@@ -20,8 +19,6 @@ from pathlib import Path
 LEFTOVER_S = 1.0
 """Seconds that processes get which the command left behind when it ended by itself."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 def adopt_orphans() -> None:
@@ -74,35 +71,6 @@ def exit_status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def use_hosts_file(path: Path) -> None:
-    """Lets this process and its children, and nobody else, read `path` as /etc/hosts. Raises OSError where it cannot.
-
-    Linux: a mount namespace; who is not root needs a user namespace for it, in which the user stays who they are.
-    """
-    if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    user, group = os.getuid(), os.getgid()
-    _call("unshare", _CLONE_NEWNS if user == 0 else _CLONE_NEWNS | _CLONE_NEWUSER)
-    if user:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    _call("mount", os.fsencode(path), b"/etc/hosts", None, _MS_BIND, None)
-
-
-def why_no_hosts_file(path: Path) -> str | None:
-    """Tries `use_hosts_file` in a child: None when it works here, else the reason."""
-    if child := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return os.strerror(code) if code else None
-    try:
-        use_hosts_file(path)
-    except OSError as error:
-        os._exit(error.errno or errno.EIO)
-    os._exit(0)
-
-
 def _living() -> list[tuple[int, int]]:
     """(id, parent's id) of every process that is not a zombie."""
     if not Path("/proc/self/stat").exists():
@@ -122,11 +90,6 @@ def _living() -> list[tuple[int, int]]:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def _call(name: str, *arguments: bytes | int | None) -> None:
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
 
 
 class _Init:
@@ -203,6 +166,4 @@ def run(script: str, grace_s: float) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3:
-        use_hosts_file(Path(sys.argv[3]))
     sys.exit(run(sys.argv[2], float(sys.argv[1])))

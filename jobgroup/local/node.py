@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jobgroup.local import launcher
-from jobgroup.local.output import TAIL_LINES, Screen, open_terminal
+from jobgroup.local.output import TAIL_LINES, Screen
 
 _CHUNK = 1 << 16
 
@@ -22,7 +22,6 @@ class Node:
         script: for bash.
         log: the file that its output is appended to.
         grace_s: seconds between SIGTERM and SIGKILL when it is ended.
-        hosts_file: what the node reads as /etc/hosts; the machine's own when None.
     """
 
     def __init__(
@@ -35,22 +34,15 @@ class Node:
         screen: Screen,
         *,
         grace_s: float,
-        hosts_file: Path | None,
     ) -> None:
         self.name, self.log, self.screen = name, log, screen
         self.followed = name == screen.follow
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._file = log.open("ab")
         self._partial = b""
-        self.terminal: int | None = None
-        if self.followed and sys.stdout.isatty():
-            self._output, theirs = open_terminal()
-            self.terminal = self._output
-        else:
-            self._output, theirs = os.pipe()
+        self._output, theirs = os.pipe()
         os.set_blocking(self._output, False)
         command = [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), script]
-        command += [] if hosts_file is None else [str(hosts_file)]
         self.process = subprocess.Popen(
             command, cwd=workdir, env=dict(env), stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True
         )
@@ -74,7 +66,6 @@ class Node:
 
     def _close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._output)
-        self.terminal = None
         os.close(self._output)
         self._lines(b"\n" if self._partial else b"")
         self._file.close()
@@ -86,8 +77,6 @@ class Node:
             data = os.read(self._output, _CHUNK)
         except BlockingIOError:
             return False
-        except OSError:  # how a pseudo terminal says that its other end is closed
-            data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._output)
             return False

@@ -1,11 +1,8 @@
 """What a local run shows: the merged stream of all nodes, or one node as it is, and a table at the end."""
 
-import contextlib
 import os
-import shutil
 import signal
 import sys
-import termios
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -53,8 +50,7 @@ class Screen:
         """The runner's own words; in red when `loud`."""
         for line in text.splitlines():
             shown = self._coloured(line, _RED) if loud else line
-            clear = b"\r\x1b[K" if self.follow and self._own.isatty() else b""  # over a progress bar
-            self._write(clear + self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
+            self._write(self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
 
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
         """The last lines of a node that failed."""
@@ -83,21 +79,3 @@ class Screen:
         except BrokenPipeError:  # the reader went away (`| head`): as if the terminal had been closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             os.kill(os.getpid(), signal.SIGHUP)
-
-
-def open_terminal() -> tuple[int, int]:
-    """(our end, the program's end) of a pseudo terminal of the size of ours that passes bytes through unchanged."""
-    ours, theirs = os.openpty()
-    attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST
-    attributes[3] &= ~termios.ECHO
-    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    resize_terminal(ours)
-    return ours, theirs
-
-
-def resize_terminal(terminal: int) -> None:
-    """Gives a pseudo terminal the size of the real one."""
-    columns, rows = shutil.get_terminal_size()
-    with contextlib.suppress(OSError):  # it was closed meanwhile
-        termios.tcsetwinsize(terminal, (rows, columns))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
-from jobgroup.local.output import Screen, resize_terminal
+from jobgroup.local.output import Screen
 from jobgroup.spec import Task
 
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
@@ -100,7 +100,6 @@ class Runner:
         environment: of node `rank` of a task.
         grace_s: seconds between SIGTERM and SIGKILL.
         fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
-        hosts_file: what every node reads as /etc/hosts; the machine's own when None.
     """
 
     def __init__(
@@ -112,10 +111,9 @@ class Runner:
         *,
         grace_s: float,
         fail_fast: bool = False,
-        hosts_file: Path | None = None,
     ) -> None:
         self._environment, self.screen, self.log_dir = environment, screen, log_dir
-        self.grace_s, self.fail_fast, self.hosts_file = grace_s, fail_fast, hosts_file
+        self.grace_s, self.fail_fast = grace_s, fail_fast
         self.runs = [TaskRun(task, self._start, screen) for task in tasks]
         some_primary = any(task.primary for task in tasks)
         self._primary = {run for run in self.runs if run.task.primary or not some_primary}
@@ -133,7 +131,6 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal, number, main)
         loop.set_exception_handler(lambda _, context: self._on_defect(context, main))
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
-        loop.add_signal_handler(signal.SIGWINCH, self._on_resize)
         try:
             return await main
         except asyncio.CancelledError:
@@ -203,7 +200,7 @@ class Runner:
             log.unlink(missing_ok=True)
             self._logs.add(log)
         env = self._environment(task, rank)
-        node = Node(name, script, env, task.workdir, log, self.screen, grace_s=self.grace_s, hosts_file=self.hosts_file)
+        node = Node(name, script, env, task.workdir, log, self.screen, grace_s=self.grace_s)
         self._nodes = [node, *(other for other in self._nodes if not other.ended.done())]
         return node
 
@@ -219,11 +216,6 @@ class Runner:
             for each in (*launcher.descendants(pid), pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
-
-    def _on_resize(self) -> None:
-        for node in self._nodes:
-            if node.terminal is not None:
-                resize_terminal(node.terminal)
 
     def _on_defect(self, context: dict[str, Any], main: asyncio.Task[int]) -> None:
         """An error in a callback (a log file that cannot be written) ends the run instead of scrolling by."""

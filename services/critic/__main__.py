@@ -7,7 +7,6 @@ from common.observe import setup_logging
 from common.topology import CRITIC, Topology
 from services.critic.app import create_critic_app
 from services.http.app import serve
-from services.http.story import starts, told
 
 
 def run(config: Config) -> None:
@@ -16,8 +15,8 @@ def run(config: Config) -> None:
         torch.set_num_threads(config.trainer.num_threads)
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
     setup_logging(CRITIC, config.state_dir / "logs", service=CRITIC)
-    starts(CRITIC, told(config, "critic.model", "model.name", "algorithm.gamma", "algorithm.gae_lambda", "state_dir"))
-    serve(create_critic_app(config), host, port)
+    model = config.critic.model or config.model.name
+    serve(create_critic_app(config), host, port, f"model={model} state_dir={config.state_dir}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequ
 from services.critic.keeper import CriticKeeper
 from services.http.app import create_app
 from services.http.openapi import described, errors, struct_schema
-from services.http.story import Work
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -58,7 +57,6 @@ def create_critic_app(config: Config) -> FastAPI:
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=MAX_REQUESTS,
-        work=Work(now=lambda: _whose(keeper)),
     )
     tell = _gauges(metrics, keeper)
 
@@ -92,12 +90,6 @@ def create_critic_app(config: Config) -> FastAPI:
         return keeper.status()
 
     return app
-
-
-def _whose(keeper: CriticKeeper) -> str:
-    """For the log."""
-    status = keeper.status()
-    return f"the critic of run {status.run_id} at step {status.step}" if status.run_id else "the critic of no run yet"
 
 
 def _gauges(metrics: Metrics, keeper: CriticKeeper) -> Callable[[CriticMetrics], None]:

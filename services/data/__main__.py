@@ -6,19 +6,18 @@ from common.topology import DATA, Topology
 from services.data.app import create_data_app
 from services.data.loaders import load_split
 from services.http.app import serve
-from services.http.story import starts, told
 
 
 def run(config: Config) -> None:
     """Loads, then serves until SIGTERM. Raises ConfigError when data, state directory or port cannot be used."""
     topology = Topology.from_env()
     log = setup_logging(topology.own_name(DATA), config.state_dir / "logs", service=DATA)
-    starts(DATA, told(config, "data.source", "data.num_samples", "data.curriculum", "seed", "state_dir"))
     log.info("loading %s", config.data.source)
     train = load_split(config.data, "train", config.seed)
     evaluation = load_split(config.data, "eval", config.seed)
     log.info("loaded %s: %d training and %d held-out problems", config.data.source, len(train), len(evaluation))
-    serve(create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port))
+    settings = f"source={config.data.source} curriculum={config.data.curriculum} state_dir={config.state_dir}"
+    serve(create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port), settings)
 
 
 if __name__ == "__main__":

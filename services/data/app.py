@@ -16,7 +16,6 @@ from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream, StreamStats
 from services.http.app import create_app
 from services.http.openapi import errors
-from services.http.story import Work, count
 
 MAX_POSITION = 2**53
 BatchSize = Annotated[int, Query(ge=1, le=256)]
@@ -85,7 +84,6 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
-        work=Work(lambda: {"prompts served": count(answered)}),
     )
 
     @app.get("/prompts")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import ConfigError
-from common.imports import import_function
+from common.imports import import_callable
 from common.schemas import Prompt
 from common.sections import DataSection
 from services.data import tiny
@@ -59,7 +59,7 @@ def loader_of(config: DataSection) -> Loader:
         messages_field=config.messages_field,
         task_field=config.task_field,
         columns=config.columns,
-        map=import_function(config.map, "data.map", "data-server", "a row's columns") if config.map else None,
+        map=import_callable(config.map, "data.map") if config.map else None,
         hub_config=config.hub_config,
     )
 

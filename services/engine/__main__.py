@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from common.cli import Parser, positive
 from common.config import fail
 from common.errors import ConfigError, NotReady
 from common.observe import setup_logging
@@ -15,28 +16,21 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.http.app import serve
-from services.http.story import starts
 
 _CRASHED = 70  # EX_SOFTWARE
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m services.engine", description=__doc__)
+    parser = Parser("services.engine", __doc__ or "")
     parser.add_argument("--model-path", type=Path, required=True, help="local Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30001)
     parser.add_argument("--weight-version", default="default", help="label of these weights in every answer")
-    parser.add_argument("--max-running-requests", type=_positive, default=256, help="completions decoded at once")
-    parser.add_argument("--max-context-tokens", type=_positive, default=2048, help="prompt plus completion")
+    parser.add_argument("--max-running-requests", type=positive, default=256, help="completions decoded at once")
+    parser.add_argument("--max-context-tokens", type=positive, default=2048, help="prompt plus completion")
     parser.add_argument("--seed", type=int, default=0, help="of requests without sampling_seed")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _die() -> None:
@@ -52,7 +46,6 @@ def main() -> None:
     try:
         log = setup_logging("rollout-engine")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-        starts("rollout-engine", ", ".join(f"{name} {value}" for name, value in shown.items()))
         model = Model(arguments.model_path, arguments.max_context_tokens)
         engine = Engine(
             model,
@@ -61,8 +54,9 @@ def main() -> None:
             weight_version=arguments.weight_version,
             on_crash=_die,
         )
-        log.info("loaded %s, weight version %s, %d threads", model.path, engine.weight_version, torch.get_num_threads())
-        serve(make_app(engine, shown), arguments.host, arguments.port)
+        log.info("loaded %s on %d threads", model.path, torch.get_num_threads())
+        settings = " ".join(f"{name}={value}" for name, value in shown.items() if name not in ("host", "port"))
+        serve(make_app(engine, shown), arguments.host, arguments.port, settings)
     except (ConfigError, NotReady) as error:
         fail(error)
 

@@ -11,17 +11,15 @@ from fastapi.responses import StreamingResponse
 
 from common.errors import ServiceError
 from services.engine.bodies import abort_unfinished, all_done, finish, read_body, reply
-from services.engine.control import add_control, add_info
+from services.engine.control import add_control, add_info, add_lora
 from services.engine.distributed import add_distributed
 from services.engine.engine import Engine
 from services.engine.jobs import Job, Sequence
-from services.engine.lora import add_lora
 from services.engine.openai import ChatBody, CompletionBody, chat_answer, completion_answer
 from services.engine.protocol import GenerateBody, answer, answers
 from services.engine.stops import texts
 from services.http.app import create_app
 from services.http.openapi import JSON, OBJECT, described
-from services.http.story import Work
 
 
 def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
@@ -46,7 +44,6 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         metrics=engine.metrics,
         max_requests=engine.max_waiting + 1024,  # the queue bounds what generates; agents have to get through beside it
         fails=(400,),
-        work=Work(engine.totals, engine.now, lambda: engine.running > 0, "requests that the router sends"),
     )
     add_control(app, engine)
     add_distributed(app, engine)

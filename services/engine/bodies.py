@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import InvalidInput, NotReady
 from services.engine.engine import Engine
@@ -16,6 +16,12 @@ from services.http.app import read_json
 from services.http.disconnect import while_wanted
 
 _B = TypeVar("_B", bound=BaseModel)
+
+
+class Body(BaseModel):
+    """A request of SGLang's; fields that this engine does not know are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 async def read_body(request: Request, kind: type[_B]) -> _B:

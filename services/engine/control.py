@@ -1,16 +1,16 @@
-"""Control and information calls of SGLang: weights, pause, abort, cache, health."""
+"""Control and information calls of SGLang: weights, adapters, pause, abort, cache, health."""
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict
 
 from common.errors import NotReady, ServiceError
-from services.engine.bodies import finish, read_body, reply
+from services.engine.bodies import Body, finish, read_body, reply
 from services.engine.engine import Engine
 from services.engine.jobs import Job, Sampling
 from services.engine.protocol import BadRequest
@@ -18,24 +18,20 @@ from services.engine.scheduler import PauseMode
 from services.http.openapi import OBJECT, described
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class PauseBody(_Body):
+class PauseBody(Body):
     """`/pause_generation`."""
 
     mode: PauseMode = "abort"
 
 
-class AbortBody(_Body):
+class AbortBody(Body):
     """`/abort_request`: one name, or everything."""
 
     rid: str = ""
     abort_all: bool = False
 
 
-class UpdateBody(_Body):
+class UpdateBody(Body):
     """`/update_weights_from_disk`."""
 
     model_path: str
@@ -45,11 +41,23 @@ class UpdateBody(_Body):
     abort_all_requests: bool = False
 
 
-class VersionBody(_Body):
+class VersionBody(Body):
     """`/update_weight_version`."""
 
     new_version: str
     abort_all_requests: bool = True
+
+
+class UnloadBody(Body):
+    """`/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+class LoadBody(UnloadBody):
+    """`/load_lora_adapter`."""
+
+    lora_path: str
 
 
 def add_control(app: FastAPI, engine: Engine) -> None:
@@ -71,10 +79,10 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         await asyncio.wrap_future(engine.pause(body.mode))
         return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
 
-    @app.post("/continue_generation", **described(_Body, OBJECT))
+    @app.post("/continue_generation", **described(Body, OBJECT))
     async def continue_generation(request: Request) -> Response:
         """Generates again."""
-        await read_body(request, _Body)
+        await read_body(request, Body)
         await asyncio.wrap_future(engine.resume())
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -114,6 +122,38 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
 def _failed(message: str, status: int) -> Response:
     return reply({"success": False, "message": message, "num_paused_requests": 0}, status)
+
+
+def add_lora(app: FastAPI, engine: Engine) -> None:
+    """Adds the calls that load and unload LoRA adapters."""
+
+    async def answer(work: Awaitable[None]) -> Response:
+        message, status = "", 200
+        try:
+            await work
+        except ServiceError as error:
+            message, status = str(error), error.status
+        return reply({"success": status == 200, "error_message": message, "loaded_adapters": engine.adapters}, status)
+
+    async def unload(name: str) -> None:
+        await asyncio.wrap_future(engine.retire_adapter(name))
+        while not await asyncio.wrap_future(engine.drop_adapter(name)):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.02)
+
+    async def load(name: str, path: str) -> None:
+        await asyncio.wrap_future(engine.load_adapter(name, Path(path)))
+
+    @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
+    async def load_lora_adapter(request: Request) -> Response:
+        """Makes an adapter known by a name; 400 for a name that is there and for files that do not fit."""
+        body = await read_body(request, LoadBody)
+        return await answer(load(body.lora_name, body.lora_path))
+
+    @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Refuses new requests with this adapter, and forgets it when the last one is answered."""
+        body = await read_body(request, UnloadBody)
+        return await answer(unload(body.lora_name))
 
 
 def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:

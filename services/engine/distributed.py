@@ -7,20 +7,20 @@ nothing.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from common.errors import ServiceError
 from common.schemas import Bucket
 from learning.weight_group import digest_all, join, leave, size_of, views
-from services.engine.bodies import read_body, reply
+from services.engine.bodies import Body, read_body, reply
 from services.engine.engine import Engine
 from services.engine.scheduler import Refused
 from services.engine.weights import check_tensors
@@ -33,11 +33,7 @@ _TIMEOUT_S = 1800.0
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class GroupBody(_Body):
+class GroupBody(Body):
     """`/destroy_weights_update_group`."""
 
     group_name: str = "weight_update_group"
@@ -65,17 +61,10 @@ class DistributedBody(GroupBody):
     weight_version: str | None = None
 
 
-class CheckBody(_Body):
+class CheckBody(Body):
     """`/weights_checker`."""
 
     action: str = "checksum"
-
-
-class NameBody(_Body):
-    """`/get_weights_by_name`."""
-
-    name: str
-    truncate_size: int = Field(100, ge=0)
 
 
 class Updates:
@@ -108,7 +97,7 @@ class Updates:
             raise Refused(f"Failed to initialize custom process group: {error}") from None
         return "Succeeded to initialize custom process group."
 
-    def destroy(self, name: str) -> str:
+    async def destroy(self, name: str) -> str:
         """Leaves a group; whatever waits for it fails at once. Raises Refused when there is none."""
         if name not in self._groups:
             raise Refused("The group to be destroyed does not exist.", field="group_name", value=name)
@@ -118,7 +107,7 @@ class Updates:
             leave(group)
         return "Succeeded to destroy custom process group."
 
-    def begin(self) -> str:
+    async def begin(self) -> str:
         """Opens the session. Raises Refused when one is open."""
         if self._staged is not None:
             raise Refused("a weight-update session is already open; call end_weight_update() first")
@@ -194,7 +183,6 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
     """Adds SGLang's calls for weights that come by broadcast, and those that look at weights."""
     updates = Updates(engine)
     checked = described(CheckBody, OBJECT, statuses=(200, 400))
-    rows = described(NameBody, {"anyOf": [OBJECT, {"type": "array"}]}, statuses=(200, 400))
 
     @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
     async def init_weights_update_group(request: Request) -> Response:
@@ -206,13 +194,13 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
     async def destroy_weights_update_group(request: Request) -> Response:
         """Leaves a group; a rendezvous or a broadcast that waits there fails."""
         body = await read_body(request, GroupBody)
-        return await _answer(_call(lambda: updates.destroy(body.group_name)))
+        return await _answer(updates.destroy(body.group_name))
 
-    @app.post("/begin_weight_update", **described(_Body, OBJECT, statuses=(200, 400)))
+    @app.post("/begin_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
     async def begin_weight_update(request: Request) -> Response:
         """Opens a session of updates; 400 while one is open."""
-        await read_body(request, _Body)
-        return await _answer(_call(updates.begin))
+        await read_body(request, Body)
+        return await _answer(updates.begin())
 
     @app.post("/update_weights_from_distributed", **described(DistributedBody, OBJECT, statuses=(200, 400)))
     async def update_weights_from_distributed(request: Request) -> Response:
@@ -220,10 +208,10 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         body = await read_body(request, DistributedBody)
         return await _answer(updates.receive(body))
 
-    @app.post("/end_weight_update", **described(_Body, OBJECT, statuses=(200, 400)))
+    @app.post("/end_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
     async def end_weight_update(request: Request) -> Response:
         """Closes the session: all that it received is served from now on."""
-        await read_body(request, _Body)
+        await read_body(request, Body)
         return await _answer(updates.end())
 
     @app.get("/weights_checker", **checked)
@@ -240,20 +228,8 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
         return reply({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total})
 
-    @app.get("/get_weights_by_name", **rows)
-    @app.post("/get_weights_by_name", **rows)
-    async def get_weights_by_name(request: Request) -> Response:
-        """The first `truncate_size` rows of a tensor; 400 for a name that is not of the model."""
-        body = await read_body(request, NameBody)
-        found = await asyncio.wrap_future(engine.weights_by_name(body.name, body.truncate_size))
-        return reply({"error": {"message": "Get parameter by name failed"}}, 400) if found is None else reply(found)
 
-
-async def _call(function: Callable[[], str]) -> str:
-    return function()
-
-
-async def _answer(work: Any) -> Response:
+async def _answer(work: Awaitable[str]) -> Response:
     try:
         return reply({"success": True, "message": await work})
     except ServiceError as error:

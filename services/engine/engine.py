@@ -24,7 +24,6 @@ from services.engine.jobs import Job, Sequence
 from services.engine.model import Model
 from services.engine.scheduler import PauseMode, Scheduler
 from services.engine.weights import own_tensors
-from services.http.story import count
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -94,16 +93,6 @@ class Engine:
     def waiting(self) -> int:
         """Sequences that are not in the batch yet, or not any more."""
         return self._incoming + self._scheduler.waiting
-
-    def totals(self) -> dict[str, float]:
-        """Tokens since the start, for the log."""
-        scheduler = self._scheduler
-        return {"tokens generated": count(scheduler.generated), "prompt tokens computed": count(scheduler.prefilled)}
-
-    def now(self) -> str:
-        """What it serves and has in work, for the log."""
-        paused = ", paused" if self.paused else ""
-        return f"weights {self.weight_version}, {self.running} sequences running, {self.waiting} waiting{paused}"
 
     @property
     def paused(self) -> bool:
@@ -204,15 +193,6 @@ class Engine:
     def checksums(self) -> "Future[dict[str, str]]":
         """A checksum of each tensor of the model."""
         return self._call(lambda: {name: digest(tensor) for name, tensor in own_tensors(self.model.module).items()})
-
-    def weights_by_name(self, name: str, size: int) -> "Future[list[Any] | None]":
-        """The first `size` rows of a tensor; None when the model has no tensor of that name."""
-
-        def rows() -> list[Any] | None:
-            tensor = self.model.module.state_dict().get(name)
-            return None if tensor is None else list(tensor[:size].tolist())
-
-        return self._call(rows)
 
     # ---- below here: the engine's thread only ----
 

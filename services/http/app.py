@@ -2,11 +2,12 @@
 
 import asyncio
 import inspect
+import json
 import logging
+import re
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -14,23 +15,22 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common import VERSION, watchdog
 from common.errors import ConfigError, NotReady
 from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
 from services.http.auth import Guarded
-from services.http.bodies import TextRoute
 from services.http.connections import BoundedConnection
 from services.http.errors import add_error_handlers, not_json
 from services.http.limits import BODIES_AT_ONCE, Admission, Load
 from services.http.openapi import EVERYWHERE, described, errors
-from services.http.story import Story, Work
 from services.http.tracing import Traced
 
 log = logging.getLogger(__name__)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
@@ -50,7 +50,7 @@ def create_app(
     max_requests: int = 256,
     fails: tuple[int, ...] = (),
     open_paths: frozenset[str] = frozenset(),
-    work: Work = Work(),  # noqa: B008 - frozen
+    access_level: int = logging.INFO,
 ) -> FastAPI:
     """A FastAPI app with what every service has.
 
@@ -65,33 +65,26 @@ def create_app(
             `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
         fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
         open_paths: GET needs no token there, as on `/health`: files that hold nothing of a run.
-        work: what the service's log says every minute, beside the requests (`services.http.story`).
+        access_level: of the log's line about a request that succeeded.
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
-    story = Story(name, not_ready, load, work)
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         app.state.draining = False
         watchdog.follow(asyncio.get_running_loop())
         async with lifespan() if lifespan else nullcontext():
-            telling = asyncio.create_task(story.run())
-            try:
-                yield
-            finally:
-                telling.cancel()
-        story.ends()
+            yield
 
     app = FastAPI(title=name, version=VERSION, lifespan=run, responses=EVERYWHERE | errors(*fails))
-    app.router.route_class = TextRoute
+    app.router.route_class = _TextRoute
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
     app.add_middleware(Guarded, open_paths=open_paths)  # outside of the former: a stranger's body is not read
-    app.add_middleware(_Measured, metrics=metrics)
-    app.add_middleware(Traced, answered=story.answered)
+    app.add_middleware(Traced, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
     def problem() -> str | None:
@@ -125,30 +118,24 @@ def create_app(
     return app
 
 
-class _Measured:
-    """Counts requests and measures their latency by route."""
+class _TextRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if _SURROGATE.search(body):
+            orjson.loads(body)  # refuses half of a surrogate pair, which Python reads and can never write as UTF-8
+        return json.loads(body.decode())
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self.app, self.metrics = app, metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        status, start = 500, time.perf_counter()
+class _TextRoute(APIRoute):
+    """A route whose JSON body holds text that can be sent on: a surrogate without its other half is refused."""
 
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
 
-        try:
-            await self.app(scope, receive, watched)
-        finally:
-            route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: that would be unbounded
-            self.metrics.requests.labels(route, status).inc()
-            self.metrics.latency.labels(route).observe(time.perf_counter() - start)
+        async def handle(request: Request) -> Response:
+            return await handler(_TextRequest(request.scope, request.receive))
+
+        return handle
 
 
 async def read_json(request: Request) -> Any:
@@ -207,8 +194,11 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use."""
+def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
+    """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use.
+
+    `settings` are those that matter most, as `name=value`; the line that says where it listens has them.
+    """
     sock = listen(host, port)
     server = Server(app, host, port)
     watchdog.start()
@@ -220,7 +210,7 @@ def serve(app: FastAPI, host: str, port: int) -> None:
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, end)
-    log.info("%s listens on %s", app.title, server.url)
+    log.info("%s %s listens on %s%s", app.title, VERSION, server.url, settings and f": {settings}")
     asyncio.run(server.serve(sockets=[sock]))
     if not server.started:
         raise NotReady(f"{app.title} did not start", remedy="see the log above")

@@ -30,4 +30,4 @@ class Guarded:
                 "the token is wrong" if known is False else "a token is needed",
                 remedy="send `Authorization: Bearer …` with the API_TOKEN that this service was started with",
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)

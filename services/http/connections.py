@@ -1,7 +1,8 @@
 """What one connection may cost, before there is a request that an app could judge: time, headers, and how many there are.
 
-uvicorn bounds none of these with httptools: a client that never finishes its head, sends headers without end or never reads
-its answer would hold a connection, and what is buffered for it, for ever.
+uvicorn's settings bound none of these (docs/adr/0011-connections.md has the figures). Only `BoundedConnection` knows uvicorn's
+connection: it overrides callbacks of `asyncio.Protocol` and of httptools' parser, and `send_400_response`, and reads
+`connections`, `cycle`, `flow` and `transport`. tests/fuzz/test_fuzz_connections.py tests each bound over real sockets.
 """
 
 import asyncio

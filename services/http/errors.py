@@ -8,10 +8,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from common import logs
 from common.errors import InvalidInput, ServiceError
-from services.http.tracing import note_failure
+from services.http.disconnect import ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -21,51 +23,58 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_crash)
 
 
-def error_response(error: ServiceError) -> JSONResponse:
-    """The response of an error: its status and the one error shape."""
-    note_failure(error)
+def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
+    """The response of an error: its status and the one error shape. The access log finds the error in the scope."""
+    scope["error"] = error
     headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _on_service_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ServiceError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return error_response(not_json(f"{first['ctx']['error']} at character {first['loc'][-1]}"))
+        return error_response(not_json(f"{first['ctx']['error']} at character {first['loc'][-1]}"), request.scope)
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
     value = first.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         value = str(value)
     count = len(error.errors())
     more = f" (and {count - 1} more)" if count > 1 else ""
-    message = f"{first['msg']}{more}"
-    return error_response(InvalidInput(message, field=where, value=value, remedy="the fields are described at /docs"))
+    wrong = InvalidInput(f"{first['msg']}{more}", field=where, value=value, remedy="the fields are described at /docs")
+    return error_response(wrong, request.scope)
 
 
-async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:  # the only one: FastAPI could not decode the body
-        return error_response(not_json(str(error.detail)))
+        return error_response(not_json(str(error.detail)), request.scope)
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
     wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
     return JSONResponse(wrapped.body(), error.status_code, error.headers)
 
 
+async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
+    """The client left in the middle of its body: nobody reads this answer, and it is no crash of the service."""
+    return error_response(ClientGone("the client closed the connection"), request.scope)
+
+
 async def _on_crash(request: Request, error: Exception) -> JSONResponse:
     identifier = request.scope.get("request_id", "")
     with logs.request(identifier):
         log.error("%s %s failed", request.method, quote(request.scope["path"]), exc_info=error)
-    response = error_response(ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service"))
+    crash = ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service")
+    response = error_response(crash, request.scope)
     response.headers[logs.REQUEST_HEADER] = identifier
     return response
 

@@ -57,7 +57,7 @@ class Admission:
         try:
             body.admit()
         except ServiceError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         started = False
 
@@ -75,7 +75,7 @@ class Admission:
         finally:
             body.leave()
         if body.error is not None and not started:
-            await error_response(body.error)(scope, receive, send)
+            await error_response(body.error, scope)(scope, receive, send)
 
     def too_large(self, size: int) -> TooLarge:
         return TooLarge(

@@ -1,9 +1,7 @@
-"""The id of a request on its way through a service: taken over or made, in every line meanwhile, and in the answer."""
+"""The id of a request on its way through a service, its line in the access log, and its count and latency on /metrics."""
 
 import logging
 import time
-from collections.abc import Callable
-from contextvars import ContextVar
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
@@ -11,41 +9,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common import logs
 from common.errors import ServiceError, shorten
+from common.observe import Metrics
 
 log = logging.getLogger(__name__)
-_PASSING = frozenset((404, 429, 503, 507))
-"""Not there yet, or not now: clients come again after these, and one line a minute says enough."""
-_LINES = 10
-"""Lines a minute about requests to one route that were answered with the same error status; the others are counted."""
+_POLLED = frozenset(("/health", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
+"""Asked every few seconds by probes, agents and dashboards: at DEBUG."""
+_FAILURES = 10
+"""Lines a minute about requests to one route that were answered with the same error status; the others are at DEBUG, so that a
+stranger, or clients that come again after a 503, cannot fill the log."""
 _WINDOW_S = 60.0
-_failure: ContextVar[list[str] | None] = ContextVar("failure", default=None)
-
-
-def note_failure(error: ServiceError) -> None:
-    """The request in work is answered with this error: the log's line about it says so."""
-    if (failure := _failure.get()) is not None:
-        failure[:] = [" ".join(str(error).split())]
 
 
 class Traced:
-    """Gives every request its id, and logs errors (every request at DEBUG).
+    """Gives every request its id, logs it, and measures it by route.
 
-    An id that could not be one (`common.logs.usable_id`) is not taken over. It comes from whoever calls and proves nothing.
+    An id that cannot be one (`common.logs.usable_id`) is not taken over. It comes from whoever calls and proves nothing.
 
     Args:
-        answered: is told method, route, status and seconds of every request.
+        metrics: get the requests and their latency.
+        level: of a line about a request that succeeded.
     """
 
-    def __init__(self, app: ASGIApp, answered: Callable[[str, str, int, float], None]) -> None:
-        self.app, self._answered = app, answered
-        self._said: dict[tuple[str, int], tuple[float, int]] = {}  # when the window began, and lines in it
+    def __init__(self, app: ASGIApp, metrics: Metrics, level: int) -> None:
+        self.app, self._metrics, self._level = app, metrics, level
+        self._logged: dict[tuple[str, str, int], tuple[float, int]] = {}  # when the window began, and lines in it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         identifier = _given(scope, logs.REQUEST_HEADER) or logs.new_request_id()
-        status, start, failure = 500, time.perf_counter(), list[str]()
+        status, start = 500, time.perf_counter()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -56,30 +50,33 @@ class Traced:
 
         scope["request_id"] = identifier  # a crash is answered outside of this
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
-            before = _failure.set(failure)
             try:
                 await self.app(scope, receive, watched)
             finally:
-                _failure.reset(before)
-                self._tell(scope, status, time.perf_counter() - start, failure)
+                self._finish(scope, status, time.perf_counter() - start)
 
-    def _tell(self, scope: Scope, status: int, seconds: float, failure: list[str]) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")
-        self._answered(scope["method"], route, status, seconds)
-        failed = status >= 400 and not (route == "/health" and status == 503)
-        level = logging.INFO if failed and self._may_tell(f"{scope['method']} {route}", status) else logging.DEBUG
+    def _finish(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: that would be unbounded
+        self._metrics.requests.labels(route, status).inc()
+        self._metrics.latency.labels(route).observe(seconds)
+        level = self._level_of(scope["method"], route, status)
         if log.isEnabledFor(level):
-            why = f": {failure[0]}" if failure else ""
+            error: ServiceError | None = scope.get("error")
+            why = f": {' '.join(str(error).split())}" if error else ""
             path = shorten(quote(scope["path"]))  # a line end in it would begin a line of its own
             log.log(level, "%s %s: %d in %.0f ms%s", scope["method"], path, status, 1000 * seconds, why)
 
-    def _may_tell(self, route: str, status: int) -> bool:
+    def _level_of(self, method: str, route: str, status: int) -> int:
+        if status < 400:
+            return logging.DEBUG if route in _POLLED else self._level
+        if route == "/health" and status == 503:
+            return logging.DEBUG
         now = time.monotonic()
-        since, lines = self._said.get((route, status), (now, 0))
+        since, lines = self._logged.get((method, route, status), (now, 0))
         if now - since >= _WINDOW_S:
             since, lines = now, 0
-        self._said[route, status] = since, lines + 1
-        return lines < (1 if status in _PASSING else _LINES)
+        self._logged[method, route, status] = since, lines + 1
+        return logging.INFO if lines < _FAILURES else logging.DEBUG
 
 
 def _given(scope: Scope, header: str) -> str:

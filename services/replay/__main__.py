@@ -4,7 +4,6 @@ from common.config import Config, main
 from common.observe import setup_logging
 from common.topology import REPLAY, Topology
 from services.http.app import serve
-from services.http.story import starts, told
 from services.replay.app import create_replay_app
 
 
@@ -12,9 +11,10 @@ def run(config: Config) -> None:
     """Serves until SIGTERM."""
     host, port = Topology.from_env().bind(REPLAY, config.replay.port)
     setup_logging(REPLAY, config.state_dir / "logs", service=REPLAY)
-    starts(REPLAY, told(config, "replay.capacity", "replay.lease_s", "replay.reuse_ratio", "state_dir"))
     app = create_replay_app(config.replay, config.state_dir, config.max_body_mb << 20)
-    serve(app, host, port)
+    replay = config.replay
+    settings = f"capacity={replay.capacity} reuse_ratio={replay.reuse_ratio} state_dir={config.state_dir}"
+    serve(app, host, port, settings)
 
 
 if __name__ == "__main__":

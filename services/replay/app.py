@@ -20,7 +20,6 @@ from common.sections import ReplaySection
 from services.http.app import create_app
 from services.http.disconnect import while_wanted
 from services.http.openapi import described, errors
-from services.http.story import Work
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
 from services.replay.shapes import GROUP, GROUPS, KINDS, SAMPLED, TAKEN
 from services.replay.worker import Worker
@@ -81,7 +80,6 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
-        work=Work(now=partial(_holds, buffer)),
     )
     app.state.worker = worker
     _queue_routes(app, worker)
@@ -205,13 +203,6 @@ async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Respons
 def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
     groups = [wire.group_json(group) for group in unpack_groups(blobs)]
     return orjson.dumps({"groups": groups, **extra}, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _holds(buffer: ReplayBuffer) -> str:
-    """Groups by state, for the log."""
-    groups = {state: groups for state, (groups, _) in buffer.store.committed.items()}
-    held = ", ".join(f"{groups[state]} {state}" for state in ("fresh", "leased", "consumed"))
-    return f"groups: {held}; {buffer.store.size() / 1e6:.1f} MB"
 
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:

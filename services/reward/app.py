@@ -11,7 +11,6 @@ from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, Re
 from common.sections import RewardSection
 from services.http.app import create_app
 from services.http.disconnect import while_wanted
-from services.http.story import Work
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 
@@ -47,7 +46,6 @@ def create_reward_app(
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         max_requests=MAX_REQUESTS,
-        work=Work(scorer.totals, scorer.now),
     )
 
     @app.post("/reward")

@@ -1,12 +1,13 @@
 """What the function workers do: call reward functions. Runs in `services.reward.worker`, not in the server."""
 
-import importlib
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from common.errors import ConfigError
+from common.imports import import_callable
 from services.reward.functions.base import RewardFunction
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,10 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
 
 def find(path: str) -> Any:
     """What an import path names. Raises RuntimeError when there is nothing."""
-    module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise RuntimeError(f"the reward function {path} cannot be imported: {type(error).__name__}: {error}") from error
+        return import_callable(path, "reward.functions")
+    except ConfigError as error:
+        raise RuntimeError(f"the reward function {error.message}") from error
 
 
 def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:

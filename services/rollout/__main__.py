@@ -7,7 +7,6 @@ from common.config import Config, fail, main
 from common.observe import Metrics, setup_logging
 from common.topology import ROLLOUT, Topology
 from services.http.app import serve
-from services.http.story import starts, told
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
 from services.rollout.engine_client import engine_command
@@ -18,14 +17,14 @@ def run(config: Config) -> None:
     """Serves until SIGTERM. Raises ConfigError when a setting or a port cannot be used."""
     topology = Topology.from_env()
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
-    settings = ("model.name", "rollout.engine", "rollout.device", "rollout.tensor_parallel_size", "rollout.router", "state_dir")
-    starts(ROLLOUT, f"node {topology.node_rank} of {topology.num_nodes}, {told(config, *settings)}")
     engine_command(config, topology, config.model.name, "default")  # a wrong setting ends the start, not the first child
     if topology.node_rank == 0:
         router_command(config, topology)
     metrics = Metrics("rollout-server")
     agent = Agent(config, topology, metrics)
-    serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port))
+    node = f"node={topology.node_rank}/{topology.num_nodes}"
+    settings = f"{node} model={config.model.name} engine={config.rollout.engine} router={config.rollout.router}"
+    serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port), settings)
     if agent.fatal is not None:
         fail(agent.fatal, status=1)
 

@@ -22,7 +22,6 @@ from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
 from services.http.app import listen
 from services.rollout.engine_client import EngineClient, adapters_kept, engine_command, engine_env
-from services.rollout.load import EngineLoad
 from services.rollout.process import Supervised, Timing
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
@@ -105,7 +104,6 @@ class Agent:
             name=self.name,
             metrics=metrics,
         )
-        self.load = EngineLoad(self._engine_api, self.engine)
         self._version = metrics.gauge("rollout_weight_version", "Weights the engine serves; -1 is the base model")
         self._version.set(-1)
         metrics.counted("rollout_engine_starts_total", "How often the engine was started", lambda: self.engine.starts)
@@ -167,16 +165,6 @@ class Agent:
             router_pid=None if self.router is None else self.router.pid,
         )
 
-    def told(self) -> str:
-        """How the node stands, for the log."""
-        serves, wanted, load = self.state.serves, self.state.wanted, self.load.text()
-        weights = "the base model" if serves is None else f"weights {serves.version}"
-        newest = "the trainer has none yet" if wanted is None else f"newest {wanted.version}"
-        router = "" if self.router is None else f"; the router is {'up' if self.router.up else 'down'}"
-        traffic = "in traffic" if self._registered else "not in traffic"
-        engine = f"the engine is {self.state.worker_state} with {weights} ({newest}), {traffic}, start {self.engine.starts}"
-        return f"{engine}{f', {load}' if load else ''}{router}"
-
     def _changed(self) -> None:
         """Something that trainer and router have to know."""
         self._version.set(-1 if self.state.serves is None else self.state.serves.version)
@@ -188,7 +176,7 @@ class Agent:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The node is alive inside; on leaving, traffic is sent elsewhere first, then engine and router are stopped."""
-        talk = [self._start(loop) for loop in (self._report(), self._reconcile(), self.load.run())]
+        talk = [self._start(loop) for loop in (self._report(), self._reconcile())]
         routers = [] if self.router is None else [self._start(self.router.run())]
         engine = [self._start(self._run_engine())]
         try:

@@ -4,7 +4,6 @@ from fastapi import FastAPI
 
 from common.observe import Metrics
 from services.http.app import create_app
-from services.http.story import Work
 from services.rollout.agent import Agent, AgentStatus
 
 
@@ -19,7 +18,6 @@ def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:
         lifespan=agent.running,
         metrics=metrics,
         max_body_bytes=1 << 20,
-        work=Work(now=agent.told, busy=agent.load.worked, waits_for="groups to generate, and new weights of the trainer"),
     )
 
     @app.get("/status")

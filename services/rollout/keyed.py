@@ -17,7 +17,8 @@ def run_module(python: str, module: str) -> list[str]:
 
 def main() -> None:
     """The command line."""
-    sys.path[0] = os.getcwd()  # noqa: PTH109 - as with -m, instead of the folder of this file
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - as with -m, instead of the folder of this file
     module = sys.argv.pop(1)
     sys.argv += ["--api-key", os.environ["API_TOKEN"]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

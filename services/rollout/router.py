@@ -3,8 +3,6 @@
 import importlib.util
 import math
 import sys
-from dataclasses import dataclass
-from typing import Any
 
 from common.clients import Client
 from common.config import Config
@@ -72,25 +70,6 @@ def router_env() -> dict[str, str]:
     return {"SSL_CERT_FILE": authority} if (authority := tls().authority) else {}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to ask of the router."""
-
-    add: bool = False
-    remove: tuple[str, ...] = ()
-    """Ids of workers."""
-    done: bool = False
-    """The router is as it should be."""
-
-
-def plan(workers: list[dict[str, Any]], url: str, wanted: bool) -> Plan:
-    """Compares the router's list with what it should say of the engine at `url`."""
-    mine = [worker for worker in workers if str(worker["url"]).rstrip("/") == url.rstrip("/")]
-    if not wanted:
-        return Plan(remove=tuple(str(worker["id"]) for worker in mine), done=not mine)
-    return Plan(add=not mine, done=any(worker["is_healthy"] for worker in mine))
-
-
 class RouterClient(Client):
     """The router's list of workers."""
 
@@ -102,15 +81,18 @@ class RouterClient(Client):
         """
         try:
             workers = (await self.request("GET", "/workers", deadline_s=3)).json()["workers"]
-            todo = plan(workers, url, wanted)
+            own = [worker for worker in workers if str(worker["url"]).rstrip("/") == url.rstrip("/")]
+            mine = {str(worker["id"]): bool(worker["is_healthy"]) for worker in own}
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(f"{self.service}: unexpected answer to /workers: {error!r}") from None
-        key = {"api_key": value} if (value := token()) else {}  # without it the router's health checks go without
-        if todo.add:
+        if not wanted:
+            for worker_id in mine:
+                await self._remove(worker_id)
+            return not mine
+        if not mine:
+            key = {"api_key": value} if (value := token()) else {}  # without it the router's health checks go without
             await self._add({"url": url} | key)
-        for worker_id in todo.remove:
-            await self._remove(worker_id)
-        return todo.done
+        return any(mine.values())
 
     async def _remove(self, worker_id: str) -> None:
         try:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from pydantic import Field
+from starlette.types import Message
 
 from common.clients import Client
 from common.errors import ConfigError, NotFound, shorten
@@ -298,3 +299,27 @@ async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> N
             await client.request("GET", "/health")
             error_of(await client.http.post("/work", content=chunks(), headers=JSON), 413, "too_large")
             assert (await client.http.post("/work", json={"a": 1})).json() == {"a": 1}
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+    app = create_app("small")
+
+    @app.post("/raw")
+    async def raw(request: Request) -> object:
+        return await read_json(request)
+
+    caplog.set_level("INFO")
+    sent: list[Message] = []
+    messages = iter(({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}))
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/raw", "raw_path": b"/raw", "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "POST /raw: 499" in caplog.text

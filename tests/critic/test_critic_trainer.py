@@ -43,11 +43,16 @@ def write(function: ValueFunction, directory: Path) -> None:
 def test_a_local_critic_goes_on_from_its_checkpoint(config: Config, tmp_path: Path) -> None:
     one = restored(LocalCritic(config, Ranks()))
     update(one, make_batch(6), seed=0)
-    write(one, tmp_path)
-    again = restored(LocalCritic(config, Ranks()), tmp_path)
-    values = (known(function.values(make_batch(4))) for function in (again, one))
-    assert all(np.array_equal(*pair) for pair in zip(*values, strict=True))
-    assert update(again, make_batch(6, seed=1), seed=1) == update(one, make_batch(6, seed=1), seed=1)
+    write(one, tmp_path / "one")
+    again = restored(LocalCritic(config, Ranks()), tmp_path / "one")
+    write(again, tmp_path / "again")
+    files = [tmp_path / name / "critic" / "model.safetensors" for name in ("one", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    values, expected = (known(function.values(make_batch(4))) for function in (again, one))
+    for mine, theirs in zip(values, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-7)  # rounding depends on where in memory the weights are
+    metrics = [asdict(update(function, make_batch(6, seed=1), seed=1)) for function in (again, one)]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
 
 
 def test_a_checkpoint_of_a_run_without_a_critic_is_refused(config: Config, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_both_engines_and_both_trainer_ranks_worked(run: Run) -> None:
     assert "rollout-server-1" in run.output
 
 
-def test_every_component_tells_its_story_in_json(run: Run) -> None:
+def test_every_component_logs_its_start_in_json(run: Run) -> None:
     names = {
         **{"data-server-0": "data-server", "rollout-server-0": "rollout-server", "rollout-server-1": "rollout-server"},
         **{"reward-server-0": "reward-server", "replay-buffer-0": "replay-buffer"},
@@ -113,9 +113,7 @@ def test_every_component_tells_its_story_in_json(run: Run) -> None:
     for name, service in names.items():
         lines = [json.loads(line) for line in (run.directory.parent / "logs" / f"{name}.log").read_text().splitlines()]
         own = [line["message"] for line in lines if line["service"] == service]
-        assert own[0].startswith(f"{service} 0.1.0 starts")
-        assert any("ready after" in message for message in own), name
-        assert any(f"{service} listens on http://" in line["message"] for line in lines), name
+        assert any(message.startswith(f"{service} 0.1.0 listens on http://") for message in own), name
     assert '"message": "ppo-trainer 0.1.0 starts' in run.output
     waits = {"generation_bound", "rollout_idle", "reward_bound", "replay_bound", "publish_bound", "nothing_active"}
     assert {name for line in run.lines("metrics") for name in line["hints"]} <= waits  # whose seconds are the machine's

@@ -14,7 +14,7 @@ from common.config import load
 from common.memory import engine_memory, trainer_host_bytes, trainer_memory
 from common.topology import CRITIC
 from jobgroup import spec
-from jobgroup.check import undefined
+from jobgroup.check import shell_faults
 from tests.common.test_common_memory import GPU, QWEN_7B
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ FAULTS = {
     "task-name": Fault(REPLAY, f"name: {REPLAY}", "name: Replay-Buffer", "Replay-Buffer: the name 'Replay-Buffer' cannot be"),
     "same-name-twice": Fault(REPLAY, f"name: {REPLAY}", f"name: {REWARD}", f"Duplicate job name in Job Group: {REWARD}"),
     "no-name": Fault(REWARD, f"name: {REWARD}", "", "task 3: it has no name"),
-    "shell-of-run": Fault(DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: bash: line"),
+    "shell-of-run": Fault(DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: line 1: "),
     "shell-of-setup": Fault(REWARD, SETUP_REWARD, "setup: 'echo \"services'", f"{REWARD}.setup: bash cannot read it"),
     "variable": Fault(DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"),
     "skypilot-variable": Fault(DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"),
@@ -212,7 +212,7 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     assert re.search(r"broken\.yaml: file: .*line \d+", output)
     assert re.search(r"INVALID \S+volume\.yaml: SkyPilot refuses it: .*Everybody", output)
     status, output = check("--env", "1=2", home=tmp_path / "c")
-    assert (status, "'1=2' is not NAME=VALUE" in output) == (2, True)
+    assert (status, "no name of a variable · field: --env · value: 1" in output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,21 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
         ('echo "it\'s $A" \'$B\' "\\$C"', "A"),
         ("for a in 1 2; do b=$a; export C=$b; echo $C; done; while read -r d e; do echo $d $e; done", ""),
         ("mapfile -t lines < file; printf -v text x; echo $lines ${text}", ""),
-        ("local a=1; (b=2; echo $b); f() { c=$1; echo $c $2 $# $? $@; }; echo $a", ""),
+        ("a=1; (b=2; echo $b); f() { local c=$1; echo $c $2 $# $? $@; }; echo $a", ""),
         ("cat <<'END' > f\n$A\nEND\necho $B\ncat <<END\n$C\nEND", "B C"),
-        ("echo ${#A} $HOME $GIVEN ${GIVEN/a/b} a#$B", "B"),
+        ("echo ${#A} $HOME $GIVEN ${GIVEN/a/b} a#$B", "A B"),
         ("if [ $A == 1 ]; then echo ==$C; fi", "A C"),
     ],
 )
 def test_variables_of_a_script(script: str, missing: str) -> None:
-    assert undefined(script, {"GIVEN", "HOME"}) == set(missing.split())
+    told = tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in missing.split())
+    assert shell_faults(script, frozenset({"GIVEN"})) == told
+
+
+@pytest.mark.parametrize("script", ["if true; then echo", 'echo "services', "echo $(", "f() {"])
+def test_a_script_that_bash_cannot_read(script: str) -> None:
+    (fault,) = shell_faults(f"true\n{script}", frozenset())
+    assert fault.startswith("bash cannot read it: line 2: ")
 
 
 def test_the_cpu_job_group_is_the_other_one_on_a_small_scale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,12 @@
 """The local runner as SkyPilot would decide: environments, results, restarts, delays, output."""
 
-import os
-import pty
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from common.topology import parse_hosts
-from jobgroup.local.launcher import why_no_hosts_file
 
 if TYPE_CHECKING:
     from tests.jobgroup.conftest import LocalRun
@@ -180,18 +175,6 @@ def test_follow_relays_bytes_as_they_are(local: "LocalRun") -> None:
     assert "SUCCEEDED" in err
 
 
-def test_follow_gives_a_terminal_of_the_same_size_when_there_is_one(local: "LocalRun") -> None:
-    ours, theirs = pty.openpty()
-    subprocess.run(["stty", "rows", "33", "cols", "101"], stdin=theirs, check=True)
-    show = "python3 -c 'import os, sys; print(os.get_terminal_size(), sys.stderr.isatty())'"
-    process = local.start(f"{HEADER}---\nname: main\nrun: |\n  {show}\n", "--follow", "main", stdout=theirs)
-    os.close(theirs)
-    process.wait(timeout=60)
-    assert b"os.terminal_size(columns=101, lines=33) True" in os.read(ours, 4096)
-    os.close(ours)
-    assert local.log("main-0") == "os.terminal_size(columns=101, lines=33) True\n"  # no carriage returns of the terminal
-
-
 def test_setup_runs_only_when_asked_for_and_its_failure_is_told(local: "LocalRun") -> None:
     text = f"{HEADER}---\nname: main\nsetup: echo preparing; exit 6\nrun: echo ran\n"
     status, out, _ = local.run(text)
@@ -223,18 +206,3 @@ def test_a_port_in_use_is_named_with_the_log_of_the_node(local: "LocalRun") -> N
     assert status == 2
     assert "Address already in use" in out
     assert "value: 8000" in out
-
-
-def test_names_resolve_for_any_program_on_request(local: "LocalRun", tmp_path: Path) -> None:
-    (tmp_path / "hosts").touch()
-    if why := why_no_hosts_file(tmp_path / "hosts"):
-        pytest.skip(f"this machine does not let a process have its own /etc/hosts: {why}")
-    before = Path("/etc/hosts").read_text()
-    text = f"{HEADER}---\nname: main\nnum_nodes: 2\nrun: getent hosts main-1.$SKYPILOT_JOBGROUP_NAME localhost; id -u\n"
-    status, out, _ = local.run(text, "--resolve-names")
-    assert status == 0, out
-    address, name, *rest = local.log("main-0").split()
-    assert (name, address.split(".")[3]) == ("main-1.small", "2")
-    assert rest[1] == "localhost"
-    assert rest[-1] == str(os.getuid())
-    assert Path("/etc/hosts").read_text() == before

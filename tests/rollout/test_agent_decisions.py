@@ -4,14 +4,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from common.config import Config, load
 from common.errors import ConfigError
 from common.sections import RolloutSection
 from common.topology import Topology, parse_hosts
 from services.rollout.engine_client import engine_command
-from services.rollout.router import Plan, plan, router_command
+from services.rollout.router import RouterClient, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState
 from services.rollout.weights.store import WeightId
 
@@ -127,20 +129,34 @@ def worker(url: str, healthy: bool = True, name: str = "id-1") -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("workers", "wanted", "expected"),
+    ("workers", "wanted", "calls", "done"),
     [
-        ([], True, Plan(add=True)),
-        ([worker("http://other:1")], True, Plan(add=True)),
-        ([worker("http://me:1")], True, Plan(done=True)),
-        ([worker("http://me:1/")], True, Plan(done=True)),
-        ([worker("http://me:1", healthy=False)], True, Plan()),
-        ([], False, Plan(done=True)),
-        ([worker("http://other:1")], False, Plan(done=True)),
-        ([worker("http://me:1"), worker("http://me:1", False, "id-2")], False, Plan(remove=("id-1", "id-2"))),
+        ([], True, ["add http://me:1"], False),
+        ([worker("http://other:1")], True, ["add http://me:1"], False),
+        ([worker("http://me:1")], True, [], True),
+        ([worker("http://me:1/")], True, [], True),
+        ([worker("http://me:1", healthy=False)], True, [], False),
+        ([], False, [], True),
+        ([worker("http://other:1")], False, [], True),
+        ([worker("http://me:1"), worker("http://me:1", False, "id-2")], False, ["remove id-1", "remove id-2"], False),
     ],
 )
-def test_router_plan(workers: list[dict[str, Any]], wanted: bool, expected: Plan) -> None:
-    assert plan(workers, "http://me:1", wanted) == expected
+async def test_what_the_router_is_asked_for(workers: list[dict[str, Any]], wanted: bool, calls: list[str], done: bool) -> None:
+    router, made = FastAPI(), list[str]()
+    router.get("/workers")(lambda: {"workers": workers})
+
+    @router.post("/workers")
+    def add(body: dict[str, str]) -> None:
+        made.append(f"add {body['url']}")
+
+    @router.delete("/workers/{name}")
+    def remove(name: str) -> None:
+        made.append(f"remove {name}")
+
+    client = RouterClient("router", "http://router", transport=httpx.ASGITransport(router))
+    assert await client.reconcile("http://me:1", wanted) is done
+    await client.close()
+    assert made == calls
 
 
 def pairs(command: list[str]) -> dict[str, str]:

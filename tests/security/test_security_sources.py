@@ -12,11 +12,8 @@ FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
     ("services/reward/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/reward/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
-    ("services/data/loaders_custom.py", "import_module"): "data.map, which the operator names",
+    ("common/imports.py", "import_module"): "what a setting of the operator's names",
     ("services/reward/worker.py", "import_module"): "modules of this project, which run the operator's functions",
-    ("services/reward/calls.py", "import_module"): "reward functions that the operator names",
-    ("trainer/rollouts/priorities.py", "import_module"): "replay.priority, which the operator names",
-    ("trainer/trackers/base.py", "import_module"): "trackers.names, which the operator names",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
     (
         "trainer/policy/checkpoint.py",

@@ -138,4 +138,4 @@ class Cursors(RuleBasedStateMachine):
 
 
 TestCursors = Cursors.TestCase
-TestCursors.settings = settings(max_examples=150, stateful_step_count=40)
+TestCursors.settings = settings(max_examples=60, stateful_step_count=30)

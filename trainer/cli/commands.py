@@ -1,52 +1,18 @@
-"""What the commands `trainer.train_math` and `trainer.evaluate_model` share: arguments, data sets, and how they end."""
+"""What the commands `trainer.train_math` and `trainer.evaluate_model` share: arguments and data sets."""
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, get_args
+from collections.abc import Iterable
+from typing import Any, get_args
 
 import yaml
 from pydantic.fields import FieldInfo
 
-from common.config import fail
-from common.errors import ConfigError, ServiceError
+from common.errors import ConfigError
 from common.schemas import Prompt
 from services.data.loaders import CustomDatasetLoader, GSM8KLoader, Loader, MATHLoader, TinyLoader
 
 _LOADERS = {"gsm8k": GSM8KLoader, "math": MATHLoader, "tiny": TinyLoader}
 DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a file or directory"
-
-
-class Parser(argparse.ArgumentParser):
-    """Help with line breaks kept; a wrong argument ends as every other error does."""
-
-    def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
-        super().__init__(
-            prog=f"python -m {prog}",
-            usage=f"python -m {prog} {usage}",
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        fail(ConfigError(message, remedy=f"{self.prog} --help explains every argument"))
-
-
-def run(main: Callable[[], None], interrupted: str) -> None:
-    """The body of a command: a named error ends with status 2, Ctrl-C with 130 and `interrupted`, a closed pipe with 141."""
-    try:
-        main()
-    except ServiceError as error:
-        fail(error)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
-    except KeyboardInterrupt:
-        print(f"\ninterrupted{interrupted}", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
 
 
 def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], flags: dict[str, str]) -> None:
@@ -81,13 +47,6 @@ def setting(text: str) -> tuple[str, Any]:
         return name, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"the value of {text!r} cannot be read: {error}") from None
-
-
-def positive(text: str) -> int:
-    """A whole number above 0. Raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def problems(

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.cli import Parser, positive, run
 from common.errors import ConfigError
-from trainer.cli.commands import DATASETS, Parser, listed, one_line, positive, problems, run
+from trainer.cli.commands import DATASETS, listed, one_line, problems
 
 if TYPE_CHECKING:
     from trainer.api.evaluator import EvaluationResults
@@ -30,7 +31,7 @@ _SHOWN = 10
 def parser() -> Parser:
     """The command line."""
     usage = "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] [--output-file FILE] …"
-    made = Parser("trainer.evaluate_model", usage, __doc__ or "", _EPILOG)
+    made = Parser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--model", required=True, help="a local directory, a name on the hub, or the URL of an OpenAI-compatible server"
     )

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.cli import Parser, run
 from common.errors import ConfigError
-from trainer.cli.commands import Parser, run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ examples:
 
 def parser() -> Parser:
     """The command line."""
-    made = Parser("trainer.export", "CHECKPOINT OUT [--dtype TYPE]", __doc__ or "", _EPILOG)
+    made = Parser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
     made.add_argument("out", type=Path, metavar="OUT", help="a directory that is not there yet")
     made.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")

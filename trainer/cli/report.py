@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from common.cli import Parser, run
 from common.storing import storing
-from trainer.cli.commands import Parser, run
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.columns import notes
 from trainer.dashboard.lines import Lines
@@ -48,7 +48,7 @@ _PAGE = """<!doctype html>
 
 def parser() -> Parser:
     """The command line."""
-    made = Parser("trainer.report", "RUN_DIR [--output FILE]", __doc__ or "", _EPILOG)
+    made = Parser("trainer.report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not")
     made.add_argument("--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)")
     return made

@@ -5,7 +5,6 @@ tokenizer of its own, warm-started on worked and, in the end, mostly bare answer
 knows the arithmetic but rarely shows its working. Reinforcement learning then teaches it to.
 """
 
-import argparse
 import itertools
 import logging
 import math
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from common.cli import Parser
 from services.data.tiny import TinyProblem, problems
 
 END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -161,7 +161,7 @@ def build(directory: Path, seed: int = 0, console: Console | None = None) -> Non
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tiny_model", description=__doc__.split("\n\n")[0])
+    parser = Parser("trainer.tiny_model", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("directory", type=Path, help="where the model goes; left as it is when it exists")
     parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and batch order")
     arguments = parser.parse_args()

@@ -4,10 +4,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from common.cli import Parser, positive, run
 from common.errors import ConfigError
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
-from trainer.cli.commands import DATASETS, Parser, add_fields, positive, problems, run, setting
+from trainer.cli.commands import DATASETS, add_fields, problems, setting
 from trainer.trackers.thread import prompt_exit
 
 _EPILOG = """\
@@ -33,7 +34,8 @@ _FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_mod
 def parser() -> Parser:
     """The command line: every field of TrainerConfig, and the data."""
     usage = "[--model MODEL] [--trainer grpo|rloo|ppo] [--dataset NAME] [--num-samples N] [--use-gpu] …"
-    made = Parser("trainer.train_math", usage, f"{__doc__} Every argument but the data's is a field of TrainerConfig.", _EPILOG)
+    description = f"{__doc__} Every argument but the data's is a field of TrainerConfig."
+    made = Parser("trainer.train_math", description, usage, _EPILOG)
     data = made.add_argument_group("data")
     data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
     data.add_argument("--num-samples", type=positive, metavar="N", help="training problems, drawn with --seed; all when unset")

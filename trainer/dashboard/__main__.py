@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from common.cli import Parser, run
 from common.errors import ConfigError
 from common.observe import setup_logging
 from common.security import tls
 from services.http.app import serve
-from trainer.cli.commands import Parser, run
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.runs import Run
 
@@ -24,7 +24,7 @@ With API_TOKEN in the environment the page asks for it.
 def parser() -> Parser:
     """The command line."""
     usage = "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS] [--replay-store FILE]"
-    made = Parser("trainer.dashboard", usage, __doc__ or "", _EPILOG)
+    made = Parser("trainer.dashboard", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run")
     made.add_argument("--port", type=int, default=8004, help="to listen on (default 8004)")
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1, this machine)")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 
 from common.errors import ConfigError, shorten
-from common.imports import import_function
+from common.imports import import_callable
 from common.schemas import Group
 
 Priority = Callable[[Group, Sequence[float]], float]
@@ -58,11 +58,11 @@ def load_priority(name: str) -> Priority:
 
 
 def _imported(name: str) -> Priority:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    module, _, function = name.partition(":")
+    if not module or not function:
         known = ", ".join(PRIORITIES)
         raise _refused("there is no such priority", name, f"take one of {known}, or write package.module:name")
-    return import_function(name, "replay.priority", "ppo-trainer", "(group, advantages)")
+    return import_callable(name, "replay.priority")
 
 
 def _checked(value: object, group: Group, name: str) -> float:

@@ -1,6 +1,5 @@
 """What a tracker is, what it gets to know about its run, and whether it can be used here."""
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError
+from common.imports import import_callable
 from common.sections import TrackersSection
 
 Cell = str | float | int | bool | None
@@ -56,9 +56,7 @@ class Tracker(Protocol):
 
 def load(name: str) -> Callable[[RunInfo], Tracker]:
     """The class of a tracker: one of this package, or `package.module:Class`."""
-    module, _, attribute = (f"trainer.trackers.to_{name}:Made" if name in LIBRARIES else name).partition(":")
-    found: Callable[[RunInfo], Tracker] = getattr(importlib.import_module(module), attribute)
-    return found
+    return import_callable(f"trainer.trackers.to_{name}:Made" if name in LIBRARIES else name, "trackers.names")
 
 
 def wandb_offline() -> bool:

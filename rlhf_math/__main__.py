@@ -1,0 +1,20 @@
+"""`python -m rlhf_math MODULE ARGUMENT…`: what the documentation starts as `python -m MODULE`, without a checkout."""
+
+import sys
+
+from rlhf_math import PACKAGES, ROOT
+from rlhf_math.commands import run
+
+
+def main() -> None:
+    """Runs the module that the first argument names."""
+    if len(sys.argv) < 2 or sys.argv[1].partition(".")[0] not in PACKAGES:
+        raise SystemExit(
+            "usage: python -m rlhf_math MODULE ARGUMENT…   (for example trainer.tiny_model --help)\n"
+            f"The job groups and settings files are in {ROOT / 'jobgroup'}"
+        )
+    run(sys.argv.pop(1))
+
+
+if __name__ == "__main__":
+    main()

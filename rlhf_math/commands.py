@@ -1,0 +1,46 @@
+"""The console scripts. Each runs a module as `python -m` does in the root of a checkout."""
+
+import os
+import runpy
+import sys
+
+from rlhf_math import ROOT
+
+
+def run(module: str) -> None:
+    """Runs `module` with the arguments of this process.
+
+    It and its child processes look for modules in this package first, then in the working directory. `PYTHONSAFEPATH` keeps
+    `python -m` in a child from turning that order round, as a folder there may have the name of one of our packages.
+    """
+    paths = [str(ROOT), os.getcwd()]  # noqa: PTH109 - an entry of sys.path
+    sys.path[:] = [*paths, *(entry for entry in sys.path if entry not in paths)]
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    others = [entry for entry in inherited if entry not in (str(ROOT), ".")]
+    os.environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), ".", *others]), "PYTHONSAFEPATH": "1"}
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def train() -> None:
+    """`rlhf-train`: one process of the trainer."""
+    run("trainer")
+
+
+def evaluate() -> None:
+    """`rlhf-eval`: measures a model, or compares two."""
+    run("trainer.evaluate_model")
+
+
+def local() -> None:
+    """`rlhf-local`: runs a job group on this machine."""
+    run("jobgroup.local")
+
+
+def doctor() -> None:
+    """`rlhf-doctor`: checks this machine, or a running job group from within."""
+    run("jobgroup.doctor")
+
+
+def dashboard() -> None:
+    """`rlhf-dashboard`: shows runs in a browser."""
+    run("trainer.dashboard")

@@ -1,0 +1,65 @@
+"""The wheel, and an environment outside the checkout that it is installed in."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment with the wheel, this environment's dependencies, and a foreign package `common`."""
+
+    bin: Path
+    site_packages: Path
+    folder: Path
+    """A working directory that is no checkout and has a foreign package `services`."""
+
+    def run(self, *command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the environment in `folder`."""
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+        env = inherited | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        words = [str(self.bin / command[0]), *command[1:]]
+        return subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def python(self, code: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python code there."""
+        return self.run("python", "-c", code)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    root = tmp_path_factory.mktemp("installed")
+    own_pip = find_spec("pip") is None  # uv makes environments without
+    venv.create(root / "env", with_pip=own_pip)
+    python = root / "env" / "bin" / "python"
+    pip = [str(python), "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", str(python)]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run(install, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (site_packages,) = (root / "env" / "lib").glob("python*/site-packages")
+    # A folder that a .pth file names is searched, but .pth files in it are not read: an editable install there does not count.
+    dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site_packages / "dependencies.pth").write_text("\n".join(sorted(dependencies)))
+    for package in (site_packages / "common", root / "work" / "services"):
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("OWNER = 'somebody else'\n")
+    return Installed(python.parent, site_packages, root / "work")
