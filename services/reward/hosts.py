@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
 """Answers that may wait for one function."""
-_CALL_ITEMS = 64
+CALL_ITEMS = 64
 """Completions of one call of a function; larger batches are spread over the workers."""
 _RESERVED = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], object]
@@ -84,7 +84,7 @@ class CallHost(Host):
             )
         self.unfinished += len(items)
         try:
-            chunks = [items[i : i + _CALL_ITEMS] for i in range(0, len(items), _CALL_ITEMS)]
+            chunks = [items[i : i + CALL_ITEMS] for i in range(0, len(items), CALL_ITEMS)]
             return [score for chunk in await asyncio.gather(*map(self._chunk, chunks)) for score in chunk]
         finally:
             self.unfinished -= len(items)

@@ -1,4 +1,4 @@
-"""The system calls that a program in the sandbox cannot make, compiled for the kernel (seccomp BPF)."""
+"""Filters of the system calls that a program in the sandbox cannot make, compiled for the kernel (seccomp BPF)."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ _PROCESSES = ("fork", "vfork")
 
 @cache
 def base_filter() -> bytes:
-    """For everything in the sandbox. Raises ConfigError where pyseccomp or libseccomp is missing."""
+    """Returns the filter of the whole sandbox. Raises ConfigError where pyseccomp or libseccomp is missing."""
     seccomp = _library()
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     denied = seccomp.ERRNO(errno.EPERM)
@@ -46,7 +46,7 @@ def base_filter() -> bytes:
 
 @cache
 def threads_only_filter() -> bytes:
-    """For a program: it may start threads, but no process. Raises ConfigError as `base_filter` does."""
+    """Returns the filter of a program: it may start threads, but no process. Raises ConfigError as `base_filter` does."""
     seccomp = _library()
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     denied = seccomp.ERRNO(errno.EPERM)
@@ -72,7 +72,7 @@ def _library() -> Any:
 def _add(rules: Any, action: int, name: str, *arguments: Any) -> None:
     try:
         rules.add_rule(action, name, *arguments)
-    except (OSError, ValueError) as error:  # a call that this machine's kernel interface or libseccomp does not have
+    except (OSError, ValueError) as error:  # the kernel or libseccomp lacks this call
         if name in ("clone", "socket", "ptrace", "unshare"):
             raise ConfigError(
                 f"code cannot be run: libseccomp cannot forbid {name}: {error}",
