@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from common.errors import ConfigError, InvalidInput, Overloaded
+from common.errors import ConfigError, InvalidInput
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from services.reward.functions.base import Score
-from services.reward.hosts import QUEUE_LIMIT, Host
+from services.reward.hosts import Host
 from services.reward.pool import WorkerPool, WorkerSpec
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
@@ -40,18 +40,7 @@ class MathGrader(Host):
         """Why answers cannot be graded now, or None."""
         return self.pool.problem
 
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Returns the scores of a batch, in order. Cancelling the call frees the workers.
-
-        Raises InvalidInput for a ground truth that states no answer, Overloaded when too many answers wait already.
-        """
-        self.unfinished += len(items)
-        try:
-            return await self._grade(items)
-        finally:
-            self.unfinished -= len(items)
-
-    async def _grade(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         golds = [_gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
         scores: list[Score | None] = []
         hard: dict[int, str] = {}  # index -> answer that the workers must compare
@@ -65,7 +54,7 @@ class MathGrader(Host):
             if (read := read + len(item.response) + 100) > _YIELD_CHARS:
                 read = 0
                 await asyncio.sleep(0)
-        self._check_room(len(hard))
+        self._check_room(self.pool.unfinished, len(hard))
         verdicts = await asyncio.gather(*(self._grade_there(golds[i], answer) for i, answer in hard.items()))
         for i, verdict in zip(hard, verdicts, strict=True):
             scores[i] = verdict
@@ -85,16 +74,6 @@ class MathGrader(Host):
         if isinstance(verdict, str):
             return Score(None, verdict, correct=False, answer=answer)
         return _graded(answer, verdict == b"right")
-
-    def _check_room(self, count: int) -> None:
-        waiting = self.pool.unfinished
-        if count and waiting + count > QUEUE_LIMIT:
-            raise Overloaded(
-                f"{waiting} answers wait for a grader already",
-                field="items",
-                value=count,
-                remedy="try again later, or raise reward.workers",
-            )
 
 
 def _gold(ground_truth: str, field: str) -> str:

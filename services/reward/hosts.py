@@ -65,29 +65,39 @@ class Host(ABC):
         if self._check is not None:
             self._check(item, where)
 
-    @abstractmethod
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in order. Raises Overloaded when too many items wait already."""
+        """Returns the scores of a batch, in order. Cancelling the call frees the workers.
+
+        Raises InvalidInput for an item that cannot be scored, Overloaded when too many items wait already.
+        """
+        self.unfinished += len(items)
+        try:
+            return await self._score(items)
+        finally:
+            self.unfinished -= len(items)
+
+    @abstractmethod
+    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Returns the scores of a batch, in order."""
+
+    def _check_room(self, waiting: int, count: int) -> None:
+        """Raises Overloaded when `count` items are too many beside those that wait."""
+        if count and waiting + count > QUEUE_LIMIT:
+            raise Overloaded(
+                f"{waiting} answers wait for the reward function {self.name} already",
+                field="items",
+                value=count,
+                remedy="try again later, or raise reward.workers",
+            )
 
 
 class CallHost(Host):
     """A function that is called with several completions at once."""
 
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in order. Raises Overloaded when too many items wait already."""
-        if self.unfinished + len(items) > QUEUE_LIMIT:
-            raise Overloaded(
-                f"{self.unfinished} answers wait for the reward function {self.name} already",
-                field="items",
-                value=len(items),
-                remedy="try again later, or raise reward.workers",
-            )
-        self.unfinished += len(items)
-        try:
-            chunks = [items[i : i + CALL_ITEMS] for i in range(0, len(items), CALL_ITEMS)]
-            return [score for chunk in await asyncio.gather(*map(self._chunk, chunks)) for score in chunk]
-        finally:
-            self.unfinished -= len(items)
+    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
+        self._check_room(self.unfinished - len(items), len(items))
+        chunks = [items[i : i + CALL_ITEMS] for i in range(0, len(items), CALL_ITEMS)]
+        return [score for chunk in await asyncio.gather(*map(self._chunk, chunks)) for score in chunk]
 
     async def _chunk(self, items: Sequence[RewardItem]) -> list[Score]:
         try:

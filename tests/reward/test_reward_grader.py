@@ -182,7 +182,7 @@ async def test_too_many_items_are_refused() -> None:
 
 
 async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.grade.QUEUE_LIMIT", 8)
+    monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
     async with Scorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
         await grader.ready()
         busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]

@@ -66,7 +66,14 @@ class RewardFunction(ABC):
 
         Raises InvalidInput when it does not return a number for every completion.
         """
-        return as_scores(self.name, self(completions, **kwargs), len(completions))
+        values: Sequence[float | None] = self(completions, **kwargs)
+        if len(values) != len(completions):
+            raise InvalidInput(
+                f"the reward function {self.name} returned {len(values)} scores for {len(completions)} completions",
+                field=self.name,
+                remedy="return one number for each completion",
+            )
+        return [Score(float(value)) if value is not None and math.isfinite(value) else Score(None, "error") for value in values]
 
 
 class DetailedRewardFunction(RewardFunction):
@@ -80,20 +87,6 @@ class DetailedRewardFunction(RewardFunction):
     @abstractmethod
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns a score for each completion."""
-
-
-def as_scores(name: str, values: Sequence[float | None], count: int) -> list[Score]:
-    """Returns the numbers of a function as scores; NaN, infinity and None become errors of their completions.
-
-    Raises InvalidInput when there are not `count` numbers.
-    """
-    if len(values) != count:
-        raise InvalidInput(
-            f"the reward function {name} returned {len(values)} scores for {count} completions",
-            field=name,
-            remedy="return one number for each completion",
-        )
-    return [Score(float(value)) if value is not None and math.isfinite(value) else Score(None, "error") for value in values]
 
 
 def text_of(completion: Sequence[Message]) -> str:

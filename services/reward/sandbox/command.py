@@ -42,16 +42,16 @@ VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (
 """Best first."""
 
 
+def unavailable(reason: str, remedy: str, field: str = "reward.functions", value: object = "code") -> ConfigError:
+    """Returns the error for a machine on which programs cannot run."""
+    return ConfigError(f"code cannot be run: {reason}", field=field, value=value, remedy=remedy)
+
+
 def find_bwrap() -> str:
     """Returns the path of bubblewrap. Raises ConfigError when it is not installed."""
     found = shutil.which("bwrap")
     if found is None:
-        raise ConfigError(
-            "code cannot be run: bubblewrap, its sandbox, is not installed",
-            field="reward.functions",
-            value="code",
-            remedy="apt-get install bubblewrap",
-        )
+        raise unavailable("bubblewrap, its sandbox, is not installed", "apt-get install bubblewrap")
     return found
 
 
@@ -64,12 +64,8 @@ def interpreters(named: str) -> list[Python]:
     candidates = [named] if named else [own, "/usr/bin/python3", "/usr/local/bin/python3"]
     found = [python for path in dict.fromkeys(candidates) if (python := _inspected(path, bool(named))) is not None]
     if not found:
-        raise ConfigError(
-            "code cannot be run: there is no Python for it",
-            field="reward.code_python",
-            value=named or candidates,
-            remedy="name one, for example /usr/bin/python3 (apt-get install python3)",
-        )
+        remedy = "name one, for example /usr/bin/python3 (apt-get install python3)"
+        raise unavailable("there is no Python for it", remedy, "reward.code_python", named or candidates)
     return found
 
 

@@ -5,7 +5,7 @@ import os
 from functools import cache
 from typing import Any
 
-from common.errors import ConfigError
+from services.reward.sandbox.command import unavailable
 
 _CLONE_NEW = 0x7E020080  # every CLONE_NEW* namespace flag of clone
 _CLONE_THREAD = 0x00010000
@@ -60,12 +60,8 @@ def _library() -> Any:
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"code cannot be run: pyseccomp does not work: {error}",
-            field="reward.functions",
-            value="code",
-            remedy="apt-get install libseccomp2 and pip install 'rlhf-math[services]'",
-        ) from None
+        remedy = "apt-get install libseccomp2 and pip install 'rlhf-math[services]'"
+        raise unavailable(f"pyseccomp does not work: {error}", remedy) from None
     return pyseccomp
 
 
@@ -74,12 +70,7 @@ def _add(rules: Any, action: int, name: str, *arguments: Any) -> None:
         rules.add_rule(action, name, *arguments)
     except (OSError, ValueError) as error:  # the kernel or libseccomp lacks this call
         if name in ("clone", "socket", "ptrace", "unshare"):
-            raise ConfigError(
-                f"code cannot be run: libseccomp cannot forbid {name}: {error}",
-                field="reward.functions",
-                value="code",
-                remedy="install a newer libseccomp2",
-            ) from None
+            raise unavailable(f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2") from None
 
 
 def _compiled(rules: Any) -> bytes:

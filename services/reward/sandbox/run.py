@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import ConfigError
 from services.reward.sandbox.cases import Case, CaseResult
 from services.reward.sandbox.command import (
     VARIANTS,
@@ -26,6 +25,7 @@ from services.reward.sandbox.command import (
     inside_command,
     interpreters,
     slot_user,
+    unavailable,
 )
 from services.reward.sandbox.filters import base_filter, threads_only_filter
 from services.reward.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
@@ -182,11 +182,9 @@ class Sandbox:
                 if problem is None:
                     return python, variant
                 problems.append(f"{python.executable}: {problem}")
-        raise ConfigError(
-            f"code cannot be run: the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
-            field="reward.functions",
-            value="code",
-            remedy="allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
+        raise unavailable(
+            f"the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
+            "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
             "unprivileged_userns, the container's seccomp profile); name a Python that everyone can read with "
             "reward.code_python; or, only for code that you trust, set reward.code_sandbox none",
         )
