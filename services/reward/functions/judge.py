@@ -35,8 +35,8 @@ _MAX_BACKOFF_S = 30.0
 class JudgeFailed(Exception):
     """The endpoint gave no score for one completion."""
 
-    def __init__(self, reason: str, *, again: bool, timed_out: bool = False, wait_s: float = 0.0) -> None:
-        self.again, self.timed_out, self.wait_s = again, timed_out, wait_s
+    def __init__(self, reason: str, *, retryable: bool, timed_out: bool = False, wait_s: float = 0.0) -> None:
+        self.retryable, self.timed_out, self.wait_s = retryable, timed_out, wait_s
         super().__init__(reason)
 
 
@@ -99,11 +99,11 @@ class JudgeRewardFunction(DetailedRewardFunction):
         key = os.environ.get(API_KEY)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         with httpx.Client(timeout=self._timeout_s, headers=headers) as http:
-            asked = [
+            futures = [
                 self._threads.submit(self._score, http, prompt, gold, text_of(completion))
                 for prompt, gold, completion in zip(prompts, golds, completions, strict=True)
             ]
-            return [future.result() for future in asked]
+            return [future.result() for future in futures]
 
     def _score(self, http: httpx.Client, prompt: Any, gold: str | None, response: str) -> Score:
         body: dict[str, Any] = {"model": self._model, "messages": self._messages(prompt, gold, response)}
@@ -112,7 +112,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
             try:
                 return Score(self._ask(http, body))
             except JudgeFailed as error:
-                if not error.again or attempt == self._retries:
+                if not error.retryable or attempt == self._retries:
                     log.warning("the judge gave no score: %s", error)
                     return Score(None, "timeout" if error.timed_out else "error")
                 backoff = max(error.wait_s, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
@@ -126,25 +126,25 @@ class JudgeRewardFunction(DetailedRewardFunction):
         return [{"role": "system", "content": self._system}, {"role": "user", "content": text}]
 
     def _ask(self, http: httpx.Client, body: dict[str, Any]) -> float:
-        """The score of one reply. Raises JudgeFailed."""
+        """Requests one reply and returns its score. Raises JudgeFailed."""
         try:
             answer = http.post(self._url, json=body)
         except httpx.TimeoutException as error:
-            raise JudgeFailed(f"no answer within {self._timeout_s} s", again=True, timed_out=True) from error
+            raise JudgeFailed(f"no answer within {self._timeout_s} s", retryable=True, timed_out=True) from error
         except httpx.HTTPError as error:
-            raise JudgeFailed(f"{type(error).__name__}: {error}", again=True) from error
+            raise JudgeFailed(f"{type(error).__name__}: {error}", retryable=True) from error
         if not answer.is_success:
             reason = f"HTTP {answer.status_code}: {shorten(answer.text)}"
             wait = answer.headers.get("retry-after", "")
             wait_s = float(wait) if wait.isdigit() else 0.0
-            raise JudgeFailed(reason, again=answer.status_code in _RETRIED, wait_s=wait_s)
+            raise JudgeFailed(reason, retryable=answer.status_code in _RETRIED, wait_s=wait_s)
         try:
             reply = answer.json()["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
-            raise JudgeFailed(f"this is no chat completion: {shorten(answer.text)}", again=True) from None
+            raise JudgeFailed(f"this is not a chat completion: {shorten(answer.text)}", retryable=True) from None
         score = parse_score(str(reply), self._scale)
         if score is None:
-            raise JudgeFailed(f"no score from 0 to {self._scale:g} in: {shorten(str(reply))}", again=True)
+            raise JudgeFailed(f"no score from 0 to {self._scale:g} in: {shorten(str(reply))}", retryable=True)
         return score
 
 
