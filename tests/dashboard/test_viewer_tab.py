@@ -1,11 +1,11 @@
 """The tab "Rollouts" in headless Chromium: list, filters, pages, a group token by token, hostile text, keyboard."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.schemas import Group
 from tests.dashboard.browser import Page
