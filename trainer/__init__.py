@@ -29,25 +29,15 @@ if TYPE_CHECKING:
 __path__.append(str(Path(__file__).with_name("cli")))  # `python -m trainer.train_math` is trainer/cli/train_math.py
 
 _HOMES = {
-    "common.schemas": ("Prompt",),
-    "services.data.loaders": ("CustomDatasetLoader", "GSM8KLoader", "MATHLoader"),
-    "services.reward.functions": (
-        "CodeRewardFunction",
-        "CompositeRewardFunction",
-        "FormatRewardFunction",
-        "JudgeRewardFunction",
-        "LengthPenaltyFunction",
-        "MathRewardFunction",
-        "RepetitionPenaltyFunction",
-        "RewardFunction",
-        "RewardModelFunction",
-    ),
-    "trainer.api.evaluator": ("EvaluationResults", "ModelEvaluator", "compare_evaluations"),
-    "trainer.in_process": ("train_in_process",),
-    "trainer.api.online": ("OnlineRLTrainer", "TrainResult"),
-    "trainer.api.settings": ("TrainerConfig",),
+    "common.schemas": "Prompt",
+    "services.data.loaders": "CustomDatasetLoader GSM8KLoader MATHLoader",
+    "trainer.api.evaluator": "EvaluationResults ModelEvaluator compare_evaluations",
+    "trainer.api.online": "OnlineRLTrainer TrainResult",
+    "trainer.api.settings": "TrainerConfig",
+    "trainer.in_process": "train_in_process",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+"""The module of every public name but the reward functions, which share one."""
 
 __all__ = [
     "CodeRewardFunction",
@@ -74,9 +64,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_HOME.get(name, "services.reward.functions")), name)
 
 
 def __dir__() -> list[str]:
