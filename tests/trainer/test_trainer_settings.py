@@ -1,14 +1,11 @@
 """TrainerConfig by itself: what is refused, presets, and the system's configuration that follows."""
 
-import ast
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
-from tests.conftest import ROOT
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
 
@@ -84,14 +81,6 @@ def test_bf16_is_the_precision_of_the_update_on_a_gpu() -> None:
     assert (low.trainer.device, low.model.dtype) == ("cuda", "bfloat16")
     high = TrainerConfig(use_gpu=True).to_config(100, 0, OUT)
     assert (high.trainer.device, high.model.dtype) == ("cuda", "float32")
-
-
-def test_the_documentation_has_every_field_with_its_default() -> None:
-    page = (ROOT / "docs" / "python-api.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? \|", page, re.MULTILINE))
-    for name, field in TrainerConfig.model_fields.items():
-        default = field.get_default()
-        assert rows[name] == "" if default is None else ast.literal_eval(rows[name]) == default, name
 
 
 def test_presets() -> None:

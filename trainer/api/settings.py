@@ -82,7 +82,8 @@ class TrainerConfig(BaseModel):
     seed: int = Field(0, ge=0)
     """Of data order and sampling. A run on one seed repeats."""
     report_to: str = ""
-    """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio; none when empty (docs/trackers.md)."""
+    """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
+    (docs/how-to/trackers.md); none when empty."""
     run_name: str = ""
     """Name of the run there; that of output_dir when empty."""
     verbose: bool = True
@@ -320,5 +321,5 @@ def _named(error: ValidationError) -> ConfigError:
         remedy = f"it is called {other} here" if other else f"the fields are {fields}"
         return ConfigError(f"TrainerConfig has no field {name}", field=name, value=shorten(first["input"]), remedy=remedy)
     meaning = TrainerConfig.model_fields[name].description if name in TrainerConfig.model_fields else None
-    remedy = " ".join(meaning.split()) if meaning else "see docs/python-api.md"
+    remedy = " ".join(meaning.split()) if meaning else "see docs/how-to/python-api.md"
     return ConfigError(first["msg"], field=name, value=shorten(first["input"]), remedy=remedy)

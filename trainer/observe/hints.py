@@ -1,7 +1,7 @@
 """Hints: what the numbers of the last steps mean when they go wrong, in words, and which setting to turn. Pure.
 
 An alarm (`alarms.py`) is about one update whose numbers are out of their bounds; a hint needs several steps to be seen.
-The reason of every threshold is in docs/troubleshooting.md.
+The reason of every threshold is in docs/how-to/troubleshooting.md.
 """
 
 from collections.abc import Mapping, MutableSequence, Sequence
