@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Runs this rank; exits with status 2 for a wrong setting, 1 for any other named error, 130 for Ctrl-C."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         config = load(prog=program("trainer"))
         run(config, Topology.from_env())
@@ -51,10 +51,6 @@ def main() -> None:
     except KeyboardInterrupt:
         last_words("interrupted; start again with the same run directory to go on from its newest checkpoint")
         raise SystemExit(130) from None
-
-
-def _interrupt(_sig: int, _frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def run(config: Config, topology: Topology) -> None:
@@ -120,7 +116,10 @@ class JobGroup:
         timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
         broadcaster = None
         if sync == "distributed":
-            rendezvous = _rendezvous(config, self._topology, opening.policy.ranks.device)
+            # NCCL needs a GPU at both ends; the embedded engine has none.
+            engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device == "cuda"
+            backend: BackendName = "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
+            rendezvous = Rendezvous(self._topology.host(names.TRAINER), backend, exact=not engine_on_gpu)
             broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
             opening.stack.callback(broadcaster.close)
         publisher = Publisher(
@@ -152,13 +151,6 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
 
     opening.stack.callback(lambda: opening.loop.call(close()))
     return services
-
-
-def _rendezvous(config: Config, topology: Topology, device: torch.device) -> Rendezvous:
-    """NCCL needs a GPU at both ends; the embedded engine has none."""
-    engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device == "cuda"
-    backend: BackendName = "nccl" if engine_on_gpu and device.type == "cuda" else "gloo"
-    return Rendezvous(topology.host(names.TRAINER), backend, exact=not engine_on_gpu)
 
 
 if __name__ == "__main__":

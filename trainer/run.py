@@ -34,7 +34,7 @@ from trainer.background import LoopThread
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder
 from trainer.observe.run_log import RecordedRun, RunLog
-from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -119,7 +119,8 @@ class Run:
             check(config.trackers)
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
-        reference, checkpoints = Reference(policy, saved), Checkpoints.open(config, ranks, run_dir)
+        reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints
+        checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
         run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
         run = cls(config, ranks, policy, reference, value_function(config, ranks), checkpoints, Rollouts(ranks), run_id=run_id)
         watchdog.at("waiting for the services and the first publishing")

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.config import Config
 from common.errors import ConfigError, ServiceError
 from learning.ranks import Ranks
 from learning.saving import Snapshot
@@ -73,18 +72,11 @@ class Checkpoints:
         self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
+        if self.alone and ranks.first:
+            log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", shared)
         self._group = None if self.alone else ranks.group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-
-    @classmethod
-    def open(cls, config: Config, ranks: Ranks, run_dir: Path) -> "Checkpoints":
-        """The checkpoints of the run in `run_dir`. A collective."""
-        settings, model = config.trainer, run_dir / "model"
-        opened = cls(run_dir / "checkpoints", ranks, settings.keep_checkpoints, lambda: _tokenizer_files(model))
-        if opened.alone and ranks.first:
-            log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", opened.directory)
-        return opened
 
     @staticmethod
     def name(step: int) -> str:
@@ -188,8 +180,8 @@ class Checkpoints:
             raise error
 
 
-def _tokenizer_files(directory: Path) -> list[Path]:
-    """Tokenizer files; the model's configuration is saved separately."""
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Returns the tokenizer's files in `directory`; the model's configuration is saved separately."""
     return [file for file in sorted(directory.iterdir()) if file.name not in ("config.json", "generation_config.json")]
 
 

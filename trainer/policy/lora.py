@@ -8,7 +8,7 @@ PEFT puts the adapter's matrices into the Hugging Face model in place. For a mat
 import copy
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
-from common.sections import LoraSection
 from learning.loading import Added, MemoryReader, fill
 from learning.ranks import Ranks
 from learning.saving import Contents
@@ -87,7 +86,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
 def _peft_config(config: Config, model: Any) -> Any:
     from peft import LoraConfig
 
-    lora = config.lora
+    lora, local = config.lora, Path(config.model.name)
     linear = {name.rpartition(".")[2] for name, m in model.get_decoder().named_modules() if isinstance(m, nn.Linear)}
     if strangers := sorted(set(lora.target_modules) - linear):
         raise ConfigError(
@@ -101,15 +100,9 @@ def _peft_config(config: Config, model: Any) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(lora.target_modules or linear),
-        base_model_name_or_path=_base_name(config),
+        base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,  # from any working directory
         task_type="CAUSAL_LM",
     )
-
-
-def _base_name(config: Config) -> str:
-    """Returns the base model as an adapter's files name it: absolute, as other working directories use them too."""
-    local = Path(config.model.name)
-    return str(local.resolve()) if local.is_dir() else config.model.name
 
 
 def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: Config) -> None:
@@ -183,15 +176,6 @@ def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterato
         else:
             yield name.replace(_BASE, "."), tensor
     assert base is None, f"{base[0]} has no adapter in the state"
-
-
-def published_tensors(
-    tensors: Mapping[str, Tensor], lora: LoraSection, whole: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that engines get, as `lora.publish` says. `whole` gathers a sharded tensor."""
-    if lora.publish == "adapter":
-        return ((name, whole(tensor)) for name, tensor in adapter_tensors(tensors.items()))
-    return merged_tensors(((name, whole(tensor)) for name, tensor in tensors.items()), lora.alpha / lora.rank)
 
 
 def adapter_contents(policy: Any) -> Contents:

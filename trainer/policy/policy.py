@@ -30,7 +30,7 @@ from trainer.algorithms.losses import (
 )
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import TrainerState
-from trainer.policy.lora import adapter_contents, load_policy, published_tensors
+from trainer.policy.lora import adapter_contents, adapter_tensors, load_policy, merged_tensors
 from trainer.policy.reference import score_batch, score_tokens
 from trainer.policy.scorer import computes_low
 from trainer.policy.update_metrics import Sums, UpdateMetrics
@@ -123,11 +123,12 @@ class Policy:
             kind = torch.bfloat16 if low and tensor.is_floating_point() else tensor.dtype
             return tensor.detach().to(self.ranks.device, kind)
 
-        if lora.rank:
-            whole = published_tensors(tensors, lora, lambda tensor: full(tensor.detach().to(self.ranks.device)))
-            yield from ((name, sent(tensor)) for name, tensor in whole)
+        if lora.rank and not lora.publishes_adapter:
+            whole = ((name, full(tensor.detach().to(self.ranks.device))) for name, tensor in tensors.items())
+            yield from ((name, sent(tensor)) for name, tensor in merged_tensors(whole, lora.alpha / lora.rank))
         else:
-            yield from ((name, full(sent(tensor))) for name, tensor in tensors.items())
+            named = adapter_tensors(tensors.items()) if lora.rank else tensors.items()
+            yield from ((name, full(sent(tensor))) for name, tensor in named)
 
     @property
     def seed(self) -> int:

@@ -4,10 +4,8 @@ Priorities are relative: the replay buffer takes them to the power of PRIORITY_E
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
 
 from common.errors import ConfigError, shorten
 from common.imports import import_callable
@@ -49,15 +47,18 @@ def load_priority(name: str) -> Priority:
     function = PRIORITIES.get(name) or import_callable(name, "replay.priority")
 
     def priority(group: Group, advantages: Sequence[float]) -> float:
-        value: Any = function(group, advantages)
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not 0 <= value <= sys.float_info.max:
+        value: object = function(group, advantages)
+        try:
+            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
+        if not 0 <= number < math.inf:
             raise ConfigError(
                 f"the priority of group {group.id} is {shorten(repr(value))}",
                 field="replay.priority",
                 value=name,
                 remedy="return a finite number of at least 0",
             )
-        return max(MIN_PRIORITY, float(value))
+        return max(MIN_PRIORITY, number)
 
     return priority

@@ -9,18 +9,21 @@ from common.rollout_client import RolloutClient
 from common.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG, load_model
-from trainer.weights.publisher import Weights, write_static_files
+from trainer.weights.publisher import Weights
 from trainer.weights.sync import WeightPublisher
 
 
-def static_files(config: Config, policy: Any, tokenizer: Any, directory: Path) -> list[Path]:
-    """Writes the files that make published tensors a complete version; returns their paths."""
-    if not config.lora.publishes_adapter:
-        return write_static_files(policy, tokenizer, directory)
+def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
+    """Writes the files that make published tensors a complete version, and the tokenizer's; returns the former's paths."""
     shutil.rmtree(directory, ignore_errors=True)
-    tokenizer.save_pretrained(directory)  # for checkpoints; engines have it from the model
-    (directory / ADAPTER_CONFIG).write_text(adapter_config(policy))
-    return [directory / ADAPTER_CONFIG]
+    tokenizer.save_pretrained(directory)
+    if config.lora.publishes_adapter:
+        (directory / ADAPTER_CONFIG).write_text(adapter_config(model))
+        return [directory / ADAPTER_CONFIG]
+    model.config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    return sorted(path for path in directory.iterdir() if path.is_file())
 
 
 def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:

@@ -128,18 +128,13 @@ class HostCopy:
     def _digests_of(self, name: str, tensors: dict[str, Tensor]) -> list[str]:
         """The checksums that an engine may report for its parameter `name`; none when the name is unknown."""
         if name not in self._digests:
-            parts = [tensors[part] for part in _parts(name) if part in tensors]
-            self._digests[name] = _digests(name, parts) if len(parts) == len(_parts(name)) else []
+            found = self._digests[name] = []
+            if all(part in tensors for part in _parts(name)):
+                parts = [tensors[part] for part in _parts(name)]
+                found.append(digest(*parts))
+                if name.endswith(_VOCABULARY) and (rows := -len(parts[0]) % _VOCABULARY_ROWS):
+                    found.append(digest(*parts, parts[0].new_zeros(rows, *parts[0].shape[1:])))
         return self._digests[name]
-
-
-def _digests(name: str, parts: list[Tensor]) -> list[str]:
-    """The checksums of a tensor: as it was sent and, for a vocabulary, with SGLang's rows of zeros."""
-    found = [digest(*parts)]
-    rows = -len(parts[0]) % _VOCABULARY_ROWS if name.endswith(_VOCABULARY) else 0
-    if rows:
-        found.append(digest(*parts, parts[0].new_zeros(rows, *parts[0].shape[1:])))
-    return found
 
 
 def _parts(name: str) -> list[str]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -331,14 +331,3 @@ class Publisher:
         rate = size / seconds / 1e6
         level = logging.INFO if seconds >= 1 else logging.DEBUG  # the line of a step has its seconds anyway
         log.log(level, "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s", version, size / 1e6, seconds, rate, way)
-
-
-def write_static_files(model: Any, tokenizer: Any, directory: Path) -> list[Path]:
-    """Writes config, generation config and tokenizer; returns their paths."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    model.config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return sorted(path for path in directory.iterdir() if path.is_file())
