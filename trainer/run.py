@@ -40,7 +40,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.rollouts.evaluation import Evaluator, ServedEvaluator
-from trainer.rollouts.prompt_cursor import Progress
+from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
@@ -151,7 +151,7 @@ class Run:
         services, publisher = backend.start(opening)
         loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, recorder.say))
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(policy.model, tokenizer))
-        progress = Progress(state.position, state.finished) if state else Progress()
+        progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
         self.clock = StageClock(metrics.took)
         self.critic = value_function(config, self.ranks, services.critic, loop, run_id)
         self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress)

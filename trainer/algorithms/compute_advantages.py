@@ -63,6 +63,6 @@ def _token_advantages(
     counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
 
     def by_row(matrix: Tensor) -> Column:
-        return [matrix.numpy()[i, :length] for i, length in enumerate(batch.lengths)]
+        return [row[:length] for row, length in zip(matrix.numpy(), batch.lengths, strict=True)]
 
     return by_row(whiten(advantages, counts)), by_row(returns)

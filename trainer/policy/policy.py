@@ -173,7 +173,8 @@ class Policy:
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped, stopped)
         self._advance(metrics, len(batch.rows))
-        return PolicyUpdate(_finite(metrics) if skipped else metrics, logprobs)
+        broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
+        return PolicyUpdate(replace(metrics, **broken) if skipped else metrics, logprobs)
 
     def hold(self, batch: Batch) -> PolicyUpdate:
         """Counts a step without an update (critic warm-up)."""
@@ -248,8 +249,3 @@ class Policy:
         with torch.no_grad():
             sums.add(loss, policy, scores, old, sampled, kl_reference, micro.current, first)
         return scores.logprobs.detach()
-
-
-def _finite(metrics: UpdateMetrics) -> UpdateMetrics:
-    broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
-    return replace(metrics, **broken)

@@ -20,7 +20,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class PromptProgress:
     """The positions that a run has trained on or dropped, and never draws again."""
 
     position: int = 0
@@ -36,7 +36,7 @@ class PromptCursor:
     again before new ones, until it has failed `MAX_TRIES` times.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: PromptProgress) -> None:
         self.next = progress.position
         """The next new position."""
         self._first_open, self._finished = progress.position, set(progress.finished)
@@ -44,9 +44,9 @@ class PromptCursor:
         self._to_retry: list[Drawn] = []
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PromptProgress:
         """The progress from which a run would resume now."""
-        return Progress(self._first_open, sorted(self._finished))
+        return PromptProgress(self._first_open, sorted(self._finished))
 
     def take_retries(self, count: int) -> list[Drawn]:
         """Returns up to `count` prompts whose groups failed."""

@@ -18,7 +18,7 @@ from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
 from trainer.rollouts.collector import CollectFailed, Collector, Drops
 from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, PRIORITY_EXPONENT, load_priority
-from trainer.rollouts.prompt_cursor import Progress, PromptCursor
+from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
@@ -35,9 +35,9 @@ class Rollouts:
         self.drops = Drops()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PromptProgress:
         """The progress from which a run would resume now; only rank 0 knows it."""
-        return Progress()
+        return PromptProgress()
 
     def prepare(self, step: int, known: bool) -> int:
         """Agrees with the services on where the run goes on; returns the run's total steps. A collective.
@@ -77,7 +77,7 @@ class ServedRollouts(Rollouts):
         clock: StageClock,
         loop: LoopThread,
         run_id: str,
-        progress: Progress,
+        progress: PromptProgress,
     ) -> None:
         super().__init__(ranks)
         self._config, self._services, self._clock, self._loop, self._run_id = config, services, clock, loop, run_id
@@ -85,15 +85,15 @@ class ServedRollouts(Rollouts):
         self._collector = Collector(config, services, prompter, clock, run_id, self._cursor)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
-        self._fresh_per_step = fresh_groups(config)
+        self._fresh_per_step = config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
         self._total_steps = 1
         self._batches = self._requests = 0
         self._held: set[str] = set()  # groups that were taken and are not acknowledged
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # raised by `next`
 
     @property
-    def progress(self) -> Progress:
-        async def read() -> Progress:
+    def progress(self) -> PromptProgress:
+        async def read() -> PromptProgress:
             return self._cursor.progress
 
         return self._loop.call(read())
@@ -140,11 +140,7 @@ class ServedRollouts(Rollouts):
         try:
             await self._collector.run(groups, slots)
         except BaseExceptionGroup as group:
-            self._fail(group.exceptions[0])
-
-    def _fail(self, error: BaseException) -> None:
-        """Makes `next` raise this error."""
-        self._failure = self._failure or error
+            self._failure = self._failure or group.exceptions[0]
 
     def next(self, step: int) -> list[TrainingGroup]:
         """See `Rollouts`. Raises CollectFailed when collecting stopped, or nothing came for `trainer.wait_timeout_s`."""
@@ -269,15 +265,10 @@ class ServedRollouts(Rollouts):
 
     def _released(self, count: int, served: "Future[None]") -> None:
         if (error := served.exception()) is not None:
-            self._fail(error)
+            self._failure = self._failure or error
             return
         with suppress(RuntimeError):  # the run has ended, and its loop is closed
             self._loop.loop.call_soon_threadsafe(self._collector.free, count)
-
-
-def fresh_groups(config: Config) -> int:
-    """Returns the number of groups in a batch that are generated for it; the others are reused."""
-    return config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
 
 
 def _encode(groups: Sequence[TrainingGroup]) -> bytes:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -278,55 +279,44 @@ class WeightBoard:
                 self._lock.wait(timeout=0.2)
 
 
+@dataclass
 class Publisher:
-    """Writes or broadcasts a version, announces it and waits until every rollout node serves it. One thread at a time.
+    """Writes or broadcasts a version, announces it and waits until every rollout node serves it. One thread at a time."""
 
-    Args:
-        static_files: config and tokenizer files that make a version a complete model directory.
-        timeout_s: for all nodes to confirm.
-        fence: takes a node that did not confirm in time out of traffic.
-        say: prints what the publisher waits for.
-        published: gets the bytes and the seconds of every version.
-        shared: tell the nodes where the files are, for those that see the same disk.
-        broadcaster: sends the tensors; None: versions are written to files.
-    """
-
-    def __init__(
-        self,
-        board: WeightBoard,
-        static_files: list[Path],
-        run_id: str,
-        timeout_s: float,
-        fence: Callable[[WorkerReport], None],
-        say: Callable[[str], None],
-        *,
-        published: Callable[[int, float], None] | None = None,
-        shared: bool = False,
-        broadcaster: "Broadcaster | None" = None,
-    ) -> None:
-        self._board, self._static_files, self.run_id = board, static_files, run_id
-        self._timeout_s, self._fence, self._say = timeout_s, fence, say
-        self._shared, self._broadcaster = shared, broadcaster
-        self._published = published
+    board: WeightBoard
+    static_files: list[Path]
+    """Config and tokenizer files that make a version a complete model directory."""
+    run_id: str
+    timeout_s: float
+    fence: Callable[[WorkerReport], None]
+    """Takes a node that did not confirm within `timeout_s` out of traffic."""
+    say: Callable[[str], None]
+    """Prints what the publisher waits for."""
+    _: KW_ONLY
+    published: Callable[[int, float], None] = lambda size, seconds: None
+    """Gets the bytes and the seconds of every version."""
+    shared: bool = False
+    """Tell the nodes where the files are, for those that see the same disk."""
+    broadcaster: "Broadcaster | None" = None
+    """Sends the tensors; None: versions are written to files."""
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
         begin = time.monotonic()
-        if self._broadcaster is None:
-            manifest = write_version(weights, self._static_files, self._board.directory, self.run_id, version)
-            if self._shared:
-                manifest.directory = str((self._board.directory / version_name(version)).absolute())
-            self._board.announce(manifest)
+        if self.broadcaster is None:
+            manifest = write_version(weights, self.static_files, self.board.directory, self.run_id, version)
+            if self.shared:
+                manifest.directory = str((self.board.directory / version_name(version)).absolute())
+            self.board.announce(manifest)
             size = sum(file.size for file in manifest.files)
         else:
-            manifest, size = self._broadcaster.publish(weights, version)
-        for worker in self._board.wait_confirmed(manifest, self._timeout_s, self._say):
-            self._fence(worker)
-        if self._broadcaster is not None:
-            self._broadcaster.close_if_broken()
+            manifest, size = self.broadcaster.publish(weights, version)
+        for worker in self.board.wait_confirmed(manifest, self.timeout_s, self.say):
+            self.fence(worker)
+        if self.broadcaster is not None:
+            self.broadcaster.close_if_broken()
         seconds = time.monotonic() - begin
-        if self._published:
-            self._published(size, seconds)
+        self.published(size, seconds)
         way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
         rate = size / seconds / 1e6
         level = logging.INFO if seconds >= 1 else logging.DEBUG  # the line of a step has its seconds anyway
