@@ -11,7 +11,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.sections import DataSection
-from services.data.loaders import Split, final_answer, load_split
+from services.data.loaders import Split, load_split
+from services.data.rows import final_answer
 
 GSM8K = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 ROWS: list[dict[str, Any]] = [{"question": f"What is {n} + {n}?", "answer": f"Add.\n#### {2 * n}"} for n in range(40)]

@@ -82,7 +82,7 @@ async def test_one_bad_item_never_harms_the_others(bad: str) -> None:
 
 
 async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.build.FUNCTION_BATCH", 2)
+    monkeypatch.setattr("services.reward.hosts.CALL_ITEMS", 2)
     config = RewardSection(functions=[MOODY], function_timeout_s=0.5)
     async with Scorer(config) as scorer:
         await scorer.ready()

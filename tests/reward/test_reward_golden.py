@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.schemas import RewardItem
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
 from services.reward.exact import parse_number, same_answer
 from services.reward.extract import extract_answer, gold_answer
-from services.reward.limits import MAX_BATCH_ITEMS
 from services.reward.scorer import Scorer
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "rewards.jsonl"

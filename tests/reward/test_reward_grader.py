@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from common.errors import InvalidInput, NotReady, TooLarge
-from common.schemas import RewardItem
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
-from services.reward.limits import MAX_BATCH_ITEMS
 from services.reward.scorer import Scorer
 
 HOSTILE = [
@@ -183,7 +182,7 @@ async def test_too_many_items_are_refused() -> None:
 
 
 async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.grade.MAX_BATCH_ITEMS", 2)
+    monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
     async with Scorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
         await grader.ready()
         busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]

@@ -35,8 +35,7 @@ import numpy as np
 from common import logs
 from common.config import Config
 from common.errors import ServiceError
-from common.schemas import Completion, Group, Prompt
-from services.reward.limits import MAX_BATCH_ITEMS
+from common.schemas import MAX_BATCH_ITEMS, Completion, Group, Prompt
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
 from trainer.rollouts.request_batcher import RequestBatcher
