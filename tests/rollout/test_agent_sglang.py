@@ -20,7 +20,7 @@ from tests.rollout_engines import PLUGIN, SGLANG, expected_logprobs, sglang_is_i
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.transfer import Meeting
+from trainer.weights.transfer import Rendezvous
 
 pytestmark = pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
 ADDRESS = names(1)[f"{TRAINER}-0.{GROUP}"].address
@@ -49,7 +49,7 @@ class Rig:
         static = [file for file in new.iterdir() if file.name != "model.safetensors"]
         common = (self.board, static, "run", 120.0)
         if way == "distributed":
-            self._broadcaster = Broadcaster(*common, Meeting(ADDRESS), bucket_bytes=20_000)
+            self._broadcaster = Broadcaster(*common, Rendezvous(ADDRESS), bucket_bytes=20_000)
         broadcaster = self._broadcaster if way == "distributed" else None
         publisher = Publisher(*common, lambda _: None, print, shared=way == "shared", broadcaster=broadcaster)
         publisher.publish(load_file(new / "model.safetensors").items(), version)

@@ -23,7 +23,7 @@ from tests.rollout_engines import write_model
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.transfer import Meeting
+from trainer.weights.transfer import Rendezvous
 
 pytestmark = pytest.mark.timeout(600)
 PATIENCE_S = 15.0
@@ -52,7 +52,7 @@ class Cluster:
 
         broadcaster, common = None, (self.board, self.static_files, run_id, PATIENCE_S)
         if way == "distributed":
-            broadcaster = Broadcaster(*common, Meeting(ADDRESS), bucket_bytes=20_000)
+            broadcaster = Broadcaster(*common, Rendezvous(ADDRESS), bucket_bytes=20_000)
         return Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
 
     def weights(self) -> dict[str, Tensor]:
