@@ -16,7 +16,7 @@ from torch import Tensor
 from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.weight_group import digest
-from tests.contract.test_contract_control import long_request, version
+from tests.support.engine_calls import long_request, version
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous
 

@@ -18,7 +18,7 @@ from common.errors import ConfigError, NotFound
 from common.observe import Metrics
 from common.schemas import WorkerReport
 from learning.ranks import Ranks
-from tests.trainer.groups import make_group, save, whole
+from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
 from trainer.observe.run_dir import read_lines
 from trainer.policy import checkpoint
