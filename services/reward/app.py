@@ -1,4 +1,4 @@
-"""HTTP API of the reward-server: translates requests to calls of `Scorer`."""
+"""HTTP API of the reward-server: translates requests to calls of `RewardScorer`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from common.sections import RewardSection
 from services.http.app import create_app
 from services.http.disconnect import while_wanted
 from services.reward.functions.base import RewardFunction
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 MAX_REQUESTS = 256
 """Concurrent requests; further ones are answered 503."""
@@ -33,7 +33,7 @@ def create_reward_app(
         ConfigError: a function does not exist or cannot work here.
     """
     metrics = Metrics("reward-server")
-    scorer = Scorer(config, metrics, functions)
+    scorer = RewardScorer(config, metrics, functions)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
-from common.schemas import MAX_BATCH_ITEMS, RewardItem, RewardStatus
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.functions.base import Message, RewardFunction, Score
-from services.reward.pool import WorkerPool
+from services.reward.pool import CallFailed, WorkerPool
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -30,16 +30,8 @@ Check = Callable[[RewardItem, str], object]
 """Raises InvalidInput for an item that the function cannot score; the second argument is the prefix of the field."""
 
 
-class CallFailed(Exception):
-    """A call of a reward function gave no scores."""
-
-    def __init__(self, status: RewardStatus, reason: str) -> None:
-        self.status = status
-        super().__init__(reason)
-
-
 class Host(ABC):
-    """One reward function of the server.
+    """One reward function of the server, which is called with several completions at once.
 
     Args:
         name: name of its component.
@@ -50,11 +42,6 @@ class Host(ABC):
         self.name, self._check = name, check
         self.unfinished = 0
         """Items that wait or are scored now."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why it cannot score now, or None."""
-        return None
 
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
@@ -76,10 +63,6 @@ class Host(ABC):
         finally:
             self.unfinished -= len(items)
 
-    @abstractmethod
-    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Returns the scores of a batch, in order."""
-
     def _check_room(self, waiting: int, count: int) -> None:
         """Raises Overloaded when `count` items are too many beside those that wait."""
         if count and waiting + count > QUEUE_LIMIT:
@@ -89,10 +72,6 @@ class Host(ABC):
                 value=count,
                 remedy="try again later, or raise reward.workers",
             )
-
-
-class CallHost(Host):
-    """A function that is called with several completions at once."""
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         self._check_room(self.unfinished - len(items), len(items))
@@ -113,7 +92,7 @@ class CallHost(Host):
         """Calls the function once. Raises CallFailed."""
 
 
-class ThreadHost(CallHost):
+class ThreadHost(Host):
     """A function in threads of this process: the caller's own objects, and those that limit their own time.
 
     Args:
@@ -141,30 +120,23 @@ class ThreadHost(CallHost):
                 raise CallFailed("error", f"{type(error).__name__}: {error}") from error
 
 
-class ProcessHost(CallHost):
+class ProcessHost(Host):
     """A function in the workers of a pool, which several functions may share.
 
     Args:
         name: name of its component.
         pool: the workers; the owner enters and exits it.
         index: place of the function in the pool's specification.
+        check: checks every item before it is accepted.
     """
 
-    def __init__(self, name: str, pool: WorkerPool, index: int) -> None:
-        super().__init__(name)
-        self._pool, self._index = pool, index
-
-    @property
-    def problem(self) -> str | None:
-        """Why the pool cannot work now, or None."""
-        return self._pool.problem
+    def __init__(self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None) -> None:
+        super().__init__(name, check)
+        self.pool, self._index = pool, index
 
     async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
         message = {"function": self._index, "completions": completions, "columns": columns}
-        answer = await self._pool.call(json.dumps(message).encode())
-        if isinstance(answer, str):
-            raise CallFailed(answer, f"its worker: {answer}")
-        content = json.loads(answer)
+        content = json.loads(await self.pool.call(json.dumps(message).encode()))
         if "error" in content:
             raise CallFailed("error", content["error"])
         return [Score(**score) for score in content["scores"]]

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
+from common.schemas import RewardStatus
 from common.security import TOKEN
 
 log = logging.getLogger(__name__)
-Failure = Literal["timeout", "died"]
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second; on a loaded machine much longer
@@ -27,8 +27,12 @@ _ANSWERS_PER_WORKER = 2000  # then a fresh one: sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
 
 
-class WorkerDied(Exception):
-    """A worker process ended, or could not be started."""
+class CallFailed(Exception):
+    """A call of a reward function gave no scores; `status` is that of its answers."""
+
+    def __init__(self, status: RewardStatus, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class _Worker:
         line = await self.reader.readline()
         self.answered += 1
         if not line.endswith(b"\n"):
-            raise WorkerDied
+            raise ConnectionResetError
         return line[:-1]
 
     def kill(self) -> None:
@@ -121,50 +125,50 @@ class WorkerPool:
         assert self._filling is not None
         await asyncio.shield(self._filling)
 
-    async def call(self, message: bytes) -> bytes | Failure:
-        """Returns the answer of a worker to a line; `timeout` or `died` when there is none.
+    async def call(self, message: bytes) -> bytes:
+        """Returns the answer of a worker to a line. Cancelling the call frees the worker by killing it.
 
-        Cancelling the call frees the worker by killing it.
+        Raises CallFailed with the status `timeout` or `died`.
         """
         self.unfinished += 1
         try:
-            worker = await self._idle.get()
+            idle, kept = await self._idle.get(), None
             try:
-                worker, answer = await self._call_in(worker, message)
-            except BaseException:  # cancelled: the worker was killed
-                self._idle.put_nowait(None)
-                raise
-            self._idle.put_nowait(worker)
-            return answer
+                worker = await self._alive(idle)
+                try:
+                    answer = await self._answer(worker, message)
+                    kept = worker if self.spec.answers is None or worker.answered < self.spec.answers else None
+                    return answer
+                finally:
+                    if kept is None:
+                        worker.kill()
+                        self._on_restart()
+            finally:
+                self._idle.put_nowait(kept)
         finally:
             self.unfinished -= 1
 
-    async def _call_in(self, worker: _Worker | None, message: bytes) -> tuple[_Worker | None, bytes | Failure]:
+    async def _answer(self, worker: _Worker, message: bytes) -> bytes:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await worker.call(message)
+        except TimeoutError:
+            raise CallFailed("timeout", f"no answer within {self.timeout_s} s") from None
+        except (OSError, ValueError):  # ValueError: a line over the limit
+            raise CallFailed("died", "its worker died") from None
+
+    async def _alive(self, worker: _Worker | None) -> _Worker:
+        """Returns an idle worker, or a new one where it has died. Raises CallFailed."""
         if worker is not None and worker.reader.at_eof():  # it died while idle: not the fault of this answer
             worker.writer.close()
             self._on_restart()
             worker = None
         try:
-            worker = worker or await self._spawn()
-        except WorkerDied as error:
+            return worker or await self._spawn()
+        except CallFailed as error:
             log.error("a grader did not start: %s", error)
             await asyncio.sleep(_RETRY_S)
-            return None, "died"
-        keep = False
-        answer: bytes | Failure = "died"
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                answer = await worker.call(message)
-            keep = self.spec.answers is None or worker.answered < self.spec.answers
-        except TimeoutError:
-            answer = "timeout"
-        except (WorkerDied, OSError, ValueError):  # ValueError: a line over the limit
-            answer = "died"
-        finally:
-            if not keep:
-                worker.kill()
-                self._on_restart()
-        return (worker if keep else None), answer
+            raise
 
     async def _fill(self) -> None:
         for _ in range(self.size):
@@ -172,21 +176,21 @@ class WorkerPool:
                 try:
                     self._idle.put_nowait(await self._spawn())
                     break
-                except WorkerDied as error:
+                except CallFailed as error:
                     self.problem = f"the graders do not start: {error}"
                     log.error("%s", self.problem)
                     await asyncio.sleep(_RETRY_S)
         self.problem = None
 
     async def _spawn(self) -> _Worker:
-        """Starts a worker and waits until it is ready. Raises WorkerDied."""
+        """Starts a worker and waits until it is ready. Raises CallFailed."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._started(), [b"w"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise WorkerDied(f"the process that forks graders is gone: {error}") from None
+                raise CallFailed("died", f"the process that forks graders is gone: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
         line = b""
         try:
@@ -195,8 +199,8 @@ class WorkerPool:
             return _Worker(reader, writer, int(line))
         except (TimeoutError, ValueError, OSError):
             writer.close()
-            reason = line.decode("utf-8", "replace").strip()
-            raise WorkerDied(reason or "the process that forks graders did not answer; see its messages above") from None
+            reason = line.decode("utf-8", "replace").strip() or "the process that forks graders did not answer; see its log"
+            raise CallFailed("died", reason) from None
         except BaseException:
             writer.close()
             raise

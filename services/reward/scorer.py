@@ -1,27 +1,37 @@
 """Scores answers with the functions that the configuration or the caller names. Knows nothing of HTTP."""
 
 import asyncio
+import json
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
-from common.errors import InvalidInput, TooLarge
+from common.errors import ConfigError, InvalidInput, TooLarge
 from common.observe import Metrics
 from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from common.sections import RewardSection
-from services.reward.build import build_hosts
+from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
-from services.reward.hosts import QUEUE_LIMIT, Host, ThreadHost
-from services.reward.pool import WorkerPool
+from services.reward.functions.judge import DEFAULT_RUBRIC, JudgeRewardFunction
+from services.reward.functions.programs import CodeRewardFunction
+from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
+from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
+from services.reward.pool import WorkerPool, WorkerSpec
+from services.reward.sandbox.cases import parse_cases
+
+_CHECK_S = 300.0
+_CONCURRENT_CALLS = 64  # threads that wait for slots of the sandbox, or for an endpoint
+_MODEL_START_S = 1800.0  # a large model is downloaded first
+_MODEL_CALL_S = 120.0
+_CALLS = "services.reward.functions.base"
 
 
-class Scorer:
-    """Scores items with the reward functions of their tasks.
-
-    An async context manager: it owns the worker processes.
+class RewardScorer:
+    """Scores items with the reward functions of their tasks. An async context manager: it owns the worker processes.
 
     Args:
         config: names the functions of each task, and has their settings.
@@ -45,18 +55,45 @@ class Scorer:
         metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(QUEUE_LIMIT)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
-        self._hosts: dict[str, Host]
+        self._hosts: dict[str, Host] = {}
         self._pools: list[WorkerPool] = []
         if functions is None:
-            self._hosts, self._pools = build_hosts(config, self._on_restart)
+            self._build_hosts()
+            check_names([host.name for host in self._hosts.values()])
+            self._tasks, self._default = config.tasks, config.functions
         else:
-            check_names([function.name for function in functions])
-            timeout_s, calls = config.function_timeout_s, config.workers
-            self._hosts = {function.name: ThreadHost(function, timeout_s, calls) for function in functions}
-        self._tasks = config.tasks if functions is None else {}
-        self._default = list(self._hosts) if functions is not None else config.functions
+            check_names([f.name for f in functions])
+            self._hosts = {f.name: ThreadHost(f, config.function_timeout_s, config.workers) for f in functions}
+            self._tasks, self._default = {}, list(self._hosts)
         self._weights = {host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()}
         self._exits = AsyncExitStack()
+
+    def _build_hosts(self) -> None:
+        """Makes a host for every function that any task uses, by its name in the configuration, and the pools they share."""
+        config = self.config
+        plain: dict[str, dict[str, Any]] = {}
+        for name in config.function_names():
+            if name == "math":
+                math = MathHost(config, self._on_restart)
+                self._pools.append(math.pool)
+                self._hosts[name] = math
+            elif name == "code":
+                self._hosts[name] = ThreadHost(_code(config), None, _CONCURRENT_CALLS, _check_cases)
+            elif name == "judge":
+                self._hosts[name] = ThreadHost(_judge(config), None, _CONCURRENT_CALLS)
+            elif name == "reward_model":  # a process of its own: the server never loads torch
+                arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
+                model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
+                spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)
+                self._pools.append(WorkerPool(spec, 1, _MODEL_CALL_S, self._on_restart, _MODEL_START_S))
+                self._hosts[name] = ProcessHost(name, self._pools[-1])
+            else:
+                plain[name] = _built_in(name, config) or _custom(name)
+        if plain:
+            spec = WorkerSpec(_CALLS, {"functions": list(plain.values())})
+            self._pools.append(WorkerPool(spec, config.workers, config.function_timeout_s, self._on_restart))
+            for index, (name, function) in enumerate(plain.items()):
+                self._hosts[name] = ProcessHost(function["name"], self._pools[-1], index)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
@@ -70,8 +107,8 @@ class Scorer:
         await self._exits.aclose()
 
     def not_ready(self) -> str | None:
-        """Why answers cannot be scored now, or None."""
-        return next((host.problem for host in self._hosts.values() if host.problem), None)
+        """Returns why answers cannot be scored now, or None."""
+        return next((pool.problem for pool in self._pools if pool.problem), None)
 
     async def ready(self) -> None:
         """Returns when every worker has started. `score` may be called before: it waits for them where it needs them."""
@@ -91,7 +128,7 @@ class Scorer:
 
     def check(self, item: RewardItem, where: str = "") -> None:
         """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix `where`."""
-        for host in self._of(item, where):
+        for host in self._hosts_of(item, where):
             host.check(item, where)
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -109,7 +146,7 @@ class Scorer:
         wanted: dict[str, list[int]] = {}
         for i, item in enumerate(items):
             where = f"items[{i}]."
-            for host in self._of(item, where):
+            for host in self._hosts_of(item, where):
                 host.check(item, where)
                 wanted.setdefault(host.name, []).append(i)
         hosts = {host.name: host for host in self._hosts.values()}
@@ -138,8 +175,8 @@ class Scorer:
             results=results,
         )
 
-    def _of(self, item: RewardItem, where: str) -> list[Host]:
-        """Returns the functions of an item's task."""
+    def _hosts_of(self, item: RewardItem, where: str) -> list[Host]:
+        """Returns the hosts of the functions of an item's task."""
         if not item.task or not self._tasks:
             return [self._hosts[name] for name in self._default]
         if item.task not in self._tasks:
@@ -170,3 +207,67 @@ class Scorer:
     def _on_restart(self) -> None:
         self._restarted += 1
         self._restarts.inc()
+
+
+def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
+    """Returns the specification of a built-in function over the text; None for another name."""
+    known: dict[str, tuple[Callable[..., RewardFunction], dict[str, Any]]] = {
+        "format": (
+            FormatRewardFunction,
+            {"required_patterns": config.format_required, "forbidden_patterns": config.format_forbidden},
+        ),
+        "length": (LengthPenaltyFunction, {"soft_chars": config.length_soft_chars, "hard_chars": config.length_hard_chars}),
+        "repetition": (RepetitionPenaltyFunction, {}),
+    }
+    if name not in known:
+        return None
+    function, arguments = known[name]
+    function(**arguments)  # refuses wrong arguments here, before a worker does
+    return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
+
+
+def _code(config: RewardSection) -> CodeRewardFunction:
+    return CodeRewardFunction(
+        config.code_timeout_s,
+        config.code_partial_credit,
+        slots=config.code_slots,
+        memory_mb=config.code_memory_mb,
+        python=config.code_python,
+        sandbox=config.code_sandbox,
+    )
+
+
+def _check_cases(item: RewardItem, where: str) -> None:
+    parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+
+
+def _judge(config: RewardSection) -> JudgeRewardFunction:
+    return JudgeRewardFunction(
+        config.judge_url,
+        config.judge_model,
+        config.judge_rubric or DEFAULT_RUBRIC,
+        timeout_s=config.judge_timeout_s,
+        concurrency=config.judge_concurrency,
+        max_tokens=config.judge_max_tokens,
+    )
+
+
+def _custom(path: str) -> dict[str, Any]:
+    """Returns the specification of a user's function, which a separate process has made once to check it and get its name."""
+    spec: dict[str, Any] = {"target": path, "arguments": {}}
+    command = WorkerSpec(_CALLS, {"functions": [spec]}).command(check=True)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
+        output = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"the reward function was not made within {_CHECK_S:.0f} s", field="reward.functions", value=path
+        ) from None
+    if done.returncode != 0:
+        raise ConfigError(
+            output or "the process that tried the reward function died",
+            field="reward.functions",
+            value=path,
+            remedy="package.module:Class of a RewardFunction that needs no arguments",
+        )
+    return spec | {"name": json.loads(output)[0]}

@@ -5,9 +5,10 @@ import json
 import logging
 import os
 import queue
-import select
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,17 +18,16 @@ from typing import Literal
 from services.reward.sandbox.cases import Case, CaseResult
 from services.reward.sandbox.command import (
     VARIANTS,
-    Python,
+    Interpreter,
     Variant,
+    base_filter,
     bwrap_command,
-    counts_per_namespace,
     find_bwrap,
     inside_command,
     interpreters,
-    slot_user,
+    threads_only_filter,
     unavailable,
 )
-from services.reward.sandbox.filters import base_filter, threads_only_filter
 from services.reward.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ _TOTAL_TIMEOUTS = 5
 """Time for all cases of a program, as a multiple of the time-out of one."""
 _THREADS = 64
 _STDERR_BYTES = 4096
+_FIRST_UID = 60_600
+"""User of the first slot when the server runs as root, in a range that no distribution assigns."""
 
 
 class SandboxFault(Exception):
@@ -78,7 +80,7 @@ class Sandbox:
         for slot in range(slots):
             self._slots.put(slot)
         self._filter, self._bwrap, self._variant = b"", "", VARIANTS[0]
-        self._threads = _THREADS if kind == "bubblewrap" and (os.geteuid() == 0 or counts_per_namespace()) else None
+        self._threads = _THREADS if kind == "bubblewrap" and (os.geteuid() == 0 or _counts_per_namespace()) else None
         if kind == "none":
             self._python = interpreters(python)[0]
             log.warning("programs run WITHOUT a sandbox, as this user: reward.code_sandbox is none")
@@ -113,26 +115,24 @@ class Sandbox:
 
     def _run_in(self, slot: int, source: str, cases: Sequence[Case], stop_at_failure: bool) -> list[CaseResult]:
         results: list[CaseResult] = []
-        total = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
-        with self._process(slot, self._python, self._variant) as process:
-            longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
-            lines = _Lines(process, longest, time.monotonic() + _START_S)
-            if lines.next() != b"ready":
+        total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
+        longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
+        with self._process(slot, _START_S + total_s + _SLACK_S) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            if process.stdout.readline(longest) != b"ready\n":
                 raise SandboxFault(f"it did not start: {_stderr(process)}")
-            lines.deadline = time.monotonic() + _START_S + total + _SLACK_S
-            lines.send(self._job(source, cases, total))
-            line: bytes | None = b""
-            while len(results) < len(cases):
-                line = lines.next()
-                if line is None:
-                    break
+            process.stdin.write(self._job(source, cases, total_s))
+            process.stdin.flush()
+            while len(results) < len(cases) and (line := process.stdout.readline(longest)):
+                if not line.endswith(b"\n"):
+                    raise SandboxFault("it wrote too much, or was ended while it wrote")
                 results.append(cases[len(results)].verdict(json.loads(line)))
                 if stop_at_failure and results[-1].status != "passed":
                     break
-            if line is None and lines.late:
-                raise SandboxFault(f"it did not end in time: {_stderr(process)}")
-            if line is None and (status := _exit_status(process)) != 0:
-                raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
+            else:
+                if len(results) < len(cases) and (status := process.wait()) != 0:
+                    raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
         return results + [CaseResult("skipped")] * (len(cases) - len(results))
 
     def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
@@ -149,18 +149,21 @@ class Sandbox:
         return json.dumps(job).encode() + b"\n"
 
     @contextmanager
-    def _process(self, slot: int, python: Python, variant: Variant) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts a sandbox; at the end everything in it is dead and its pipes are closed."""
-        with _readable(self._filter) as filter_fd:
-            inside = self.kind == "none"
-            command = inside_command(python) if inside else bwrap_command(self._bwrap, python, variant, filter_fd)
-            user = None if inside else slot_user(slot)
+    def _process(self, slot: int, limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
+        """Starts a sandbox and kills it after `limit_s`; at the end everything in it is dead and its pipes are closed."""
+        user = None
+        if self.kind == "bubblewrap" and os.geteuid() == 0:
+            user = _FIRST_UID + slot  # the kernel exempts root from its limit of processes, and counts them per user
+        filter_fd, writer = os.pipe()
+        with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as into:
+            into.write(self._filter)  # less than a pipe holds
+            bare = self.kind == "none"
             process = subprocess.Popen(
-                command,
+                inside_command(self._python) if bare else bwrap_command(self._bwrap, self._python, self._variant, filter_fd),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=() if inside else (filter_fd,),
+                pass_fds=() if bare else (filter_fd,),
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # not this process's: programs may read /proc/1/environ
                 cwd="/",
                 process_group=0,
@@ -168,17 +171,27 @@ class Sandbox:
                 group=user,
                 extra_groups=None if user is None else [],
             )
-        try:
-            yield process
-        finally:
-            _end(process)
+        timer = threading.Timer(limit_s, _kill, (process,))
+        timer.daemon = True
+        timer.start()
+        with process:
+            try:
+                yield process
+            finally:
+                with suppress(OSError):
+                    process.stdin.close()  # type: ignore[union-attr]  # ends the sandbox
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                timer.cancel()
+                _kill(process)
 
-    def _tested(self, candidates: Sequence[Python]) -> tuple[Python, Variant]:
+    def _tested(self, candidates: Sequence[Interpreter]) -> tuple[Interpreter, Variant]:
         """Returns the first interpreter and variant in which all probes pass. Raises ConfigError."""
         problems = []
         for python in candidates:
             for variant in VARIANTS:
-                problem = self._problem(python, variant)
+                self._python, self._variant = python, variant
+                problem = self._problem()
                 if problem is None:
                     return python, variant
                 problems.append(f"{python.executable}: {problem}")
@@ -189,8 +202,7 @@ class Sandbox:
             "reward.code_python; or, only for code that you trust, set reward.code_sandbox none",
         )
 
-    def _problem(self, python: Python, variant: Variant) -> str | None:
-        self._python, self._variant = python, variant
+    def _problem(self) -> str | None:
         try:
             results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, False)
         except (SandboxFault, OSError, ValueError) as error:
@@ -199,92 +211,19 @@ class Sandbox:
         return f"not contained: {', '.join(failed)}" if failed else None
 
 
-class _Lines:
-    """Lines of a sandbox's output, until a deadline. `late` distinguishes the deadline from the end."""
-
-    def __init__(self, process: subprocess.Popen[bytes], limit: int, deadline: float) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._into, self._out, self._limit = process.stdin.fileno(), process.stdout.fileno(), limit
-        self._rest = bytearray()
-        self.deadline, self.late = deadline, False
-        os.set_blocking(self._into, False)
-
-    def send(self, content: bytes) -> None:
-        """Writes to the sandbox. Raises SandboxFault when it does not read."""
-        left = memoryview(content)
-        while left:
-            if not self._wait(self._into, select.POLLOUT):
-                raise SandboxFault("it does not read its job")
-            try:
-                left = left[os.write(self._into, left[: 1 << 16]) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise SandboxFault("it ended before it read its job") from None
-
-    def next(self) -> bytes | None:
-        """Returns the next line, or None at the end. Raises SandboxFault for a line over the limit."""
-        while (end := self._rest.find(b"\n")) < 0:
-            if len(self._rest) > self._limit:
-                raise SandboxFault("it wrote too much")
-            if not self._wait(self._out, select.POLLIN):
-                self.late = True
-                return None
-            data = os.read(self._out, 1 << 16)
-            if not data:
-                return None
-            self._rest += data
-        line = bytes(self._rest[:end])
-        del self._rest[: end + 1]
-        return line
-
-    def _wait(self, fd: int, event: int) -> bool:
-        poll = select.poll()
-        poll.register(fd, event)
-        return bool(poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000))
-
-
-@contextmanager
-def _readable(content: bytes) -> Iterator[int]:
-    """Opens a descriptor from which `content` (less than a pipe holds) can be read once."""
-    reader, writer = os.pipe()
-    try:
-        os.write(writer, content)
-    finally:
-        os.close(writer)
-    try:
-        yield reader
-    finally:
-        os.close(reader)
-
-
-def _exit_status(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        return -1
+def _counts_per_namespace() -> bool:
+    """Returns whether the kernel counts a user's processes separately in every user namespace (Linux 5.14)."""
+    return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
 
 
 def _stderr(process: subprocess.Popen[bytes]) -> str:
     """Returns the beginning of its standard error."""
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
-    with suppress(OSError):
-        return (process.stderr.read(_STDERR_BYTES) or b"").decode("utf-8", "replace").strip() or "no message"
-    return "no message"
+    return (process.stderr.read(_STDERR_BYTES) or b"").decode("utf-8", "replace").strip() or "no message"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a sandbox by closing its standard input, and kills it when it does not end."""
-    pipes = [pipe for pipe in (process.stdin, process.stdout, process.stderr) if pipe is not None]
-    with suppress(OSError):
-        pipes[0].close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for pipe in pipes[1:]:
-        pipe.close()
