@@ -22,7 +22,6 @@ class RewardModelFunction(DetailedRewardFunction):
         device: `auto` is a GPU where there is one.
         dtype: `auto` is bfloat16 on a GPU and float32 on a CPU.
         max_tokens: longest chat.
-        trust_remote_code: run Python code that comes with the model.
 
     Raises:
         ConfigError: the model cannot be loaded, or has more than two outputs.
@@ -38,7 +37,6 @@ class RewardModelFunction(DetailedRewardFunction):
         device: Device = "auto",
         dtype: Precision = "auto",
         max_tokens: int = 4096,
-        trust_remote_code: bool = False,
     ) -> None:
         try:
             import torch
@@ -53,11 +51,11 @@ class RewardModelFunction(DetailedRewardFunction):
         self._torch = torch
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         precision = ("bfloat16" if self._device == "cuda" else "float32") if dtype == "auto" else dtype
-        options = {"trust_remote_code": trust_remote_code}
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model, **options)
-            options |= {"use_safetensors": True}
-            loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=getattr(torch, precision), **options)
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                model, dtype=getattr(torch, precision), use_safetensors=True
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the reward model cannot be loaded: {error}",

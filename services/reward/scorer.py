@@ -78,9 +78,25 @@ class RewardScorer:
                 self._pools.append(math.pool)
                 self._hosts[name] = math
             elif name == "code":
-                self._hosts[name] = ThreadHost(_code(config), None, _CONCURRENT_CALLS, _check_cases)
+                code = CodeRewardFunction(
+                    config.code_timeout_s,
+                    config.code_partial_credit,
+                    slots=config.code_slots,
+                    memory_mb=config.code_memory_mb,
+                    python=config.code_python,
+                    sandbox=config.code_sandbox,
+                )
+                self._hosts[name] = ThreadHost(code, None, _CONCURRENT_CALLS, _check_cases)
             elif name == "judge":
-                self._hosts[name] = ThreadHost(_judge(config), None, _CONCURRENT_CALLS)
+                judge = JudgeRewardFunction(
+                    config.judge_url,
+                    config.judge_model,
+                    config.judge_rubric or DEFAULT_RUBRIC,
+                    timeout_s=config.judge_timeout_s,
+                    concurrency=config.judge_concurrency,
+                    max_tokens=config.judge_max_tokens,
+                )
+                self._hosts[name] = ThreadHost(judge, None, _CONCURRENT_CALLS)
             elif name == "reward_model":  # a process of its own: the server never loads torch
                 arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
                 model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
@@ -226,30 +242,8 @@ def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
     return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
 
 
-def _code(config: RewardSection) -> CodeRewardFunction:
-    return CodeRewardFunction(
-        config.code_timeout_s,
-        config.code_partial_credit,
-        slots=config.code_slots,
-        memory_mb=config.code_memory_mb,
-        python=config.code_python,
-        sandbox=config.code_sandbox,
-    )
-
-
 def _check_cases(item: RewardItem, where: str) -> None:
     parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
-
-
-def _judge(config: RewardSection) -> JudgeRewardFunction:
-    return JudgeRewardFunction(
-        config.judge_url,
-        config.judge_model,
-        config.judge_rubric or DEFAULT_RUBRIC,
-        timeout_s=config.judge_timeout_s,
-        concurrency=config.judge_concurrency,
-        max_tokens=config.judge_max_tokens,
-    )
 
 
 def _custom(path: str) -> dict[str, Any]:
@@ -259,15 +253,10 @@ def _custom(path: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
         output = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
+        if done.returncode == 0:
+            return spec | {"name": json.loads(output)[0]}
+        problem = output or "the process that tried the reward function died"
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"the reward function was not made within {_CHECK_S:.0f} s", field="reward.functions", value=path
-        ) from None
-    if done.returncode != 0:
-        raise ConfigError(
-            output or "the process that tried the reward function died",
-            field="reward.functions",
-            value=path,
-            remedy="package.module:Class of a RewardFunction that needs no arguments",
-        )
-    return spec | {"name": json.loads(output)[0]}
+        problem = f"the reward function was not made within {_CHECK_S:.0f} s"
+    remedy = "package.module:Class of a RewardFunction that needs no arguments"
+    raise ConfigError(problem, field="reward.functions", value=path, remedy=remedy)

@@ -16,29 +16,23 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 Make = Callable[[], Callable[[str], str]]
 """Makes the handler of a worker; called in the worker."""
 
 
 def _prepared(spec: dict[str, Any]) -> Make:
-    """Returns the result of the module's `prepare`; where it raises, a function that raises the reason in every worker."""
     sys.path[:] = spec["path"]
     os.environ.setdefault("TQDM_DISABLE", "1")  # a model that a function loads must not draw bars into the log
-    try:
-        importlib.import_module("common.logs").to_stderr("reward-server")
-        module = importlib.import_module(spec["module"])
-        make: Make = module.prepare(spec["arguments"])
-    except Exception as error:
-        logging.exception("the workers cannot be prepared")
-        reason = _reason(error)
-
-        def refuse() -> Callable[[str], str]:
-            raise RuntimeError(reason)
-
-        return refuse
+    importlib.import_module("common.logs").to_stderr("reward-server")
+    make: Make = importlib.import_module(spec["module"]).prepare(spec["arguments"])
     return make
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise RuntimeError(reason)
 
 
 def _reason(error: Exception) -> str:
@@ -96,7 +90,11 @@ def _reap(flags: int) -> None:
 def serve(spec: dict[str, Any]) -> None:
     """Forks workers until standard input ends, then ends them all."""
     control = socket.socket(fileno=0)
-    make = _prepared(spec)
+    try:
+        make = _prepared(spec)
+    except Exception as error:
+        logging.exception("the workers cannot be prepared")
+        make = partial(_refuse, _reason(error))  # every worker reports it to the server
     gc.freeze()
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 1, 1)

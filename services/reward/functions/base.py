@@ -99,6 +99,13 @@ def text_of(completion: Sequence[Message]) -> str:
     return "".join(message["content"] for message in completion if message.get("role", "assistant") == "assistant")
 
 
+def check_positive(**arguments: float) -> None:
+    """Raises ConfigError naming the first argument that is not above 0."""
+    for name, value in arguments.items():
+        if value <= 0:
+            raise ConfigError(f"{name} is not above 0", field=name, value=value, remedy="raise it")
+
+
 def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list[Any]:
     """Returns a column that a function needs. Raises InvalidInput when it is absent or has another length."""
     values = kwargs.get(name)

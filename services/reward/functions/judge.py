@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from common.errors import ConfigError, shorten
-from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
+from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 
 log = logging.getLogger(__name__)
 API_KEY = "JUDGE_API_KEY"
@@ -83,10 +83,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
                 value=f"{url!r}, {model!r}",
                 remedy="for example http://127.0.0.1:8000/v1",
             )
-        limits = {"scale": scale, "timeout_s": timeout_s, "concurrency": concurrency, "max_tokens": max_tokens}
-        for field, value in limits.items():
-            if value <= 0:
-                raise ConfigError(f"judge: {field} is not above 0", field=f"judge_{field}", value=value, remedy="raise it")
+        check_positive(judge_scale=scale, judge_timeout_s=timeout_s, judge_concurrency=concurrency, judge_max_tokens=max_tokens)
         self._url, self._model, self._scale = f"{url.rstrip('/')}/chat/completions", model, scale
         self._system = f"{rubric}\n\n{_FORMAT.format(f'{scale:g}')}"
         self._timeout_s, self._retries, self._max_tokens = timeout_s, max(0, retries), max_tokens

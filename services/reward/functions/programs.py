@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from common.errors import ConfigError
 from services.reward.extract import without_thoughts
-from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
+from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 from services.reward.sandbox.cases import Case, CaseResult, parse_cases
 from services.reward.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKind
 
@@ -54,9 +53,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         sandbox: SandboxKind = "bubblewrap",
     ) -> None:
         slots = slots or os.cpu_count() or 1
-        for field, value in (("timeout", timeout), ("slots", slots), ("memory_mb", memory_mb), ("output_kb", output_kb)):
-            if value <= 0:
-                raise ConfigError(f"{field} is not above 0", field=field, value=value, remedy="raise it")
+        check_positive(timeout=timeout, slots=slots, memory_mb=memory_mb, output_kb=output_kb)
         self.partial_credit = partial_credit
         self._sandbox = Sandbox(Limits(timeout, memory_mb, output_kb), slots, sandbox, python)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
@@ -91,16 +88,15 @@ def extract_program(response: str) -> str | None:
     Thoughts do not count. A block that is never closed (a truncated response) counts only when there is no closed one.
     """
     text = without_thoughts(response)
-    found = unclosed = None
+    source: str | None = None
     opening: re.Match[str] | None = None
     for match in _FENCE.finditer(text):
         if opening is None:
             opening = match
         elif match.group(1).startswith(opening.group(1)) and not match.group(2):
             if opening.group(2).lower() in _LANGUAGES:
-                found = text[opening.end() + 1 : match.start()]
+                source = text[opening.end() + 1 : match.start()]
             opening = None
-    if opening is not None and opening.group(2).lower() in _LANGUAGES:
-        unclosed = text[opening.end() + 1 :]
-    source = unclosed if found is None else found
+    if source is None and opening is not None and opening.group(2).lower() in _LANGUAGES:
+        source = text[opening.end() + 1 :]
     return source if source is not None and source.strip() and len(source) <= MAX_SOURCE_CHARS else None

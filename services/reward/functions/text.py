@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
-from services.reward.functions.base import Message, RewardFunction, text_of
+from services.reward.functions.base import Message, RewardFunction, check_positive, text_of
 
 THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
 """Required pattern: thoughts between tags, then an answer. It never backtracks, so long thoughts take no time."""
@@ -37,9 +37,7 @@ class FormatRewardFunction(RewardFunction):
         return [float(self._fits(text_of(completion))) for completion in completions]
 
     def _fits(self, text: str) -> bool:
-        return all(pattern.search(text) for pattern in self._required) and not any(
-            pattern.search(text) for pattern in self._forbidden
-        )
+        return all(p.search(text) for p in self._required) and not any(p.search(text) for p in self._forbidden)
 
 
 class LengthPenaltyFunction(RewardFunction):
@@ -67,14 +65,13 @@ class LengthPenaltyFunction(RewardFunction):
 class RepetitionPenaltyFunction(RewardFunction):
     """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
 
-    Raises ConfigError when `ngram` is below 1.
+    Raises ConfigError when `ngram` is not above 0.
     """
 
     name = "repetition"
 
     def __init__(self, ngram: int = 20) -> None:
-        if ngram < 1:
-            raise ConfigError("an n-gram has at least one word", field="ngram", value=ngram, remedy="raise it")
+        check_positive(ngram=ngram)
         self._ngram = ngram
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:

@@ -4,6 +4,7 @@ import ast
 import base64
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -141,26 +142,23 @@ def _value(text: str) -> Any:
 
 
 def _decoded(tagged: Any) -> Any:
-    kind = tagged[0]
-    if kind == "none":
-        return None
-    content = tagged[-1]
-    if kind == "int":
-        return int(content, 16)
-    if kind in ("bool", "str"):
-        return content
-    if kind == "float":
-        return float(content)
-    if kind == "complex":
-        return complex(float(content[0]), float(content[1]))
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind in ("list", "tuple", "set", "frozenset"):
-        maker = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-        return maker(_decoded(item) for item in content)
+    kind, content = tagged
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](_decoded(item) for item in content)
     if kind == "dict":
         return {_decoded(key): _decoded(value) for key, value in content}
-    return _Opaque() if kind == "other" else _FORGED
+    return _DECODERS[kind](content)
+
+
+_COLLECTIONS: dict[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "literal": lambda content: content,  # None, a bool or a str
+    "int": lambda content: int(content, 16),
+    "float": float,
+    "complex": lambda content: complex(*map(float, content)),
+    "bytes": base64.b64decode,
+    "other": lambda _: _Opaque(),
+}
 
 
 def _close(value: Any, expected: Any) -> bool:

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import ctypes
 import gc
-import io
 import json
 import operator
 import os
@@ -24,7 +23,7 @@ import time
 import types
 from typing import Any, NoReturn
 
-Job = Any  # decoded JSON
+Json = Any
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 38, 22, 2
 _CHUNK = 1 << 16
 _MAX_DEPTH = 100
@@ -48,7 +47,7 @@ def _forbid_processes(program: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog))
 
 
-def _limit(job: Job) -> None:
+def _limit(job: Json) -> None:
     for name, value in (
         ("RLIMIT_AS", job["memory_bytes"]),
         ("RLIMIT_CPU", int(job["timeout_s"]) + 2),
@@ -74,9 +73,9 @@ def _encoded(value: Any, depth: int = 0) -> list[Any]:
     if depth > _MAX_DEPTH:
         raise RecursionError("the result is nested too deeply")
     if value is None or value is Ellipsis:
-        return ["none"]
+        return ["literal", None]
     if isinstance(value, bool):
-        return ["bool", bool(value)]
+        return ["literal", value]
     if isinstance(value, int):
         return ["int", hex(value)]
     if isinstance(value, float):
@@ -84,7 +83,7 @@ def _encoded(value: Any, depth: int = 0) -> list[Any]:
     if isinstance(value, complex):
         return ["complex", [float.__repr__(value.real), float.__repr__(value.imag)]]
     if isinstance(value, str):
-        return ["str", str.__str__(value)]
+        return ["literal", str.__str__(value)]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", base64.b64encode(value).decode()]
     for kind in (list, tuple, set, frozenset):
@@ -108,7 +107,7 @@ def _callee(expression: str, namespace: dict[str, Any]) -> Any:
     return eval(expression, namespace)  # noqa: S307 - this is the sandbox
 
 
-def _outcome(job: Job, case: Job, module: types.ModuleType, token: str) -> dict[str, Any]:
+def _outcome(job: Json, case: Json, module: types.ModuleType, token: str) -> dict[str, Any]:
     """Runs a case, in its own process, and returns a dictionary for the result pipe."""
     kind = case["kind"]
     module.__name__ = module.__dict__["__name__"] = "__main__" if kind == "stdin" else "solution"
@@ -132,7 +131,7 @@ def _outcome(job: Job, case: Job, module: types.ModuleType, token: str) -> dict[
     return {"status": "done", "token": token}
 
 
-def _child(job: Job, case: Job, pipes: tuple[int, int, int], token: str) -> NoReturn:
+def _child(job: Json, case: Json, pipes: tuple[int, int, int], token: str) -> NoReturn:
     """Turns into the process of one case; never returns."""
     read_in, write_out, write_result = pipes
     os.dup2(read_in, 0)
@@ -140,31 +139,26 @@ def _child(job: Job, case: Job, pipes: tuple[int, int, int], token: str) -> NoRe
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(write_result, 3)
     os.closerange(4, 256)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r")), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8", errors="surrogateescape")
-    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "w")), encoding="utf-8", errors="replace")
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, f"__{name}__", getattr(sys, name))
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     sys.argv = ["program"]
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
         signal.signal(sig, signal.SIG_DFL)
     _limit(job)
     if job["filter"]:
         _forbid_processes(base64.b64decode(job["filter"]))
-    exit_now, write, dumps, done = os._exit, os.write, json.dumps, False
+    exit_now, write, dumps = os._exit, os.write, json.dumps  # a program may replace them
     try:
         outcome = _outcome(job, case, types.ModuleType("solution"), token)
         sys.stdout.flush()
-        done = True
     except MemoryError:
         outcome = {"status": "memory", "detail": "MemoryError"}
     except BaseException as error:
         outcome = {"status": "error", "detail": type(error).__name__}
         with contextlib.suppress(BaseException):  # the program defines its text
             outcome["detail"] = f"{type(error).__name__}: {error}"[:200]
-    if not done:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
     try:
         content = dumps(outcome).encode()
     except BaseException:
@@ -174,8 +168,8 @@ def _child(job: Job, case: Job, pipes: tuple[int, int, int], token: str) -> NoRe
     exit_now(0)
 
 
-def _exchange(pid: int, case: Job, pipes: tuple[int, int, int], limit: int, deadline: float) -> tuple[str | None, bytes, bytes]:
-    """Feeds and drains a case's process until its pipes end: (status or None, output, result)."""
+def _exchange(pid: int, case: Json, pipes: tuple[int, ...], limit: int, deadline: float) -> tuple[str | None, bytes, bytes]:
+    """Feeds and drains a case's process until its pipes end, and returns its status or None, its output and its result."""
     write_in, read_out, read_result = pipes
     given = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
     got = {read_out: bytearray(), read_result: bytearray()}
@@ -221,7 +215,7 @@ def _exchange(pid: int, case: Job, pipes: tuple[int, int, int], limit: int, dead
     return status, bytes(got[read_out]), bytes(got[read_result])
 
 
-def _run_case(job: Job, case: Job, deadline: float) -> dict[str, Any]:
+def _run_case(job: Json, case: Json, deadline: float) -> dict[str, Any]:
     """Runs one case and returns its result."""
     token = base64.b64encode(os.urandom(18)).decode()
     (read_in, write_in), (read_out, write_out), (read_result, write_result) = os.pipe(), os.pipe(), os.pipe()
