@@ -143,7 +143,7 @@ class Client:
                 if not self._is_passing(response):
                     raise self._error(response)
                 reason = f"HTTP {response.status_code}: {_said(response)}"
-                asked_s = _retry_after_s(response)
+                asked_s = retry_after_s(response)
             now = time.monotonic()
             if now - max(start, self._said) > _SAY_EVERY_S:  # one line, however many calls wait
                 log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
@@ -214,7 +214,7 @@ def _said(response: httpx.Response) -> str:
         return shorten(response.text)
 
 
-def _retry_after_s(response: httpx.Response) -> float:
+def retry_after_s(response: httpx.Response) -> float:
     """Seconds that the service wants to be left alone; 0 when it does not say, or says a date."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0

@@ -42,12 +42,8 @@ class RewardModelFunction(DetailedRewardFunction):
             import torch
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
         except ImportError as error:
-            raise ConfigError(
-                f"a reward model needs torch and transformers: {error}",
-                field="reward.functions",
-                value="reward_model",
-                remedy="pip install 'rlhf-math[trainer]'",
-            ) from None
+            problem, remedy = f"a reward model needs torch and transformers: {error}", "pip install 'rlhf-math[trainer]'"
+            raise ConfigError(problem, field="reward.functions", value="reward_model", remedy=remedy) from None
         self._torch = torch
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         precision = ("bfloat16" if self._device == "cuda" else "float32") if dtype == "auto" else dtype
@@ -57,19 +53,13 @@ class RewardModelFunction(DetailedRewardFunction):
                 model, dtype=getattr(torch, precision), use_safetensors=True
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the reward model cannot be loaded: {error}",
-                field="reward.reward_model_name",
-                value=model,
-                remedy="a sequence-classification model on the hub (HF_TOKEN for a gated one) or a directory of one",
-            ) from None
+            problem = f"the reward model cannot be loaded: {error}"
+            remedy = "a sequence-classification model on the hub (HF_TOKEN for a gated one) or a directory of one"
+            raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy) from None
         if loaded.config.num_labels > 2:
-            raise ConfigError(
-                f"a model with {loaded.config.num_labels} classes does not score",
-                field="reward.reward_model_name",
-                value=model,
-                remedy="one with a single output, or with two classes",
-            )
+            problem = f"a model with {loaded.config.num_labels} classes does not score"
+            remedy = "one with a single output, or with two classes"
+            raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if loaded.config.pad_token_id is None:  # by it the model finds the end of a chat

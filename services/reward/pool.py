@@ -54,20 +54,14 @@ class WorkerSpec:
         return [sys.executable, "-P", str(_SCRIPT), "check" if check else "serve", json.dumps(spec)]
 
 
+@dataclass(eq=False)
 class _Worker:
     """Connection of the server to one worker process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.reader, self.writer, self.pid, self.answered = reader, writer, pid, 0
-
-    async def call(self, message: bytes) -> bytes:
-        self.writer.write(message + b"\n")
-        await self.writer.drain()
-        line = await self.reader.readline()
-        self.answered += 1
-        if not line.endswith(b"\n"):
-            raise ConnectionResetError
-        return line[:-1]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int
+    answered: int = 0
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -151,11 +145,15 @@ class WorkerPool:
     async def _answer(self, worker: _Worker, message: bytes) -> bytes:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await worker.call(message)
+                worker.writer.write(message + b"\n")
+                await worker.writer.drain()
+                line = await worker.reader.readuntil()
         except TimeoutError:
             raise CallFailed("timeout", f"no answer within {self.timeout_s} s") from None
-        except (OSError, ValueError):  # ValueError: a line over the limit
-            raise CallFailed("died", "its worker died") from None
+        except (OSError, EOFError, asyncio.LimitOverrunError):
+            raise CallFailed("died", "its worker died, or its answer is too long") from None
+        worker.answered += 1
+        return line[:-1]
 
     async def _alive(self, worker: _Worker | None) -> _Worker:
         """Returns an idle worker, or a new one where it has died. Raises CallFailed."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 
+from common.clients import retry_after_s
 from common.errors import ConfigError, shorten
+from common.schemas import RewardStatus
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 
 log = logging.getLogger(__name__)
@@ -30,14 +32,6 @@ _SCORE = re.compile(
 )
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _MAX_BACKOFF_S = 30.0
-
-
-class JudgeFailed(Exception):
-    """The endpoint gave no score for one completion."""
-
-    def __init__(self, reason: str, *, retryable: bool, timed_out: bool = False, wait_s: float = 0.0) -> None:
-        self.retryable, self.timed_out, self.wait_s = retryable, timed_out, wait_s
-        super().__init__(reason)
 
 
 class JudgeRewardFunction(DetailedRewardFunction):
@@ -105,44 +99,39 @@ class JudgeRewardFunction(DetailedRewardFunction):
     def _score(self, http: httpx.Client, prompt: Any, gold: str | None, response: str) -> Score:
         body: dict[str, Any] = {"model": self._model, "messages": self._messages(prompt, gold, response)}
         body |= {"temperature": 0, "max_tokens": self._max_tokens}
+        status: RewardStatus = "error"
+        wait_s = 0.0
         for attempt in range(self._retries + 1):
+            if attempt > 0:
+                time.sleep(min(max(wait_s, 0.125 * 2**attempt * random.uniform(0.5, 1.5)), _MAX_BACKOFF_S))
+            status, wait_s = "error", 0.0
             try:
-                return Score(self._ask(http, body))
-            except JudgeFailed as error:
-                if not error.retryable or attempt == self._retries:
-                    log.warning("the judge gave no score: %s", error)
-                    return Score(None, "timeout" if error.timed_out else "error")
-                backoff = max(error.wait_s, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
-                time.sleep(min(backoff, _MAX_BACKOFF_S))
-        raise AssertionError
+                answer = http.post(self._url, json=body)
+                if answer.is_success:
+                    reply = str(answer.json()["choices"][0]["message"]["content"])
+                    score = parse_score(reply, self._scale)
+                    if score is not None:
+                        return Score(score)
+                    reason = f"no score from 0 to {self._scale:g} in: {shorten(reply)}"
+                else:
+                    reason = f"HTTP {answer.status_code}: {shorten(answer.text)}"
+                    if answer.status_code not in _RETRIED:
+                        break
+                    wait_s = retry_after_s(answer)
+            except httpx.TimeoutException:
+                status, reason = "timeout", f"no answer within {self._timeout_s} s"
+            except httpx.HTTPError as error:
+                reason = f"{type(error).__name__}: {error}"
+            except (ValueError, LookupError, TypeError):
+                reason = f"this is not a chat completion: {shorten(answer.text)}"
+        log.warning("the judge gave no score: %s", reason)
+        return Score(None, status)
 
     def _messages(self, prompt: Any, gold: str | None, response: str) -> list[Message]:
         problem = prompt if isinstance(prompt, str) else text_of([{**message, "role": "assistant"} for message in prompt])
         parts = [("problem", problem), *([("reference answer", str(gold))] if gold else []), ("answer to grade", response)]
         text = "\n\n".join(f"<{title}>\n{content}\n</{title}>" for title, content in parts)
         return [{"role": "system", "content": self._system}, {"role": "user", "content": text}]
-
-    def _ask(self, http: httpx.Client, body: dict[str, Any]) -> float:
-        """Requests one reply and returns its score. Raises JudgeFailed."""
-        try:
-            answer = http.post(self._url, json=body)
-        except httpx.TimeoutException as error:
-            raise JudgeFailed(f"no answer within {self._timeout_s} s", retryable=True, timed_out=True) from error
-        except httpx.HTTPError as error:
-            raise JudgeFailed(f"{type(error).__name__}: {error}", retryable=True) from error
-        if not answer.is_success:
-            reason = f"HTTP {answer.status_code}: {shorten(answer.text)}"
-            wait = answer.headers.get("retry-after", "")
-            wait_s = float(wait) if wait.isdigit() else 0.0
-            raise JudgeFailed(reason, retryable=answer.status_code in _RETRIED, wait_s=wait_s)
-        try:
-            reply = answer.json()["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
-            raise JudgeFailed(f"this is not a chat completion: {shorten(answer.text)}", retryable=True) from None
-        score = parse_score(str(reply), self._scale)
-        if score is None:
-            raise JudgeFailed(f"no score from 0 to {self._scale:g} in: {shorten(str(reply))}", retryable=True)
-        return score
 
 
 def parse_score(reply: str, scale: float) -> float | None:

@@ -1,6 +1,7 @@
 """Runs programs against their test cases, each in its own sandbox, in parallel slots."""
 
 import base64
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,6 @@ from services.reward.sandbox.cases import Case, CaseResult
 from services.reward.sandbox.command import (
     VARIANTS,
     Interpreter,
-    Variant,
     base_filter,
     bwrap_command,
     find_bwrap,
@@ -81,13 +81,14 @@ class Sandbox:
             self._slots.put(slot)
         self._filter, self._bwrap, self._variant = b"", "", VARIANTS[0]
         self._threads = _THREADS if kind == "bubblewrap" and (os.geteuid() == 0 or _counts_per_namespace()) else None
+        candidates = interpreters(python)
+        self._python = candidates[0]
         if kind == "none":
-            self._python = interpreters(python)[0]
             log.warning("programs run WITHOUT a sandbox, as this user: reward.code_sandbox is none")
         else:
             self._filter = base_filter()
             self._bwrap = find_bwrap()
-            self._python, self._variant = self._tested(interpreters(python))
+            self._choose(candidates)
             log.info("programs run in bubblewrap with %s, %s", self._python.executable, self._variant)
 
     def run(self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False) -> list[CaseResult]:
@@ -185,30 +186,24 @@ class Sandbox:
                 timer.cancel()
                 _kill(process)
 
-    def _tested(self, candidates: Sequence[Interpreter]) -> tuple[Interpreter, Variant]:
-        """Returns the first interpreter and variant in which all probes pass. Raises ConfigError."""
+    def _choose(self, candidates: Sequence[Interpreter]) -> None:
+        """Takes the first interpreter and variant in which all probes pass. Raises ConfigError."""
         problems = []
-        for python in candidates:
-            for variant in VARIANTS:
-                self._python, self._variant = python, variant
-                problem = self._problem()
-                if problem is None:
-                    return python, variant
-                problems.append(f"{python.executable}: {problem}")
+        for self._python, self._variant in itertools.product(candidates, VARIANTS):
+            try:
+                results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, False)
+                failed = [name for name, result in zip(PROBES, results, strict=True) if result.status != "passed"]
+                if not failed:
+                    return
+                problems.append(f"{self._python.executable}: not contained: {', '.join(failed)}")
+            except (SandboxFault, OSError, ValueError) as error:
+                problems.append(f"{self._python.executable}: {error}")
         raise unavailable(
             f"the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
             "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
             "unprivileged_userns, the container's seccomp profile); name a Python that everyone can read with "
             "reward.code_python; or, only for code that you trust, set reward.code_sandbox none",
         )
-
-    def _problem(self) -> str | None:
-        try:
-            results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, False)
-        except (SandboxFault, OSError, ValueError) as error:
-            return str(error)
-        failed = [name for name, result in zip(PROBES, results, strict=True) if result.status != "passed"]
-        return f"not contained: {', '.join(failed)}" if failed else None
 
 
 def _counts_per_namespace() -> bool:
