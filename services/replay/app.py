@@ -18,7 +18,7 @@ from common.observe import Metrics
 from common.schemas import Group, GroupIds, Groups, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
 from services.http.app import create_app
-from services.http.disconnect import while_wanted
+from services.http.disconnect import cancel_on_disconnect
 from services.http.openapi import described, errors
 from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
 from services.replay.shapes import GROUP, GROUPS, KINDS, SAMPLED, TAKEN
@@ -101,7 +101,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
     @app.post("/groups/take", **described(answer=TAKEN, writes=KINDS))
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
-        taken = await while_wanted(request, worker.take(body), drain=True)
+        taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
     @app.post("/groups/ack", responses=errors(404))

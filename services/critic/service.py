@@ -1,4 +1,4 @@
-"""The critic of one run at a time, and its checkpoints: what the critic-server does, without HTTP."""
+"""The critic-server without HTTP: the critic of one run at a time, and its checkpoints."""
 
 import json
 import logging
@@ -8,15 +8,7 @@ from pathlib import Path
 
 from common.config import Config
 from common.errors import Conflict, InvalidInput, NotFound
-from common.schemas import (
-    CriticMetrics,
-    CriticStatus,
-    RestoreRequest,
-    SaveRequest,
-    UpdateRequest,
-    ValueRequest,
-    Values,
-)
+from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
 from common.storing import storing
 from learning.ranks import Ranks
 from services.critic.critic import Critic
@@ -25,35 +17,35 @@ log = logging.getLogger(__name__)
 _OWNER = "critic_server.json"
 
 
-class CriticKeeper:
-    """Says no to whoever means another critic than the one that is here.
+class CriticService:
+    """Holds one critic and refuses requests that mean another one.
 
-    A critic is named by the run it learns for and the number of batches it was trained on. After a start it is nobody's, and
-    new. Its checkpoints are in `state_dir/critic`. Not for several threads at once, but for `status`.
-
-    Raises ConfigError when the model cannot be loaded.
+    A run and its number of training batches identify a critic; after a start it belongs to no run. Checkpoints are in
+    `state_dir/critic`. Not thread-safe, except `status`. Raises ConfigError when the model cannot be loaded.
     """
 
     def __init__(self, config: Config) -> None:
         self._config, self._directory = config, config.state_dir / "critic"
         self._run_id: str | None = None
         self._applied: tuple[str, int, CriticMetrics] | None = None
-        """Run and step of the last update, with its answer."""
+        """Run, step and answer of the last update."""
         self._new = True
-        """Is the critic as it was made from `critic.model`?"""
+        """Whether the critic was never trained."""
         self._critic: Critic | None = Critic(config, Ranks.alone(config.trainer))
         self._parameters = self._critic.model.size
 
     def values(self, request: ValueRequest) -> Values:
-        """Values of the sequences, by any critic when the request names none. Raises Conflict when it names another."""
-        critic = self._present() if request.run_id is None else self._named(request.run_id, request.step)
+        """Returns the values of the sequences. Raises Conflict when the request names another critic."""
+        critic = self._critic if request.run_id is None else self._named(request.run_id, request.step)
+        if critic is None:
+            raise Conflict("the critic was lost in an update that failed", remedy="POST /restore")
         return Values(critic.values(request.sequences), critic.step)
 
     def update(self, request: UpdateRequest) -> CriticMetrics:
-        """Trains the critic on a batch; when this very batch was the last it was trained on, the answer to that.
+        """Trains the critic on a batch; a repeated request gets the first answer again.
 
-        Raises Conflict when the request names another critic than this, and whatever `Critic.update` raises: then, unless
-        the request was at fault, the critic is lost and has to be restored.
+        Raises Conflict when the request names another critic, and the errors of `Critic.update`: the critic is lost then and
+        must be restored, unless the error is InvalidInput.
         """
         if self._applied is not None and self._applied[:2] == (request.run_id, request.step):
             return self._applied[2]
@@ -63,28 +55,25 @@ class CriticKeeper:
             metrics = critic.update(request.rows, request.seed)
         except InvalidInput:
             raise
-        except BaseException:  # somewhere in the middle of an update
+        except BaseException:  # the critic may be half updated
             self._forget()
             raise
         self._applied = (request.run_id, request.step, metrics)
         return metrics
 
     def restore(self, request: RestoreRequest) -> CriticStatus:
-        """From now on the critic is that of `run_id`. Raises NotFound when there is no such checkpoint."""
+        """Loads the critic of `run_id`. Raises NotFound when there is no such checkpoint."""
         saved = self._find(request.step, request.saved_by) if request.step else None
         if not (saved is None and self._new and self._critic is not None):
-            self._forget()  # before the other is made: both may not fit
+            self._forget()  # frees its memory first: two may not fit
             self._critic = Critic(self._config, Ranks.alone(self._config.trainer), saved)
             self._new = saved is None
         self._run_id, self._applied = request.run_id, None
-        log.info("the critic of run %s goes on at step %d", request.run_id, request.step)
+        log.info("the critic of run %s continues at step %d", request.run_id, request.step)
         return self.status()
 
     def save(self, request: SaveRequest) -> CriticStatus:
-        """Writes a checkpoint, complete or not at all, and removes all but the last `keep` written.
-
-        Raises Conflict when the request names another critic than this.
-        """
+        """Writes a checkpoint atomically, and removes all but the newest `keep`. Raises Conflict for another critic."""
         critic, target = self._named(request.run_id, request.step), self._path(request.step)
         for left_over in self._directory.glob("*.partial"):
             shutil.rmtree(left_over)
@@ -100,45 +89,29 @@ class CriticKeeper:
             raise
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        self._remove_old(target, request.keep)
+        # By order of writing: a run that began again at a lower step keeps its new checkpoints, and clocks jump.
+        others = [path for path in self._directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path != target]
+        for old in sorted(others, key=_serial, reverse=True)[request.keep - 1 :]:
+            shutil.rmtree(old)
         return self.status()
 
     def status(self) -> CriticStatus:
-        """Whose critic this is, and how often it was updated."""
+        """Returns the critic's run and step."""
         critic = self._critic
         return CriticStatus(run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters)
 
     def _named(self, run_id: str, step: int | None) -> Critic:
-        """The critic, if it is that of `run_id` at `step`."""
+        """Returns the critic if it is that of `run_id` at `step`."""
         critic = self._critic
         if critic is None or (self._run_id, critic.step) != (run_id, step):
-            here = f"at step {critic.step} of run {self._run_id}" if critic and self._run_id else "not that of any run"
-            wrong_run = self._run_id != run_id
-            raise Conflict(
-                f"the critic is {here}, not at step {step} of run {run_id}",
-                field="run_id" if wrong_run else "step",
-                value=run_id if wrong_run else step,
-                remedy="POST /restore",
-            )
+            current = f"at step {critic.step} of run {self._run_id}" if critic and self._run_id else "not that of any run"
+            field, value = ("step", step) if self._run_id == run_id else ("run_id", run_id)
+            reason = f"the critic is {current}, not at step {step} of run {run_id}"
+            raise Conflict(reason, field=field, value=value, remedy="POST /restore")
         return critic
-
-    def _present(self) -> Critic:
-        if self._critic is None:
-            raise Conflict("the critic was lost in an update that failed", remedy="POST /restore")
-        return self._critic
 
     def _forget(self) -> None:
         self._critic, self._run_id, self._applied, self._new = None, None, None, False
-
-    def _remove_old(self, newest: Path, keep: int) -> None:
-        """By order of writing, not by step: a run that began anew at a lower step must not lose what it has just written.
-
-        Not by the files' times either: clocks jump.
-        """
-        others = [path for path in self._directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path != newest]
-        by_age = sorted(others, key=_serial, reverse=True)
-        for old in by_age[keep - 1 :]:
-            shutil.rmtree(old)
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:06d}"
@@ -149,7 +122,7 @@ class CriticKeeper:
             owner = json.loads((path / _OWNER).read_text())["run_id"]
         except (ValueError, KeyError, TypeError) as error:
             raise NotFound(
-                f"the critic that was saved here at step {step} is damaged: {type(error).__name__} {error}",
+                f"the critic saved at step {step} is damaged: {type(error).__name__} {error}",
                 field="step",
                 value=str(path),
                 remedy="remove the trainer's checkpoint of that step to go on from the one before",
@@ -163,7 +136,7 @@ class CriticKeeper:
             ) from None
         if saved_by is not None and owner != saved_by:
             raise NotFound(
-                f"the critic that was saved here at step {step} is that of run {owner}",
+                f"the critic saved at step {step} belongs to run {owner}",
                 field="saved_by",
                 value=saved_by,
                 remedy="give every run a STATE_DIR of its own, or start the run anew with --trainer.resume false",
@@ -172,7 +145,7 @@ class CriticKeeper:
 
 
 def _serial(path: Path) -> int:
-    """Rises with every checkpoint written here; 0 for one that does not say."""
+    """Returns the serial number of a checkpoint, which rises with every one written; 0 when it has none."""
     try:
         return int(json.loads((path / _OWNER).read_text())["serial"])
     except (OSError, ValueError, KeyError, TypeError):
