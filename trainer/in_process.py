@@ -28,7 +28,6 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient, adapters_kept
-from services.rollout.weights.adapters import load_adapter
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.rollouts.services import Services
@@ -176,7 +175,7 @@ class DirectPublisher:
         assert self.engine is not None
         manifest, path = self.write(weights, version)
         if manifest.kind == "adapter":
-            load = load_adapter(self.engine, path, manifest, self._kept, self._timeout_s)
+            load = self.engine.load_adapter(path, manifest, self._kept, self._timeout_s)
         else:
             load = self.engine.load(path, str(version), self._timeout_s)
         self._opening.loop.call(load)

@@ -132,19 +132,13 @@ class Critic:
                 ids = getattr(sequence, name)
                 wrong = ids[(ids < 0) | (ids >= known)]
                 if len(wrong):
-                    raise InvalidInput(
-                        f"the critic's model has the tokens 0 to {known - 1}",
-                        field=f"{where}[{i}].{name}",
-                        value=int(wrong[0]),
-                        remedy="take a critic.model that has the tokenizer of the policy",
-                    )
+                    reason = f"the critic's model has the tokens 0 to {known - 1}"
+                    remedy = "take a critic.model that has the tokenizer of the policy"
+                    raise InvalidInput(reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy)
             if longest is not None and len(sequence) > longest:
-                raise InvalidInput(
-                    f"the critic's model takes {longest} tokens at most",
-                    field=f"{where}[{i}]",
-                    value=len(sequence),
-                    remedy="lower sampling.max_new_tokens, or take another critic.model",
-                )
+                reason = f"the critic's model takes {longest} tokens at most"
+                remedy = "lower sampling.max_new_tokens, or take another critic.model"
+                raise InvalidInput(reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy)
 
     def _restore(self, directory: Path) -> None:
         try:
@@ -156,12 +150,9 @@ class Critic:
             self.step = int(content["step"])
         except Exception as error:  # damage may cause any error
             reason = f"{type(error).__name__} {error}".splitlines()[0]
-            raise ConfigError(
-                f"the critic's checkpoint cannot be resumed from: {reason}",
-                field="checkpoint",
-                value=str(directory),
-                remedy="remove that directory to go on from the one before, or start with --trainer.resume false",
-            ) from None
+            reason = f"the critic's checkpoint cannot be resumed from: {reason}"
+            remedy = "remove that directory to go on from the one before, or start with --trainer.resume false"
+            raise ConfigError(reason, field="checkpoint", value=str(directory), remedy=remedy) from None
 
 
 @dataclass

@@ -78,12 +78,8 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
-            raise ConfigError(
-                "this model has no head of one value per token",
-                field="critic.model",
-                value=name,
-                remedy="choose a decoder that transformers supports for token classification",
-            )
+            remedy = "choose a decoder that transformers supports for token classification"
+            raise ConfigError("this model has no head of one value per token", field="critic.model", value=name, remedy=remedy)
         return ValueModel(module, config.trainer.packing, low and not ranks.sharded)
 
     def exact(module: Any) -> list[nn.Module]:

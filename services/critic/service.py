@@ -121,26 +121,16 @@ class CriticService:
         try:
             owner = json.loads((path / _OWNER).read_text())["run_id"]
         except (ValueError, KeyError, TypeError) as error:
-            raise NotFound(
-                f"the critic saved at step {step} is damaged: {type(error).__name__} {error}",
-                field="step",
-                value=str(path),
-                remedy="remove the trainer's checkpoint of that step to go on from the one before",
-            ) from None
+            reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
+            remedy = "remove the trainer's checkpoint of that step to go on from the one before"
+            raise NotFound(reason, field="step", value=str(path), remedy=remedy) from None
         except FileNotFoundError:
-            raise NotFound(
-                f"no critic was saved here at step {step}",
-                field="step",
-                value=step,
-                remedy="mount a volume for STATE_DIR on critic-server, or start the run anew with --trainer.resume false",
-            ) from None
+            remedy = "mount a volume for STATE_DIR on critic-server, or start the run anew with --trainer.resume false"
+            raise NotFound(f"no critic was saved here at step {step}", field="step", value=step, remedy=remedy) from None
         if saved_by is not None and owner != saved_by:
-            raise NotFound(
-                f"the critic saved at step {step} belongs to run {owner}",
-                field="saved_by",
-                value=saved_by,
-                remedy="give every run a STATE_DIR of its own, or start the run anew with --trainer.resume false",
-            )
+            reason = f"the critic saved at step {step} belongs to run {owner}"
+            remedy = "give every run its own STATE_DIR, or start the run anew with --trainer.resume false"
+            raise NotFound(reason, field="saved_by", value=saved_by, remedy=remedy)
         return path
 
 

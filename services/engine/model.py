@@ -91,12 +91,9 @@ def _check_attention(config: object, max_context_tokens: int) -> None:
     if kinds - {"full_attention", "sliding_attention"}:
         raise ConfigError("the embedded engine supports full attention only", field="layer_types", value=sorted(kinds))
     if window is not None and window < max_context_tokens:
-        raise ConfigError(
-            "the model's attention window is shorter than the context",
-            field="--max-context-tokens",
-            value=max_context_tokens,
-            remedy=f"at most {window} with this model",
-        )
+        reason = "the model's attention window is shorter than the context"
+        remedy = f"at most {window} with this model"
+        raise ConfigError(reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy)
 
 
 def _eos_ids(*holders: object) -> list[int]:

@@ -4,7 +4,6 @@ import time
 import uuid
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
@@ -112,12 +111,9 @@ class SamplingFields(SharedFields):
             )
         room = model.max_context_tokens - prompt_tokens
         if self.max_new_tokens is not None and self.max_new_tokens > room:
-            raise BadRequest(
-                f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}",
-                field="max_new_tokens",
-                value=self.max_new_tokens,
-                remedy="ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens",
-            )
+            reason = f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}"
+            remedy = "ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens"
+            raise BadRequest(reason, field="max_new_tokens", value=self.max_new_tokens, remedy=remedy)
         stop_ids = () if self.ignore_eos else tuple(sorted({*model.eos_ids, *(self.stop_token_ids or [])}))
         top_k = self.top_k or 0
         return SamplingParams(
@@ -175,7 +171,7 @@ class GenerateBody(BaseModel):
         return isinstance(self.text, list) or (bool(self.input_ids) and isinstance((self.input_ids or [0])[0], list))
 
     def jobs(self, model: Model) -> list[GenerationJob]:
-        """One job per prompt. Raises BadRequest."""
+        """Returns one job per prompt. Raises BadRequest."""
         refuse_unsupported(self, _REFUSED)
         prompts = self._prompts(model)
         parameters = [_parse_sampling(raw) for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)]
@@ -226,25 +222,14 @@ def check_prompt(prompt: Any, model: Model) -> list[int]:
     if not isinstance(prompt, list) or not prompt:
         raise BadRequest("a prompt is empty or not a list of token ids", field="input_ids", value=prompt)
     if len(prompt) >= model.max_context_tokens:
-        raise BadRequest(
-            f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}",
-            field="input_ids",
-            value=len(prompt),
-            remedy="send a shorter prompt or start the engine with a larger --max-context-tokens",
-        )
-    wrong = next((t for t in prompt if type(t) is not int), 0)
-    if type(wrong) is int:
-        ids = np.array(prompt, dtype=object) if any(abs(t) >= 2**62 for t in prompt) else np.array(prompt)
-        outside = (ids < 0) | (ids >= model.vocab_size)
-        if not outside.any():
-            return prompt
-        wrong = prompt[int(outside.argmax())]
-    raise BadRequest(
-        "a token id is not in the vocabulary",
-        field="input_ids",
-        value=wrong,
-        remedy=f"whole numbers from 0 to {model.vocab_size - 1}",
-    )
+        reason = f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}"
+        remedy = "send a shorter prompt or start the engine with a larger --max-context-tokens"
+        raise BadRequest(reason, field="input_ids", value=len(prompt), remedy=remedy)
+    wrong = [token for token in prompt if type(token) is not int or not 0 <= token < model.vocab_size]
+    if wrong:
+        remedy = f"whole numbers from 0 to {model.vocab_size - 1}"
+        raise BadRequest("a token id is not in the vocabulary", field="input_ids", value=wrong[0], remedy=remedy)
+    return prompt
 
 
 def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:

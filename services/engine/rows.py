@@ -44,10 +44,7 @@ class Rows:
             "key": [sequence.key for sequence in sequences],
             "limit": [sampling.max_new_tokens for sampling in chosen],
             "floor": [sampling.min_new_tokens for sampling in chosen],
-            "top_k": [sampling.top_k for sampling in chosen],
-            "temperature": [sampling.temperature for sampling in chosen],
-            "top_p": [sampling.top_p for sampling in chosen],
-            "min_p": [sampling.min_p for sampling in chosen],
+            **{name: [getattr(each, name) for each in chosen] for name in ("top_k", "temperature", "top_p", "min_p")},
         }
         for name, value in values.items():
             self.state[name][first:last] = torch.tensor(value, dtype=_FIELDS[name])

@@ -229,12 +229,8 @@ class Scheduler:
     def flush_cache(self) -> None:
         """Frees the memory of the KV cache. Raises Refused while it is needed."""
         if self.rows.sequences or (self._queue and not self.paused):
-            raise Refused(
-                "Flush cache failed.",
-                field="running",
-                value=len(self.rows),
-                remedy="wait for the requests, or pause with mode retract or abort",
-            )
+            remedy = "wait for the requests, or pause with mode retract or abort"
+            raise Refused("Flush cache failed.", field="running", value=len(self.rows), remedy=remedy)
         self.model.cache.release()
 
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
@@ -247,12 +243,8 @@ class Scheduler:
             source: a directory of safetensors, or tensors that `weights.check_tensors` has passed.
         """
         if flush_cache and self.rows.sequences:
-            raise Refused(
-                "rows frozen by an in-place pause keep their cache",
-                field="flush_cache",
-                value=True,
-                remedy="send flush_cache=false, or pause with mode retract or abort",
-            )
+            remedy = "send flush_cache=false, or pause with mode retract or abort"
+            raise Refused("rows frozen by an in-place pause keep their cache", field="flush_cache", value=True, remedy=remedy)
         with self.adapters.unmerged():
             if isinstance(source, Path):
                 load_into(self.model.module, source)

@@ -154,7 +154,7 @@ class Server(uvicorn.Server):
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
             log.warning(
-                "whoever reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
+                "anyone who reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
             )
         config = uvicorn.Config(
             app,
@@ -181,12 +181,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            field="port",
-            value=port,
-            remedy="end the process that uses the port, or set another one",
-        ) from None
+        reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        remedy = "end the process that uses the port, or set another one"
+        raise ConfigError(reason, field="port", value=port, remedy=remedy) from None
     # asyncio sets it only for sockets with an explicit protocol; without it every answer takes 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
