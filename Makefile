@@ -20,7 +20,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu test lint fuzz check-jobgroup bench bench-trl chaos soak audit clean
+.PHONY: help demo doctor sglang-cpu test lint docs fuzz check-jobgroup bench bench-trl chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -28,6 +28,7 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make test            environment, lint, types, whole test suite'
+	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
@@ -70,6 +71,14 @@ lint: $(VENV)/.made
 
 test: lint $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+$(VENV)/.docs-made: $(VENV)/.made
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# The reference is made from the code, the HTTP API from apps that need the tiny model.
+docs: $(VENV)/.docs-made $(BASE)/config.json
+	NO_MKDOCS_2_WARNING=1 OMP_WAIT_POLICY=passive $(VENV)/bin/mkdocs build --strict
 
 # The short form is part of `make test`.
 fuzz: $(VENV)/.made $(BASE)/config.json
@@ -119,4 +128,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info

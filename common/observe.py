@@ -41,7 +41,7 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
     """Logs of this process go to stderr and, when `log_dir` is given, to `log_dir/name.log` too.
 
     SkyPilot deletes the logs of auxiliary tasks when a job group ends; a file on a volume outlives it. The level is
-    `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: see docs/operations.md).
+    `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: see docs/how-to/operations.md).
 
     Args:
         name: of the process, and its logger.

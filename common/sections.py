@@ -33,7 +33,7 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    """LoRA: a low-rank adapter of the frozen model is trained in the place of all its weights (docs/training.md)."""
+    """LoRA: a low-rank adapter of the frozen model is trained in the place of all its weights (docs/how-to/training.md)."""
 
     rank: Main[int] = Field(0, ge=0)
     """Rank of the adapter's matrices. 0: no adapter, all weights are trained."""
@@ -117,7 +117,7 @@ class RewardSection(Section):
     """Port of the reward-server."""
     functions: Main[list[RewardName]] = Field(["math"], min_length=1)
     """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`, `reward_model`,
-    `judge`, or the import path `package.module:Class` of a RewardFunction (docs/rewards.md)."""
+    `judge`, or the import path `package.module:Class` of a RewardFunction (docs/how-to/rewards.md)."""
     weights: Main[dict[RewardName, float]] = {}
     """Weight of each function by its name. 1.0 where none is given."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
@@ -269,7 +269,7 @@ class RolloutSection(Section):
     router: Literal["sglang-router", "smg"] = "sglang-router"
     """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
-    """How the router picks an engine: in turn, at random, or by what each has cached (docs/sglang.md)."""
+    """How the router picks an engine: in turn, at random, or by what each has cached (docs/explanation/engines.md)."""
     hang_timeout_s: float = Field(30.0, gt=0)
     """Seconds without an answer after which a healthy engine or router is killed and started again."""
 
@@ -383,7 +383,7 @@ class TrainerSection(Section):
 
 
 class TrackersSection(Section):
-    """Experiment trackers: they get what `metrics.jsonl` gets, and never hold up a step (docs/trackers.md)."""
+    """Experiment trackers: they get what `metrics.jsonl` gets, and never hold up a step (docs/how-to/trackers.md)."""
 
     names: Main[list[TrackerName]] = []
     """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of your own."""

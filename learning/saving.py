@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -38,7 +39,12 @@ class Contents:
     def of(cls, model: Any) -> "Contents":
         """Of a transformers model."""
         tensors = named_tensors(model)
-        files = _file_names({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+        files = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=_MAX_FILE_BYTES,
+        ).tensor_to_filename
         return cls(tensors, files, _texts(model, files))
 
 
@@ -146,19 +152,6 @@ def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
         return mine
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(mine, ranks.mesh("cpu"), tensor.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _file_names(sizes: Mapping[str, int]) -> dict[str, str]:
-    """The file of every tensor: in their order, a new one where the next tensor would not fit."""
-    number, used, numbers = 1, 0, {}
-    for name, size in sizes.items():
-        if used and used + size > _MAX_FILE_BYTES:
-            number, used = number + 1, 0
-        used += size
-        numbers[name] = number
-    if number == 1:
-        return dict.fromkeys(sizes, "model.safetensors")
-    return {name: f"model-{i:05d}-of-{number:05d}.safetensors" for name, i in numbers.items()}
 
 
 def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:

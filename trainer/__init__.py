@@ -1,4 +1,4 @@
-"""The trainer, and the Python API (docs/python-api.md).
+"""The trainer, and the Python API (docs/how-to/python-api.md).
 
 Names are imported when they are first used: `import trainer` and the commands' `--help` do not wait for torch.
 """

@@ -17,7 +17,7 @@ from services.http.openapi import described, errors
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 from trainer.weights.publisher import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
@@ -45,7 +45,7 @@ def create_trainer_app(
         open_paths=PAGES,
         access_level=logging.DEBUG,  # the console belongs to the steps; agents log what they fetch
     )
-    add_dashboard(app, Run(board.directory.parent, live=True), health, replay)
+    add_dashboard(app, [RunReader(board.directory.parent, live=True)], health, replay)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
     for state in get_args(WorkerState):
         nodes.labels(state).set_function(partial(board.count, state))

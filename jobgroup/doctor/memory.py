@@ -19,7 +19,7 @@ _STATIC = 0.85
 _PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
-"""Bytes of a process with torch on a CPU, before it has a model (docs/skypilot.md)."""
+"""Bytes of a process with torch on a CPU, before it has a model (docs/how-to/scale.md)."""
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from services.reward.hosts import Host, ProcessHost, ThreadHost
 from services.reward.limits import FUNCTION_BATCH
 from services.reward.pool import Job, WorkerPool
 from services.reward.sandbox.cases import parse_cases
-from services.reward.score import Score
 
 _CHECK_S = 300.0
 _CALLS_AT_ONCE = 64  # threads that wait for slots of the sandbox, or for an endpoint
@@ -39,42 +38,6 @@ class Built:
     """Worker processes that hosts share; whoever built them enters and leaves them."""
 
 
-class MathHost(Host):
-    """Final answers, in the grader's own workers."""
-
-    def __init__(self, config: RewardSection, on_restart: Callable[[], None]) -> None:
-        super().__init__("math", self._check_gold)
-        self._grader = MathGrader(config, on_restart)
-
-    @staticmethod
-    def _check_gold(item: RewardItem, where: str) -> None:
-        MathGrader.gold(item.ground_truth, f"{where}ground_truth")
-
-    @property
-    def problem(self) -> str | None:
-        """Of the graders."""
-        return self._grader.not_ready()
-
-    async def __aenter__(self) -> "MathHost":
-        await self._grader.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._grader.__aexit__(*error)
-
-    async def ready(self) -> None:
-        """Returns when the graders have started."""
-        await self._grader.ready()
-
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """The grader's own limit holds: most answers need no worker, and it refuses those that would wait."""
-        self.unfinished += len(items)
-        try:
-            return await self._grader.grade(items)
-        finally:
-            self.unfinished -= len(items)
-
-
 def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> Built:
     """A host for every function that any task uses.
 
@@ -89,7 +52,9 @@ def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> 
     plain: dict[str, dict[str, Any]] = {}
     for name in config.function_names():
         if name == "math":
-            result.hosts[name] = MathHost(config, on_restart)
+            grader = MathGrader(config, on_restart)
+            result.pools.append(grader.pool)
+            result.hosts[name] = grader
         elif name == "code":
             result.hosts[name] = _code(config, queue)
         elif name == "judge":

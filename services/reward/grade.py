@@ -1,17 +1,19 @@
 """Grades answers: extraction and the exact path here, everything else in killable workers. Knows nothing of HTTP."""
 
 import asyncio
+import json
+import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Self
 
 from common.errors import ConfigError, InvalidInput, Overloaded
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.hosts import Host
 from services.reward.limits import BATCHES_QUEUED, MAX_BATCH_ITEMS
-from services.reward.pool import GraderPool
+from services.reward.pool import Job, WorkerPool
 from services.reward.score import Score
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
@@ -19,47 +21,39 @@ MEMORY_MB = 1024
 """Address space of one worker."""
 
 
-class MathGrader:
+class MathGrader(Host):
     """Grades responses to problems that have one final answer: 1.0 when it is right, 0.0 when it is wrong or missing.
 
-    An async context manager: it owns the worker processes. Raises ConfigError when math-verify is not installed.
+    Its `pool` is entered and left by its owner. Raises ConfigError when math-verify is not installed.
     """
 
     def __init__(self, config: RewardSection, on_restart: Callable[[], None] = lambda: None) -> None:
         if find_spec("math_verify") is None:
             raise ConfigError("math-verify is not installed", remedy="pip install 'rlhf-math[services]'")
+        super().__init__("math", lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
         self.config = config
-        self.restarts = 0
-        """Workers that were replaced."""
-        self._on_restart = on_restart
-        self._pool = GraderPool(config.workers, config.math_timeout_s, MEMORY_MB, self._restarted)
-
-    async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._pool.__aexit__(*error)
-
-    def not_ready(self) -> str | None:
-        """Why answers cannot be graded now, or None."""
-        return self._pool.problem
-
-    async def ready(self) -> None:
-        """Returns when the workers have started. `grade` may be called before: it waits for them where it needs them."""
-        await self._pool.ready()
+        arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
+        job = Job("services.reward.equivalence", arguments, MEMORY_MB)
+        self.pool = WorkerPool(job, config.workers, config.math_timeout_s, on_restart)
 
     @property
-    def unfinished(self) -> int:
-        """Answers in workers or waiting for one."""
-        return self._pool.unfinished
+    def problem(self) -> str | None:
+        """Why answers cannot be graded now, or None."""
+        return self.pool.problem
 
-    async def grade(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """Grades a batch, in order. Cancelling the call frees the workers.
 
         Raises InvalidInput for a ground truth that states no answer, Overloaded when too many answers wait already.
         """
-        golds = [self.gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
+        self.unfinished += len(items)
+        try:
+            return await self._grade(items)
+        finally:
+            self.unfinished -= len(items)
+
+    async def _grade(self, items: Sequence[RewardItem]) -> list[Score]:
+        golds = [_gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
         scores: list[Score | None] = []
         hard: dict[int, str] = {}  # index -> answer that the workers must compare
         read = 0
@@ -78,19 +72,6 @@ class MathGrader:
             scores[i] = verdict
         return [score for score in scores if score is not None]
 
-    @staticmethod
-    def gold(ground_truth: str, field: str) -> str:
-        """The answer that a ground truth states. Raises InvalidInput naming `field`."""
-        gold = gold_answer(ground_truth)
-        if gold is None:
-            raise InvalidInput(
-                "the ground truth states no answer",
-                field=field,
-                value=ground_truth,
-                remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, or a text with a \\boxed{{}} or #### answer",
-            )
-        return gold
-
     def _grade_here(self, item: RewardItem, gold: str, answer: str | None) -> Score | None:
         """The score where no worker is needed to find it, else None."""
         if answer is None:
@@ -101,13 +82,13 @@ class MathGrader:
         return None if correct is None else _graded(answer, correct)
 
     async def _grade_there(self, gold: str, answer: str) -> Score:
-        verdict = await self._pool.grade(gold, answer)
-        if verdict in ("timeout", "died"):
-            return Score(None, verdict, correct=False, answer=answer)
-        return _graded(answer, verdict == "right")
+        said = await self.pool.call(json.dumps([gold, answer]).encode())
+        if isinstance(said, str):
+            return Score(None, said, correct=False, answer=answer)
+        return _graded(answer, said == b"right")
 
     def _check_room(self, count: int) -> None:
-        waiting, limit = self._pool.unfinished, BATCHES_QUEUED * MAX_BATCH_ITEMS
+        waiting, limit = self.pool.unfinished, BATCHES_QUEUED * MAX_BATCH_ITEMS
         if count and waiting + count > limit:
             raise Overloaded(
                 f"{waiting} answers wait for a grader already",
@@ -116,9 +97,18 @@ class MathGrader:
                 remedy="try again later, or raise reward.workers",
             )
 
-    def _restarted(self) -> None:
-        self.restarts += 1
-        self._on_restart()
+
+def _gold(ground_truth: str, field: str) -> str:
+    """The answer that a ground truth states. Raises InvalidInput naming `field`."""
+    gold = gold_answer(ground_truth)
+    if gold is None:
+        raise InvalidInput(
+            "the ground truth states no answer",
+            field=field,
+            value=ground_truth,
+            remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, or a text with a \\boxed{{}} or #### answer",
+        )
+    return gold
 
 
 def _graded(answer: str, correct: bool) -> Score:

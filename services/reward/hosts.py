@@ -10,8 +10,9 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
 from common.schemas import RewardItem, RewardStatus
@@ -22,7 +23,7 @@ from services.reward.score import Score
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TAKEN = frozenset(("self", "completions"))
-Check = Callable[[RewardItem, str], None]
+Check = Callable[[RewardItem, str], object]
 """Raises InvalidInput for an item that the function cannot score, naming the field under the prefix."""
 
 
@@ -35,7 +36,7 @@ class CallFailed(Exception):
 
 
 class Host(ABC):
-    """One reward function of the server; an async context manager.
+    """One reward function of the server.
 
     Args:
         name: of its component.
@@ -51,16 +52,6 @@ class Host(ABC):
     def problem(self) -> str | None:
         """Why it cannot score now, or None."""
         return None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return
-
-    async def ready(self) -> None:
-        """Returns when it can score for the first time."""
-        return
 
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
@@ -185,25 +176,14 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
 
 async def in_thread(function: Callable[[], _T]) -> _T:
     """What a function returns or raises, from a daemon thread of its own: one that never ends holds up nobody's exit."""
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(result: _T | None, error: BaseException | None) -> None:
-        if future.done():  # given up
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    future: Future[_T] = Future()
 
     def work() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except BaseException as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, failure)
+        with suppress(InvalidStateError):  # nobody waits any more
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
 
     threading.Thread(target=work, name="reward-function", daemon=True).start()
-    answer: _T = await future
-    return answer
+    return await asyncio.wrap_future(future)

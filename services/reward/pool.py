@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -18,7 +17,6 @@ from typing import Any, Literal, Self
 from common.security import TOKEN
 
 log = logging.getLogger(__name__)
-Verdict = Literal["right", "wrong", "timeout", "died"]
 Failure = Literal["timeout", "died"]
 
 _SCRIPT = Path(__file__).with_name("worker.py")
@@ -229,27 +227,3 @@ class WorkerPool:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-
-class GraderPool(WorkerPool):
-    """Compares answers by math-verify.
-
-    Args:
-        workers: processes.
-        timeout_s: seconds one comparison may take.
-        memory_mb: address space of one worker.
-        on_restart: as in `WorkerPool`.
-    """
-
-    def __init__(self, workers: int, timeout_s: float, memory_mb: int, on_restart: Callable[[], None] = lambda: None) -> None:
-        arguments = {"memory_mb": memory_mb, "alarm_s": math.ceil(timeout_s) + 1}
-        super().__init__(Job("services.reward.equivalence", arguments, memory_mb), workers, timeout_s, on_restart)
-
-    async def grade(self, gold: str, answer: str) -> Verdict:
-        """Whether the two are equivalent; `timeout` or `died` when that could not be found out."""
-        said = await self.call(json.dumps([gold, answer]).encode())
-        if said == b"right":
-            return "right"
-        if said == b"wrong":
-            return "wrong"
-        return "timeout" if said == "timeout" else "died"

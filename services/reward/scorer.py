@@ -50,15 +50,14 @@ class Scorer:
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
         self._hosts: dict[str, Host]
-        self._owned: list[Host | WorkerPool] = []
+        self._pools: list[WorkerPool] = []
         if functions is None:
             made = built(config, self._queue, self._on_restart)
             self._hosts = made.hosts
-            self._owned += made.pools
+            self._pools = made.pools
         else:
             check_names([function.name for function in functions])
             self._hosts = {function.name: self._threads(function) for function in functions}
-        self._owned += self._hosts.values()
         self._tasks = config.tasks if functions is None else {}
         self._default = list(self._hosts) if functions is not None else config.functions
         self._weights = {host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()}
@@ -72,8 +71,8 @@ class Scorer:
         return sum(host.unfinished for host in self._hosts.values())
 
     async def __aenter__(self) -> Self:
-        for owned in self._owned:
-            await self._exits.enter_async_context(owned)
+        for pool in self._pools:
+            await self._exits.enter_async_context(pool)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -85,8 +84,8 @@ class Scorer:
 
     async def ready(self) -> None:
         """Returns when every worker has started. `score` may be called before: it waits for them where it needs them."""
-        for owned in self._owned:
-            await owned.ready()
+        for pool in self._pools:
+            await pool.ready()
 
     def stats(self) -> dict[str, Any]:
         """Answers scored so far by status, the functions, and the state of the workers."""

@@ -19,7 +19,7 @@ from trainer.observe.run_dir import read_lines
 
 _LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is left out after")
 _SAME_POLICY = 1e-3
-"""|Δ logprob| of trainer and engine with the same weights (docs/tiny-task.md)."""
+"""|Δ logprob| of trainer and engine with the same weights (docs/explanation/built-in-task.md)."""
 
 
 @dataclass

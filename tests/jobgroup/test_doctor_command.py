@@ -178,7 +178,7 @@ def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
     fitting = _fit(tmp_path, QWEN_7B, tasks, (80, None), **env)
     assert fitting["model"].found.startswith("7,615,616,512 parameters")
     assert fitting["memory of ppo-trainer"].state == "ok"
-    assert "39.8 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB" in fitting["memory of ppo-trainer"].found  # docs/skypilot.md
+    assert "39.8 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB" in fitting["memory of ppo-trainer"].found
     assert fitting["memory of an engine"].state == "ok"
     alone = _fit(tmp_path, QWEN_7B, tasks, (80, 1), **env)["memory of ppo-trainer"]
     assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)

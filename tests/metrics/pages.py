@@ -1,4 +1,4 @@
-"""The real `/metrics` pages of every app, and the table of docs/metrics.md that is made of them.
+"""The real `/metrics` pages of every app, and the table of docs/reference/metrics.md that is made of them.
 
 `python -m tests.metrics.pages` writes the table into the document.
 """
@@ -15,7 +15,7 @@ import httpx
 from tests.apps import SERVICES, make, tiny
 from tests.conftest import ROOT
 
-DOCUMENT = ROOT / "docs" / "metrics.md"
+DOCUMENT = ROOT / "docs" / "reference" / "metrics.md"
 TITLES = {
     "data": "data-server",
     "reward": "reward-server",

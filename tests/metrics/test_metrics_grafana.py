@@ -1,4 +1,4 @@
-"""docs/grafana-dashboard.json asks for metrics that exist, and has what Grafana needs of a dashboard."""
+"""docs/reference/grafana-dashboard.json asks for metrics that exist, and has what Grafana needs of a dashboard."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ FORMS = {"row", "stat", "timeseries"}
 
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads((ROOT / "docs" / "reference" / "grafana-dashboard.json").read_text(encoding="utf-8"))
     return content
 
 

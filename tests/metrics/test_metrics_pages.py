@@ -1,4 +1,4 @@
-"""What every service says on /metrics: standard names, all of it in docs/metrics.md, and the trainer's numbers."""
+"""What every service says on /metrics: standard names, all of it in docs/reference/metrics.md, and the trainer's numbers."""
 
 import re
 from math import isnan

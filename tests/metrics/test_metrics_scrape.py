@@ -1,4 +1,4 @@
-"""The scrape configurations: docs/prometheus.yml, and what a local run writes for its own addresses."""
+"""The scrape configurations: docs/reference/prometheus.yml, and what a local run writes for its own addresses."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ def targets(content: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def test_the_documented_one_is_that_of_the_job_group() -> None:
-    text = (ROOT / "docs" / "prometheus.yml").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "prometheus.yml").read_text(encoding="utf-8")
     command = f"python -m jobgroup.scrape jobgroup/{GROUP.name} --token-file {TOKEN_FILE}"
     assert command in text
     assert yaml.safe_load(text) == made(token_file=TOKEN_FILE)

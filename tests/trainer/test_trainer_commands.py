@@ -67,7 +67,7 @@ def test_the_example_of_the_documentation_runs_as_it_is(base_model: Path, tmp_pa
 
 
 def test_the_example_is_the_one_of_the_documentation() -> None:
-    page = (ROOT / "docs" / "python-api.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "python-api.md").read_text()
     block = page.partition("```python\n")[2].partition("```")[0]
     assert ast.dump(ast.parse(block)) == ast.dump(ast.parse(EXAMPLE))
 

@@ -160,7 +160,7 @@ def test_what_goes_wrong_is_said_with_its_numbers_and_what_to_turn(
     for setting in settings_in(text):
         section, key = setting.split(".")
         assert key in type(getattr(Config(), section)).model_fields, f"{setting} is named and does not exist"
-    assert name in (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert name in (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 
 
 def test_nothing_is_said_when_all_is_well_or_not_known_yet() -> None:

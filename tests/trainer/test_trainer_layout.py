@@ -10,9 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Int32
+from common.sections import TrainerSection
 from learning.attention import unpackable
 from learning.layout import Layout, Packed, Padded, layout_for
 from learning.ranks import Ranks
+from learning.sharding import prepare
 from services.critic.model import load_value_model
 from tests.trainer.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
 from trainer.policy.policy import Policy
@@ -116,7 +118,7 @@ def test_packing_is_padding_for_models_of_many_kinds(kind: str, name: str) -> No
 
 def test_packing_is_padding_with_gradient_checkpointing() -> None:
     model, checkpointed = (make(*PACKABLE["qwen2 with windows"]) for _ in range(2))
-    checkpointed.activation_checkpointing_enable()
+    prepare(checkpointed, TrainerSection(activation_checkpointing=True), trained=True)
     checkpointed.train()
     assert_same(results(checkpointed, Packed, "mixed"), results(model, Padded, "mixed"))
 

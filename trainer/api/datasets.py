@@ -1,4 +1,4 @@
-"""A data set as callers of the Python API give it, as prompts: from `Prompt`s, from rows, or from a Hugging Face `Dataset`."""
+"""Conversion of the data sets and reward functions that callers of the Python API pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -11,30 +11,27 @@ from services.data.loaders import final_answer
 from services.reward.functions import RewardFunction
 
 PROMPT_COLUMNS, ANSWER_COLUMNS = ("prompt", "question"), ("ground_truth", "answer")
-"""Names of the two columns that are read, the first one that a row has."""
+"""Names of the two columns; the first one that a row has is read."""
 _ROLES = ("system", "user", "assistant")
 
 
 def as_prompts(dataset: Iterable[Any], field: str) -> list[Prompt]:
-    """The prompts of a data set.
+    """Returns the prompts of a data set.
 
     A row needs `prompt` or `question`, a text or a chat (`[{"role": …, "content": …}]`, the user last), and may have
-    `ground_truth` or `answer` (of a text with `#### N` only N is kept), `id` and `task`. Its other columns stay with it
-    for the reward functions.
+    `ground_truth` or `answer` (of a text with `#### N` only N is kept), `id` and `task`. The reward functions get its
+    other columns.
 
     Args:
-        dataset: prompts, rows, or anything with a length that yields rows, such as a `datasets.Dataset`.
+        dataset: prompts, rows, or a sized iterable of rows, such as a `datasets.Dataset`.
         field: name of the argument, for messages and for the ids of rows without one.
 
-    Raises ConfigError naming the row and the column that cannot be used, also for an empty data set.
+    Raises ConfigError for an empty data set, and for a bad row with its number and column.
     """
     if isinstance(dataset, str | bytes | Mapping) or not hasattr(dataset, "__len__"):
         splits = f"its keys are {', '.join(map(str, dataset))}; " if isinstance(dataset, Mapping) else ""
-        raise ConfigError(
-            f"{type(dataset).__name__} is not a list of problems",
-            field=field,
-            remedy=f"{splits}give one split: a list of prompts, a list of rows, or a Hugging Face Dataset",
-        )
+        remedy = f"{splits}give one split: a list of prompts, a list of rows, or a Hugging Face Dataset"
+        raise ConfigError(f"{type(dataset).__name__} is not a list of problems", field=field, remedy=remedy)
     prompts = [_prompt(item, f"{field}-{number}", f"{field}, row {number}") for number, item in enumerate(dataset)]
     if not prompts:
         raise ConfigError("the data set is empty", field=field, value=[], remedy="give it at least one problem")
@@ -63,11 +60,11 @@ def _prompt(item: Any, name: str, where: str) -> Prompt:
     if not text.strip():
         _stop("the problem is empty", f"{where}, column {column}", problem, "repair the row, or remove it")
     if len(chat) == 1:
-        chat = []  # one message of the user is what a text is
+        chat = []  # a single user message is the same as a text
     own, task = row.pop("id", None), row.pop("task", None)
     answer = next((row.pop(key) for key in ANSWER_COLUMNS if row.get(key) is not None), "")
     if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # a column of whole numbers with a gap comes as floats
+        answer = int(answer)  # a column of integers with a missing value is a column of floats
     if not isinstance(answer, str | int | float) or isinstance(answer, bool):
         _stop("a ground truth is a text or a number", where, answer, "give another column another name")
     return Prompt(
@@ -95,7 +92,7 @@ def _chat(messages: Any, where: str) -> list[dict[str, str]]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value as it travels: arrays become lists, dates texts."""
+    """Returns the value as JSON: arrays become lists, dates texts."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
     except (TypeError, ValueError) as error:
@@ -107,17 +104,13 @@ def _stop(message: str, where: str, value: object, remedy: str) -> NoReturn:
 
 
 def as_rewards(reward_fn: RewardFunction | Sequence[RewardFunction]) -> list[RewardFunction]:
-    """One reward function or several. Raises ConfigError for something else, or none."""
+    """Returns a list of reward functions. Raises ConfigError for another type, or for none."""
     functions = list(reward_fn) if isinstance(reward_fn, Sequence) else [reward_fn]
     for function in functions:
         if not isinstance(function, RewardFunction):
             made = " (make an object of it: add parentheses)" if isinstance(function, type) else ""
-            raise ConfigError(
-                "this is not a reward function",
-                field="reward_fn",
-                value=function,
-                remedy=f"give an instance of a subclass of RewardFunction{made}",
-            )
+            remedy = f"give an instance of a subclass of RewardFunction{made}"
+            raise ConfigError("this is not a reward function", field="reward_fn", value=function, remedy=remedy)
     if not functions:
         raise ConfigError("there is no reward function", field="reward_fn", value=[], remedy="give at least one")
     return functions

@@ -1,1 +1,1 @@
-"""Experiment trackers (docs/trackers.md): they get what goes to `metrics.jsonl`, each in a thread with a bounded queue."""
+"""Experiment trackers (docs/how-to/trackers.md): each gets the content of `metrics.jsonl` in a thread with a bounded queue."""

@@ -52,13 +52,13 @@ class MathRewardFunction(RewardFunction):
             RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))
             for completion, gold in zip(completions, golds, strict=True)
         ]
-        return self._running().run(self._grader.grade(items))
+        return self._running().run(self._grader.score(items))
 
     def close(self) -> None:
         """Ends the worker processes; the next call starts new ones. They also end with this process."""
         with self._starting:
             if self._loop is not None:
-                self._loop.run(self._grader.__aexit__())
+                self._loop.run(self._grader.pool.__aexit__())
                 self._loop.close()
                 self._loop, self._grader = None, MathGrader(self._grader.config)
 
@@ -66,7 +66,7 @@ class MathRewardFunction(RewardFunction):
         with self._starting:
             if self._loop is None:
                 self._loop = _Loop()
-                self._loop.run(self._grader.__aenter__())
+                self._loop.run(self._grader.pool.__aenter__())
             return self._loop
 
 

@@ -89,7 +89,7 @@ def _in_system(folder: str) -> bool:
 
 
 def bwrap_command(bwrap: str, python: Python, variant: Variant, filter_fd: int) -> list[str]:
-    """The command line. What each part is for: docs/rewards.md."""
+    """The command line. What each part is for: docs/how-to/rewards.md."""
     words = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     words += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     words += ["--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--clearenv"]

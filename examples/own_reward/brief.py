@@ -1,0 +1,19 @@
+"""A reward function of one's own: right answers, and the shorter the better."""
+
+from typing import Any
+
+from services.reward.functions import MathRewardFunction, RewardFunction
+
+
+class Brief(RewardFunction):
+    """1 for a right answer, less 0.002 for every character of the completion."""
+
+    name = "brief"
+
+    def __init__(self) -> None:
+        self.math = MathRewardFunction()
+
+    def __call__(self, completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+        """One number for each completion. NaN, for an answer that could not be graded, stays NaN: an error is not a zero."""
+        right = self.math(completions, **columns)
+        return [score - 0.002 * len(chat[-1]["content"]) for score, chat in zip(right, completions, strict=True)]

@@ -1,0 +1,55 @@
+"""Every example's settings are valid, and its page has the command that uses them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.config import load
+from common.sections import DataSection
+from services.data.loaders import load_split
+from services.reward.functions import CodeRewardFunction
+from tests.conftest import ROOT
+
+FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
+SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))
+
+
+def test_there_is_an_example_of_each() -> None:
+    assert {folder.name for folder in FOLDERS} == {"gsm8k_gpu", "own_reward", "ppo_critic", "lora", "code_rewards"}
+    assert {path.parent for path in SETTINGS} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.parent.name)
+def test_the_settings_are_valid_and_named_in_the_command(path: Path) -> None:
+    load(["--config", str(path)], {})
+    page = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert f"RUN_CONFIG={path.relative_to(ROOT)}" in page
+
+
+@pytest.mark.parametrize("name", ["own_reward", "code_rewards"])
+def test_the_problems_can_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (settings,) = (ROOT / "examples" / name).glob("*.yaml")
+    section: DataSection = load(["--config", str(settings)], {}).data
+    assert load_split(section, "train", 0)
+    assert load_split(section, "eval", 0)
+
+
+def test_the_own_reward_prefers_short_right_answers() -> None:
+    from examples.own_reward.brief import Brief
+
+    chats = [[{"role": "assistant", "content": text}] for text in ("#### 3", "1+2=3. #### 3", "#### 4")]
+    brief = Brief()
+    short, long, wrong = brief(chats, ground_truth=["3", "3", "3"])
+    brief.math.close()
+    assert 1 > short > long > 0 > wrong
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_every_reference_solution_passes_its_cases() -> None:
+    lines = (ROOT / "examples" / "code_rewards" / "problems.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    chats = [[{"role": "assistant", "content": f"```python\n{row['reference']}\n```"}] for row in rows]
+    assert CodeRewardFunction()(chats, test_cases=[row["test_cases"] for row in rows]) == [1.0] * len(rows)

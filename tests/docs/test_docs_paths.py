@@ -1,0 +1,139 @@
+"""What the documentation names exists: files, links, anchors, tests and settings. Reports and decisions are dated
+and may name what is gone."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from common.config import SHORT_NAMES, Config
+from tests.conftest import ROOT
+
+GENERATED = {
+    "docs/reference/settings.md",
+    "docs/reference/commands.md",
+    "docs/reference/http-api.md",
+    "docs/reference/python.md",
+}
+"""Pages that docs/hooks.py makes when the site is built; their anchors are checked by `mkdocs build --strict`."""
+MADE = (".venv", ".cache", "runs", "outputs", "site", "checkpoints", "trackers", "groups", "prompts", "critic")
+"""First folders of paths that exist once something has run."""
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]*)\)")
+_PATH = re.compile(r"^(?:[\w.-]+/)+[\w.*-]*$")
+_SETTING = re.compile(r"^(?:--)?([a-z]+)\.([a-z]\w*)(?:[ =:].*)?$")
+_VARIABLE = re.compile(r"RLHF_[A-Z]+__[A-Z_]+")
+
+
+def documents() -> list[str]:
+    """Every tracked or new Markdown file but the changelog, which names what has been removed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return sorted(name for name in set(listed.stdout.split()) if name != "CHANGELOG.md" and (ROOT / name).exists())
+
+
+DOCUMENTS = documents()
+CURRENT = [name for name in DOCUMENTS if not name.startswith(("docs/reports/", "docs/adr/"))]
+
+
+@cache
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def anchors(name: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub and mkdocs make them."""
+    heads = re.findall(r"^#+ (.*)$", _FENCE.sub("", text(name)), re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+def spans(name: str) -> Iterator[str]:
+    """The code spans of a document's prose."""
+    yield from _CODE.findall(_FENCE.sub("", text(name)))
+
+
+@cache
+def suite() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_relative_link_leads_somewhere(name: str) -> None:
+    for link in _LINK.findall(_CODE.sub("", _FENCE.sub("", text(name)))):
+        target, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path = (ROOT / name).parent / target if target else ROOT / name
+        found = path.resolve().relative_to(ROOT.resolve()).as_posix()
+        if found in GENERATED:
+            continue
+        assert path.exists(), f"{name} links to {link}"
+        if anchor:
+            assert anchor in anchors(found), f"{name} links to {link}, and {found} has no such heading"
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_path_named_exists(name: str) -> None:
+    for span in spans(name):
+        word = span.split()[0]
+        if not _PATH.match(word) or word.split("/")[0] in MADE:
+            continue
+        first = word.split("/")[0]
+        if not (ROOT / first).exists():  # a data set on the hub, a media type: no path of the repository
+            continue
+        assert list(ROOT.glob(word.rstrip("/"))), f"{name} names {word}"
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_test_named_exists(name: str) -> None:
+    for span in spans(name):
+        if re.fullmatch(r"test_\w+", span) and span != "test_cases":  # a column of code rewards
+            assert f"def {span}(" in suite(), f"{name} names {span}"
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_every_setting_named_exists(name: str) -> None:
+    sections = {
+        key: field.annotation for key, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+    }
+    for span in spans(name):
+        match = _SETTING.match(span)
+        if match and match[1] in sections and match[2] not in ("jsonl", "md", "py"):
+            fields = getattr(sections[match[1]], "model_fields", {})
+            modules = (
+                ROOT / match[1] / f"{match[2]}.py",
+                ROOT / match[1] / match[2],
+                ROOT / match[1] / "cli" / f"{match[2]}.py",
+            )
+            assert match[2] in fields or any(path.exists() for path in modules), f"{name} names {span}"
+    for option, field in re.findall(r"--([a-z]+)\.([a-z_]+)", text(name)):
+        if option in sections:
+            assert field in getattr(sections[option], "model_fields", {}), f"{name} names --{option}.{field}"
+    for variable in _VARIABLE.findall(text(name)):
+        section, field = variable.removeprefix("RLHF_").lower().split("__")
+        if (section, field) != ("section", "field"):
+            assert field in getattr(sections.get(section), "model_fields", {}), f"{name} names {variable}"
+
+
+def test_short_names_are_documented() -> None:
+    assert all(name in text("README.md") + text("docs/tutorials/first-run.md") for name in ("MODEL_NAME", "RUN_DIR"))
+    assert {"MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "RUN_DIR"} <= set(SHORT_NAMES)
+
+
+def test_mentions_of_the_documentation_in_the_code_are_right() -> None:
+    pattern = r"docs/[a-z-]+(/[a-z0-9-]+)*\.(md|json|yml|yaml|png|svg)"
+    kinds = ("*.py", "*.js", "*.html", "*.yaml", "*.yml", "*.sh", "*.toml", "Makefile")
+    words = ["git", "grep", "-nohE", pattern, "--", *kinds]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    named = {line.partition(":")[2] for line in listed.stdout.splitlines()} - GENERATED
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
