@@ -22,11 +22,7 @@ from services.http.openapi import JSON, OBJECT, described
 
 
 def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
-    """Returns the app of an engine that has not been started; the app starts and stops it.
-
-    Args:
-        arguments: the process's arguments, shown by `/server_info`.
-    """
+    """Returns the app of an engine; the app starts and stops it. `/server_info` shows the process's `arguments`."""
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:

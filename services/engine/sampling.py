@@ -45,7 +45,9 @@ def sample(
     Args:
         logits: [B, V] float32; a row with values that are not finite gives such a log-probability.
         temperature: [B]; greedy below `GREEDY_BELOW`.
-        top_p, top_k, min_p: [B]; 1, 0 and 0 switch them off.
+        top_p: [B]; 1 disables it.
+        top_k: [B]; 0 disables it.
+        min_p: [B]; 0 disables it.
         uniform: [B] float64 in [0, 1).
     """
     greedy = temperature < GREEDY_BELOW

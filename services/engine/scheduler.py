@@ -164,15 +164,10 @@ class Scheduler:
             self._finish(sequence, reason)
         if broken:
             self._filter_queue(lambda sequence: sequence.job in broken)
+        version, remedy = self.weight_version, "look for a diverged training step; load other weights"
         for job in broken:
-            job.done.set_exception(
-                LogitsNotFinite(
-                    "the model's logits are not finite",
-                    field="weight_version",
-                    value=self.weight_version,
-                    remedy="look for a diverged training step; load other weights",
-                )
-            )
+            error = LogitsNotFinite("the model's logits are not finite", field="weight_version", value=version, remedy=remedy)
+            job.done.set_exception(error)
 
     def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
         sequence.finish, sequence.version = reason, self.weight_version
@@ -234,13 +229,10 @@ class Scheduler:
         self.model.cache.release()
 
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
-        """Loads weights in place and returns the number of paused sequences.
+        """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
 
         Raises BadWeights or Refused, and changes nothing then: rows frozen by an in-place pause need their cache, so
         unlike SGLang nothing is loaded when it cannot be flushed.
-
-        Args:
-            source: a directory of safetensors, or tensors that `weights.check_tensors` has passed.
         """
         if flush_cache and self.rows.sequences:
             remedy = "send flush_cache=false, or pause with mode retract or abort"

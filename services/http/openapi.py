@@ -88,7 +88,8 @@ def described(
     Args:
         body: schema of a body that the handler reads itself.
         answer: schema of the answer of a handler that returns a `Response`.
-        reads, writes: content types of body and answer.
+        reads: content types of the body.
+        writes: content types of the answer.
         fails: error statuses beside those of `EVERYWHERE`.
         statuses: statuses that come with `answer`.
     """

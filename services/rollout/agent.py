@@ -21,7 +21,7 @@ from common.rollout_client import BASE_VERSION
 from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
 from services.http.app import listen
-from services.rollout.engine_client import EngineClient, adapters_kept, engine_command, engine_env
+from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Supervised, Timing
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
@@ -84,13 +84,12 @@ class Agent:
         self.router = self._supervised_router() if topology.node_rank == 0 else None
         self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
         self._follower = WeightFollower(
+            config,
             self.state,
             self._store,
             self._trainer,
             self._engine_api,
             self.engine,
-            load_timeout_s=config.trainer.publish_timeout_s,
-            adapters_kept=adapters_kept(config),
             changed=self._changed,
             name=self.name,
             metrics=metrics,

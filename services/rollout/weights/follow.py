@@ -13,10 +13,11 @@ import httpx
 
 from common import logs
 from common.clients import Unreachable
+from common.config import Config
 from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import WeightManifest
-from services.rollout.engine_client import EngineClient
+from services.rollout.engine_client import EngineClient, adapters_kept
 from services.rollout.process import Supervised
 from services.rollout.state import NodeState
 from services.rollout.weights.receive import BroadcastReceiver
@@ -34,29 +35,27 @@ class WeightFollower:
     Args:
         api: client of the engine.
         engine: the engine's process, restarted after repeated failures.
-        load_timeout_s: limit for the engine to load one version.
-        adapters_kept: LoRA adapters on the engine at a time.
         changed: called when the state has changed.
         name: name of the node for trainer and broadcasts.
     """
 
     def __init__(
         self,
+        config: Config,
         state: NodeState,
         store: WeightStore,
         trainer: TrainerClient,
         api: EngineClient,
         engine: Supervised,
         *,
-        load_timeout_s: float,
-        adapters_kept: int,
         changed: Callable[[], None],
         name: str,
         metrics: Metrics,
     ) -> None:
-        self._receiver, self._name = BroadcastReceiver(name, api, trainer, load_timeout_s), name
+        self._load_timeout_s, self._adapters_kept = config.trainer.publish_timeout_s, adapters_kept(config)
+        self._receiver, self._name = BroadcastReceiver(name, api, trainer, self._load_timeout_s), name
         self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
-        self._load_timeout_s, self._adapters_kept, self._changed = load_timeout_s, adapters_kept, changed
+        self._changed = changed
         self.newest: tuple[WeightManifest, Path] | None = None
         """The newest verified weights and their directory, with which an engine is started."""
         self._lost = 0
@@ -202,8 +201,7 @@ class WeightFollower:
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
         """Returns the result of `work`, or None when the engine has ended meanwhile."""
-        start = self._engine.starts
-        begin = time.monotonic()
+        start, begin = self._engine.starts, time.monotonic()
         self._load = asyncio.create_task(work)
         try:
             await asyncio.wait({self._load})
