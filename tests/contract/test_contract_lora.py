@@ -16,8 +16,7 @@ from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import WeightFile, WeightManifest, adapter_name
 from common.sections import LoraSection
 from services.rollout.engine_client import EngineClient
-from tests.lossy import LossyProxy
-from tests.rollout_engines import (
+from tests.support.engines import (
     engine_process,
     expected_logprobs,
     router_process,
@@ -25,6 +24,7 @@ from tests.rollout_engines import (
     sglang_process,
     write_adapter,
 )
+from tests.support.lossy_proxy import LossyProxy
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 PROMPT = [20, 21, 22, 23]

@@ -10,7 +10,7 @@ from common.config import load
 from common.sections import DataSection
 from services.data.loaders import load_split
 from services.reward.functions import CodeRewardFunction
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
 SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from common.clients import ReplayClient
 from common.errors import NotFound, ServiceError
 from common.schemas import Group
-from services.replay.archive import Archive
 from services.replay.buffer import unpack_groups
+from services.replay.reading import Archive
 from trainer.background import LoopThread
 
 _PATIENCE_S = 3.0
