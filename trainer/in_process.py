@@ -72,7 +72,7 @@ def train_in_process(
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
-    backend = InProcess(console or standard_console(), rollout_transport or httpx.ASGITransport, problems, rewards)
+    backend = InProcessBackend(console or standard_console(), rollout_transport or httpx.ASGITransport, problems, rewards)
     with ExitStack() as stack:
         run = Run.build(config, ranks, run_dir, "in-process", backend, stack)
         train(run)
@@ -80,7 +80,7 @@ def train_in_process(
 
 
 @dataclass
-class InProcess:
+class InProcessBackend:
     """The `Backend` of one process: the services' apps behind ASGI, the embedded engine, weights loaded from this disk.
 
     The fields are the arguments of `train_in_process`.
