@@ -33,7 +33,7 @@ FILES = [WeightFile(name="adapter_config.json", size=0, sha256="0" * 64)]
 
 @pytest.fixture(scope="module", params=["engine", "sglang"])
 def url(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of an engine that an agent has started for adapters."""
+    """URL of an engine that an agent has started for adapters."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     if request.param == "engine":
         with engine_process(model_dir, log, "--max-context-tokens", "500") as (found, _):
