@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.config import program
 from common.errors import ConfigError
-from common.security import Hider
+from common.security import SecretRedactor
 from jobgroup.doctor import environment, gpu, hub, machine, memory, network, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus
     plan.gpus, plan.no_gpus = gpu.visible(env)
-    redactors = [Hider(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
+    redactors = [SecretRedactor(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
     if not options.json:
         print(_title(plan) + "\n")
     found = []

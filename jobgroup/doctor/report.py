@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from common.errors import ConfigError, ServiceError
-from common.security import Hider
+from common.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
 _SLOW = "what it asks hangs, or this machine is overloaded"
@@ -30,11 +30,11 @@ class Result:
         line = f"{'FAIL' if self.state == 'fail' else self.state:<4}  {self.name}: {self.found}"
         return f"{line}\n      fix: {self.fix}" if self.fix else line
 
-    def redacted(self, hiders: Iterable[Hider]) -> "Result":
+    def redacted(self, redactors: Iterable[SecretRedactor]) -> "Result":
         """The result without the values of secrets, whatever brought them into it."""
         found, fix = self.found, self.fix
-        for hider in hiders:
-            found, fix = hider.text(found), hider.text(fix)
+        for redactor in redactors:
+            found, fix = redactor.redact(found), redactor.redact(fix)
         return replace(self, found=found, fix=fix)
 
 

@@ -5,7 +5,7 @@ Every step is linear in the length of the text, whatever the text is: responses 
 
 import re
 
-from common.marks import marks
+from common.marks import marked_answers
 
 MAX_ANSWER_CHARS = 1024
 """A longer answer is none: cutting it could turn it into another one."""
@@ -78,7 +78,7 @@ def without_thoughts(text: str) -> str:
 
 def _last_marked(text: str) -> tuple[bool, str | None]:
     """(whether there is a marked answer, the last one: None when it is over-long)."""
-    for start, end in reversed(marks(text)):
+    for start, end in reversed(marked_answers(text)):
         if end is None:
             line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
             if _HEADING.match(line):
