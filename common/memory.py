@@ -101,8 +101,8 @@ class ModelShape:
     def activation_bytes(self, width: int) -> int:
         """Returns what one decoder layer keeps of one token for the backward pass, at `width` bytes a number.
 
-        Of each norm: its input in float32, and its output before and after the scale. Of attention: rotated queries, keys, values
-        and its result. Of the MLP: gate, activation, the other half and their product.
+        Of each norm: its input in float32, and its output before and after the scale. Of attention: rotated queries, keys,
+        values and its result. Of the MLP: gate, activation, the other half and their product.
         """
         norms = 2 * self.hidden * (4 + 2 * width)
         attention = width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -194,8 +194,8 @@ def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | N
 def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_node: int) -> int:
     """Estimates the CPU memory of the trainer's first node while a checkpoint is written and weights are published.
 
-    It holds the copy of weights and optimiser that is written, the published weights once for `weight_sync` distributed and once
-    more with `max_staleness`, what is offloaded, and the processes.
+    It holds the copy of weights and optimiser that is written, the published weights once for `weight_sync` distributed and
+    once more with `max_staleness`, what is offloaded, and the processes.
     """
     trained = shape.parameters
     if config.lora.rank:

@@ -34,7 +34,7 @@ try:
 except SignalException as end:
     sys.exit(128 + end.sigval)
 """
-"""torchrun, except that a signal ends it with the usual status instead of a traceback. Text, as this package never imports torch."""
+"""torchrun, except that a signal ends it with the usual status instead of a traceback. This package never imports torch."""
 
 
 @dataclass(frozen=True)

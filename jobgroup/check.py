@@ -78,7 +78,7 @@ class SkyPilot:
         return None
 
 
-class Check:
+class GroupCheck:
     """One job group: `problems`, `warnings`, and a line for every task in `tasks`."""
 
     def __init__(self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]) -> None:
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"INVALID {problem}")
         valid = not problems
         for name, text in groups.items():
-            check = Check(sky, text, env, volumes)
+            check = GroupCheck(sky, text, env, volumes)
             valid = valid and not check.problems
             print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
             print("".join(f"  WARNING {name}: {warning}\n" for warning in check.warnings), end="")

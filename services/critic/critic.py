@@ -17,7 +17,7 @@ from learning.batching import Indices, Sizes, micro_batches, mini_batches, score
 from learning.layout import Layout
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
-from learning.saving import Contents, Snapshot, load_optimizer
+from learning.saving import Contents, ModelSnapshot, load_optimizer
 from services.critic.losses import value_loss
 from services.critic.model import load_value_model
 
@@ -69,7 +69,7 @@ class Critic:
 
         The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight, so
         the result does not depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is
-        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NotFinite after more
+        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NonFiniteGradients after more
         than `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic is of no further use.
         """
         if not rows:
@@ -86,9 +86,9 @@ class Critic:
         self.step += 1
         return _metrics(rows, self._ranks.sum(sums), norms)
 
-    def snapshot(self, alone: bool) -> Snapshot:
-        """Weights (as a Hugging Face model), optimiser and step, to be written. Every rank calls it; see `Snapshot.take`."""
-        snapshot = Snapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
+    def snapshot(self, alone: bool) -> ModelSnapshot:
+        """Weights (as a Hugging Face model), optimiser and step, to be written. Every rank calls it; see `ModelSnapshot.take`."""
+        snapshot = ModelSnapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
         if self._ranks.first:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return snapshot

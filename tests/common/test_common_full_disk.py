@@ -21,7 +21,7 @@ from common.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, W
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from learning.ranks import Ranks
-from learning.saving import Snapshot
+from learning.saving import ModelSnapshot
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.rollout.weights.store import TrainerClient, WeightStore
@@ -161,7 +161,9 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
 def test_a_checkpoint(disk: Disk) -> None:
     def save(step: int, rows: int) -> Path:
         tensors = {name: torch.full((rows, 500), float(step)) for name in ("weight", "moment")}
-        snapshot = Snapshot({"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]})
+        snapshot = ModelSnapshot(
+            {"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]}
+        )
         return checkpoints.save(TrainerState(step, step, "run", 0.0), {".": snapshot})
 
     with Checkpoints(disk.path, Ranks(), 3) as checkpoints:

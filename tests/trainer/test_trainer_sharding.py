@@ -202,7 +202,7 @@ def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config,
             "import os, sys; from pathlib import Path; import learning.saving as saving;"
             "from common.config import Config; from learning.ranks import Ranks;"
             "from tests.trainer.groups import save; from trainer.policy.policy import Policy;"
-            "saving.Snapshot.write_state = lambda *_: os._exit(9);"
+            "saving.ModelSnapshot.write_state = lambda *_: os._exit(9);"
             "c = Config(); c.model.name = sys.argv[1]; l = Policy(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
         )
         root = str(Path(__file__).resolve().parents[2])

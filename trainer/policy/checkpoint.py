@@ -26,7 +26,7 @@ import torch.distributed as dist
 from common.config import Config
 from common.errors import ConfigError, ServiceError
 from learning.ranks import Ranks
-from learning.saving import Snapshot
+from learning.saving import ModelSnapshot
 
 log = logging.getLogger(__name__)
 _STATE = "trainer_state.json"
@@ -93,7 +93,7 @@ class Checkpoints:
         """Directory name of the checkpoint after `step` steps."""
         return f"step_{step:06d}"
 
-    def save(self, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> Path:
+    def save(self, state: TrainerState, snapshots: Mapping[str, ModelSnapshot]) -> Path:
         """Begins to write `directory/step_000050`; returns that path. Waits for the one before.
 
         Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the one before failed.
@@ -135,7 +135,7 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join(_LEFT_ALONE_S)
 
-    def _run(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
+    def _run(self, target: Path, state: TrainerState, snapshots: Mapping[str, ModelSnapshot]) -> None:
         try:
             self._write(target, state, snapshots)
         except BaseException as error:  # raised where the training loop looks next
@@ -143,7 +143,7 @@ class Checkpoints:
             if self._ranks.first:
                 shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
 
-    def _write(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
+    def _write(self, target: Path, state: TrainerState, snapshots: Mapping[str, ModelSnapshot]) -> None:
         partial = target.with_suffix(".partial")
         self._together(lambda: self._begin(partial))
         for folder, snapshot in snapshots.items():

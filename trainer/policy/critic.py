@@ -29,7 +29,7 @@ from common.errors import ConfigError, Conflict, ServiceError
 from common.schemas import CriticMetrics, Float32
 from learning.batching import split
 from learning.ranks import Ranks
-from learning.saving import Snapshot
+from learning.saving import ModelSnapshot
 from services.critic.critic import Critic
 from trainer.algorithms.batch import Batch
 
@@ -62,8 +62,8 @@ class ValueFunction(Protocol):
     def warming_up(self, step: int) -> bool:
         """Whether the critic alone learns in the step after `step` steps (`critic.warmup_steps`)."""
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """The critic's part of a checkpoint, by folder. See `Snapshot.take`."""
+    def snapshots(self, alone: bool) -> dict[str, ModelSnapshot]:
+        """The critic's part of a checkpoint, by folder. See `ModelSnapshot.take`."""
 
 
 class NoCritic:
@@ -83,7 +83,7 @@ class NoCritic:
         """See `ValueFunction`."""
         return False
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, alone: bool) -> dict[str, ModelSnapshot]:
         """See `ValueFunction`."""
         return {}
 
@@ -117,7 +117,7 @@ class LocalCritic:
         """See `ValueFunction`."""
         return step < self._config.critic.warmup_steps
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, alone: bool) -> dict[str, ModelSnapshot]:
         """See `ValueFunction`: `critic`, a Hugging Face model with the optimiser's state beside it."""
         return {self._FOLDER: self._restored().snapshot(alone)}
 
@@ -195,17 +195,17 @@ class RemoteCritic:
 
         return finish
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, alone: bool) -> dict[str, ModelSnapshot]:
         """Has the critic-server save, and gives what it saved in writing.
 
         One more than `trainer.keep_checkpoints` stay: until this checkpoint is complete, the one before is the newest.
         """
         if not self._ranks.first:
-            return {self._FOLDER: Snapshot()}
+            return {self._FOLDER: ModelSnapshot()}
         keep = self._config.trainer.keep_checkpoints + 1
         status = self._ask(self._server().save(self._run_id, self._step, keep))
         text = json.dumps({"run_id": self._run_id, "step": status.step})
-        return {self._FOLDER: Snapshot(texts={self._SAVED: text})}
+        return {self._FOLDER: ModelSnapshot(texts={self._SAVED: text})}
 
     def _server(self) -> CriticClient:
         assert self._client is not None, "rank 0 has a client"

@@ -17,7 +17,7 @@ from common.sections import TrainerSection
 from learning.batching import Indices, by_row, micro_batches, mini_batches
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
-from learning.saving import Contents, Snapshot, load_optimizer
+from learning.saving import Contents, ModelSnapshot, load_optimizer
 from learning.sharding import full, named_tensors
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
@@ -116,10 +116,10 @@ class Policy:
         policy.step, policy.kl_coef = state.step, state.kl_coef
         return policy, state, path
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """The policy's part of a checkpoint, by folder. A collective; see `Snapshot.take`."""
+    def snapshots(self, alone: bool) -> dict[str, ModelSnapshot]:
+        """The policy's part of a checkpoint, by folder. A collective; see `ModelSnapshot.take`."""
         contents = adapter_contents(self.model) if self.config.lora.rank else Contents.of(self.model)
-        return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
+        return {".": ModelSnapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights to publish, by their Hugging Face names, one at a time, in the precision engines compute in.
@@ -163,7 +163,7 @@ class Policy:
     def update(self, batch: Batch) -> PolicyUpdate:
         """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
 
-        An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
+        An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients after more than
         `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm, sums = self.config.algorithm, Sums(self.ranks.device)

@@ -12,7 +12,7 @@ from common.schemas import Float32
 from learning.batching import Indices, score_shared
 from learning.layout import Layout, moved
 from learning.ranks import Ranks
-from learning.saving import Contents, Snapshot
+from learning.saving import Contents, ModelSnapshot
 from learning.sharding import local, named_tensors
 from trainer.algorithms.batch import Batch
 from trainer.policy.lora import BaseScorer
@@ -66,11 +66,11 @@ class Reference:
                 for old, new in zip(theirs, named_tensors(policy.model).values(), strict=True):
                     local(old).copy_(local(new))
 
-    def snapshots(self, alone: bool) -> dict[str, Snapshot]:
+    def snapshots(self, alone: bool) -> dict[str, ModelSnapshot]:
         """The reference's part of a checkpoint, by folder: nothing unless it is refreshed. A collective."""
         if self.scorer is None or not self._config.algorithm.reference_refresh:
             return {}
-        return {"reference": Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)}
+        return {"reference": ModelSnapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)}
 
 
 def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> list[Float32]:
