@@ -126,7 +126,7 @@ class Pretrained:
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
-        """Initialises what is not in the files; returns this rank's shares of the other tensors, by their names in the files."""
+        """Sets what is not in the files; returns this rank's shares of the other tensors, by their names in the files."""
         added, targets = self.added or AddedModules(), {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():

@@ -21,8 +21,8 @@ from common.schemas import Bucket
 def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Joins the group; returns when every rank has joined.
 
-    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group. The same limit holds for every
-    later operation of a gloo group.
+    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group. The limit holds for every
+    later operation of a gloo group too.
     """
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
@@ -32,11 +32,6 @@ def join(address: str, port: int, rank: int, world_size: int, name: str, backend
     )
     _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
-
-
-def leave(group: dist.ProcessGroup) -> None:
-    """Closes this end's connections."""
-    dist.destroy_process_group(group)
 
 
 def size_of(bucket: Bucket) -> int:

@@ -13,23 +13,23 @@ import httpx
 import psutil
 
 from common.security import authorization, trusted
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.topology import ROLLOUT, Topology
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Check, Result, expect, fail, ok, warn
+from jobgroup.scrape import SECTIONS
 
 _TIMEOUT_S = 5.0
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 60.0
 _OLD = 1
 """Weight versions that a node may be behind while it loads the newest."""
 _ROLLOUT_PORTS = ("rollout.router_port", "rollout.engine_port", "rollout.agent_port", "rollout.router_metrics_port")
-_SECTIONS = {DATA: "data", REWARD: "reward", REPLAY: "replay", CRITIC: "critic", TRAINER: "trainer"}
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
 """Like a node of a local run (`jobgroup/local/places.py`): on Linux no other server listens on this address alone."""
 
 
 def _ports(job: PlannedTask) -> dict[str, int]:
     """Returns the ports of a task by their settings."""
-    settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{_SECTIONS[job.name]}.port"] if job.name in _SECTIONS else []
+    settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{SECTIONS[job.name]}.port"] if job.name in SECTIONS else []
     return {setting: attrgetter(setting)(job.config) for setting in settings}
 
 
