@@ -142,7 +142,9 @@ class Client:
                     return response
                 if not self._is_passing(response):
                     raise self._error(response)
-                reason = f"HTTP {response.status_code}: {_said(response)}"
+                detail = _detail(response)
+                parts = [detail[name] for name in ("message", "value", "remedy") if detail.get(name)]
+                reason = f"HTTP {response.status_code}: {shorten(' · '.join(parts), 600)}"
                 asked_s = _retry_after_s(response)
             now = time.monotonic()
             if now - max(start, self._said) > _SAY_EVERY_S:  # one line, however many calls wait
@@ -166,15 +168,14 @@ class Client:
         return response.status_code in _RETRIED_STATUSES
 
     def _error(self, response: httpx.Response) -> ServiceError:
-        try:
-            detail = response.json()["error"]
-            message, rest = detail["message"], {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
-        except (ValueError, KeyError, TypeError):
-            message, rest = f"HTTP {response.status_code}: {shorten(response.text)}", {}
-            if response.status_code == Unauthorized.status:
-                rest = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
+        detail = _detail(response)
+        status, message = response.status_code, detail.pop("message")
+        if "code" not in detail:
+            message = f"HTTP {status}: {message}"
+            if status == Unauthorized.status:
+                detail = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
         request = response.request.headers.get(logs.REQUEST_HEADER)
-        return ServiceError(f"{self.service}: {message}", status=response.status_code, request=request, **rest)
+        return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
         """Sends a request whose answer is JSON of type `answer`. Raises ServiceError when it is something else."""
@@ -204,14 +205,13 @@ class Client:
         await self.request("POST", "/flush", deadline_s=deadline_s)
 
 
-def _said(response: httpx.Response) -> str:
-    """Returns the error of a response in one line; its text where it has another shape."""
+def _detail(response: httpx.Response) -> dict[str, Any]:
+    """Returns message, field, value, remedy and code of an error; only a message where it has another shape."""
     try:
         detail = response.json()["error"]
-        parts = [detail["message"], *(detail[name] for name in ("value", "remedy") if name in detail)]
-        return shorten(" · ".join(parts), 600)
+        return {"message": detail["message"]} | {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
     except (ValueError, KeyError, TypeError):
-        return shorten(response.text)
+        return {"message": shorten(response.text)}
 
 
 def _retry_after_s(response: httpx.Response) -> float:

@@ -41,7 +41,9 @@ def choose(group: JobGroup) -> Places:
     Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket reserves the block across the machine,
     without a file. Raises ConfigError when no block is free.
     """
-    own_address = _can_bind("127.254.254.253", 0)
+    probe = _bind("127.254.254.253", 0)
+    if own_address := probe is not None:
+        probe.close()
     blocks = range(1, 255) if own_address else range(100)
     for block in random.sample(blocks, len(blocks)):
         lock = _bind(f"127.{block}.255.254", _LOCK_PORT) if own_address else _bind("127.0.0.1", _LOCK_PORT - block)
@@ -72,13 +74,6 @@ def _bind(address: str, port: int) -> socket.socket | None:
         sock.close()
         return None
     return sock
-
-
-def _can_bind(address: str, port: int) -> bool:
-    sock = _bind(address, port)
-    if sock is not None:
-        sock.close()
-    return sock is not None
 
 
 def gpus_of_machine() -> list[str]:
