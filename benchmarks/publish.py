@@ -35,7 +35,7 @@ from services.rollout.weights.store import TrainerClient, WeightId, WeightStore,
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.transfer import Meeting
+from trainer.weights.transfer import Rendezvous
 
 WAYS = ("http", "shared", "distributed")
 HIDDEN, VOCABULARY = 1024, 16_384
@@ -126,7 +126,7 @@ def published(way: str, receivers: int, weights: dict[str, Tensor], size: int, r
     static = scratch / "config.json"
     static.write_text("{}")
     common = (board, [static], way, _TIMEOUT_S)
-    broadcaster = Broadcaster(*common, Meeting("127.0.0.1")) if way == "distributed" else None
+    broadcaster = Broadcaster(*common, Rendezvous("127.0.0.1")) if way == "distributed" else None
 
     def fence(worker: WorkerReport) -> None:
         raise RuntimeError(f"{worker.name} did not confirm: {worker.detail}")

@@ -97,6 +97,10 @@ class RewardItem(Wire):
     """As in `Prompt`."""
 
 
+MAX_BATCH_ITEMS = 4096
+"""Answers of one `POST /batch_reward`."""
+
+
 class BatchRewardRequest(Wire):
     items: list[RewardItem] = Field(min_length=1)
 

@@ -49,7 +49,7 @@ class Contents:
 
 
 @dataclass
-class ModelSnapshot:
+class Snapshot:
     """This rank's part of a model directory: `write_files` on every rank, then `write_state` on all of them together."""
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class ModelSnapshot:
     """Whether every rank writes its share of `state`."""
 
     @classmethod
-    def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "ModelSnapshot":
+    def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
         """Copies to CPU memory. A collective, which gathers sharded tensors one after the other.
 
         A model becomes safetensors files of at most 4 GB in float32; of a sharded one every rank keeps and writes some. The

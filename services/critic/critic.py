@@ -17,7 +17,7 @@ from learning.batching import Indices, Sizes, micro_batches, mini_batches, score
 from learning.layout import Layout
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
-from learning.saving import Contents, ModelSnapshot, load_optimizer
+from learning.saving import Contents, Snapshot, load_optimizer
 from services.critic.losses import value_loss
 from services.critic.model import load_value_model
 
@@ -86,9 +86,9 @@ class Critic:
         self.step += 1
         return _metrics(rows, self._ranks.sum(sums), norms)
 
-    def snapshot(self, alone: bool) -> ModelSnapshot:
-        """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `ModelSnapshot.take`."""
-        snapshot = ModelSnapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
+    def snapshot(self, alone: bool) -> Snapshot:
+        """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `Snapshot.take`."""
+        snapshot = Snapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
         if self._ranks.first:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return snapshot

@@ -1,4 +1,4 @@
-"""HTTP of the reward-server: translates requests to calls of `Scorer`."""
+"""HTTP API of the reward-server: translates requests to calls of `Scorer`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,21 +15,22 @@ from services.reward.functions.base import RewardFunction
 from services.reward.scorer import Scorer
 
 MAX_REQUESTS = 256
-"""Requests in work at once; more are answered 503."""
+"""Concurrent requests; further ones are answered 503."""
 
 
 def create_reward_app(
     config: RewardSection, max_body_bytes: int = 256 << 20, functions: Sequence[RewardFunction] | None = None
 ) -> FastAPI:
-    """The reward-server. Its worker processes live from the start of the app to its end.
+    """Creates the reward-server. Its worker processes live as long as the app.
 
     Args:
         config: names the reward functions and their settings.
         max_body_bytes: larger request bodies are refused.
-        functions: the caller's own objects, which score every item in threads of this process instead of those that
-            `config` names; they need not be importable, nor can they be killed when they hang.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions that
+            `config` names; they need not be importable, and cannot be killed when they hang.
 
-    Raises ConfigError for a function that does not exist or cannot work here, with the remedy.
+    Raises:
+        ConfigError: a function does not exist or cannot work here.
     """
     metrics = Metrics("reward-server")
     scorer = Scorer(config, metrics, functions)

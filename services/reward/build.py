@@ -1,9 +1,8 @@
-"""From the names in the configuration to reward functions that run."""
+"""Builds the hosts of the reward functions that the configuration names."""
 
 import json
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import ConfigError
@@ -16,82 +15,73 @@ from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.grade import MathGrader
 from services.reward.hosts import Host, ProcessHost, ThreadHost
-from services.reward.limits import FUNCTION_BATCH
-from services.reward.pool import Job, WorkerPool
+from services.reward.pool import WorkerPool, WorkerSpec
 from services.reward.sandbox.cases import parse_cases
 
 _CHECK_S = 300.0
-_CALLS_AT_ONCE = 64  # threads that wait for slots of the sandbox, or for an endpoint
+_CONCURRENT_CALLS = 64  # threads that wait for slots of the sandbox, or for an endpoint
 _MODEL_START_S = 1800.0  # a large model is downloaded first
 _MODEL_CALL_S = 120.0
-_HOME = "services.reward.functions"
 _CALLS = "services.reward.calls"
 
 
-@dataclass
-class Built:
-    """What the server runs."""
-
-    hosts: dict[str, Host] = field(default_factory=dict)
-    """By the function's name in the configuration."""
-    pools: list[WorkerPool] = field(default_factory=list)
-    """Worker processes that hosts share; whoever built them enters and leaves them."""
-
-
-def built(config: RewardSection, queue: int, on_restart: Callable[[], None]) -> Built:
-    """A host for every function that any task uses.
+def build_hosts(config: RewardSection, on_restart: Callable[[], None]) -> tuple[dict[str, Host], list[WorkerPool]]:
+    """Builds a host for every function that any task uses.
 
     Args:
         config: names the functions.
-        queue: items that may wait for one function.
         on_restart: called whenever a worker was replaced.
 
-    Raises ConfigError for a function that does not exist or cannot work here.
+    Returns:
+        The hosts by the function's name in the configuration, and the pools they share, which the caller enters and exits.
+
+    Raises:
+        ConfigError: a function does not exist or cannot work here.
     """
-    result = Built()
+    hosts: dict[str, Host] = {}
+    pools: list[WorkerPool] = []
     plain: dict[str, dict[str, Any]] = {}
     for name in config.function_names():
         if name == "math":
             grader = MathGrader(config, on_restart)
-            result.pools.append(grader.pool)
-            result.hosts[name] = grader
+            pools.append(grader.pool)
+            hosts[name] = grader
         elif name == "code":
-            result.hosts[name] = _code(config, queue)
+            hosts[name] = _code(config)
         elif name == "judge":
-            result.hosts[name] = ThreadHost(_judge(config), None, FUNCTION_BATCH, queue, _CALLS_AT_ONCE)
+            hosts[name] = _judge(config)
         elif name == "reward_model":
-            pool = _model_pool(config, on_restart)
-            result.pools.append(pool)
-            result.hosts[name] = ProcessHost(name, pool, 0, FUNCTION_BATCH, queue)
-        elif name in _PLAIN:
-            made, arguments = _PLAIN[name], _ARGUMENTS[name](config)
-            made(**arguments)  # refuses wrong arguments here, before a worker does
-            plain[name] = {"name": name, "target": f"{_HOME}:{made.__name__}", "arguments": arguments}
+            pools.append(_model_pool(config, on_restart))
+            hosts[name] = ProcessHost(name, pools[-1], 0)
         else:
-            plain[name] = _custom(name)
+            plain[name] = _plain(name, config) or _custom(name)
     if plain:
-        job = Job(_CALLS, {"functions": list(plain.values())})
-        pool = WorkerPool(job, config.workers, config.function_timeout_s, on_restart)
-        result.pools.append(pool)
-        for index, (name, spec) in enumerate(plain.items()):
-            result.hosts[name] = ProcessHost(spec["name"], pool, index, FUNCTION_BATCH, queue)
-    check_names([host.name for host in result.hosts.values()])
-    return result
+        spec = WorkerSpec(_CALLS, {"functions": list(plain.values())})
+        pools.append(WorkerPool(spec, config.workers, config.function_timeout_s, on_restart))
+        for index, (name, function) in enumerate(plain.items()):
+            hosts[name] = ProcessHost(function["name"], pools[-1], index)
+    check_names([host.name for host in hosts.values()])
+    return hosts, pools
 
 
-_PLAIN: dict[str, Callable[..., RewardFunction]] = {
-    "format": FormatRewardFunction,
-    "length": LengthPenaltyFunction,
-    "repetition": RepetitionPenaltyFunction,
-}
-_ARGUMENTS: dict[str, Callable[[RewardSection], dict[str, Any]]] = {
-    "format": lambda c: {"required_patterns": c.format_required, "forbidden_patterns": c.format_forbidden},
-    "length": lambda c: {"soft_chars": c.length_soft_chars, "hard_chars": c.length_hard_chars},
-    "repetition": lambda c: {},
-}
+def _plain(name: str, config: RewardSection) -> dict[str, Any] | None:
+    """Returns the specification of a built-in function over the text; None for another name."""
+    known: dict[str, tuple[Callable[..., RewardFunction], dict[str, Any]]] = {
+        "format": (
+            FormatRewardFunction,
+            {"required_patterns": config.format_required, "forbidden_patterns": config.format_forbidden},
+        ),
+        "length": (LengthPenaltyFunction, {"soft_chars": config.length_soft_chars, "hard_chars": config.length_hard_chars}),
+        "repetition": (RepetitionPenaltyFunction, {}),
+    }
+    if name not in known:
+        return None
+    function, arguments = known[name]
+    function(**arguments)  # refuses wrong arguments here, before a worker does
+    return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
 
 
-def _code(config: RewardSection, queue: int) -> Host:
+def _code(config: RewardSection) -> Host:
     function = CodeRewardFunction(
         config.code_timeout_s,
         config.code_partial_credit,
@@ -104,11 +94,11 @@ def _code(config: RewardSection, queue: int) -> Host:
     def check(item: RewardItem, where: str) -> None:
         parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
 
-    return ThreadHost(function, None, FUNCTION_BATCH, queue, _CALLS_AT_ONCE, check)
+    return ThreadHost(function, None, _CONCURRENT_CALLS, check)
 
 
-def _judge(config: RewardSection) -> JudgeRewardFunction:
-    return JudgeRewardFunction(
+def _judge(config: RewardSection) -> Host:
+    function = JudgeRewardFunction(
         config.judge_url,
         config.judge_model,
         config.judge_rubric or DEFAULT_RUBRIC,
@@ -116,32 +106,33 @@ def _judge(config: RewardSection) -> JudgeRewardFunction:
         concurrency=config.judge_concurrency,
         max_tokens=config.judge_max_tokens,
     )
+    return ThreadHost(function, None, _CONCURRENT_CALLS)
 
 
 def _model_pool(config: RewardSection, on_restart: Callable[[], None]) -> WorkerPool:
-    """One process that holds the reward model: the server itself never loads torch."""
+    """Returns a pool of one process that holds the reward model: the server itself never loads torch."""
     arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
-    spec = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
-    job = Job(_CALLS, {"functions": [spec]}, answers=None)
-    return WorkerPool(job, 1, _MODEL_CALL_S, on_restart, _MODEL_START_S)
+    function = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
+    spec = WorkerSpec(_CALLS, {"functions": [function]}, answers=None)
+    return WorkerPool(spec, 1, _MODEL_CALL_S, on_restart, _MODEL_START_S)
 
 
 def _custom(path: str) -> dict[str, Any]:
-    """The spec of somebody's function, made once in a process of its own to see that it works and what it is called."""
+    """Returns the specification of a user's function, which a separate process has made once to check it and get its name."""
     spec: dict[str, Any] = {"target": path, "arguments": {}}
-    command = Job(_CALLS, {"functions": [spec]}).command(check=True)
+    command = WorkerSpec(_CALLS, {"functions": [spec]}).command(check=True)
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
-        said = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
+        output = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"the reward function was not made within {_CHECK_S:.0f} s", field="reward.functions", value=path
         ) from None
     if done.returncode != 0:
         raise ConfigError(
-            said or "the process that tried the reward function died",
+            output or "the process that tried the reward function died",
             field="reward.functions",
             value=path,
             remedy="package.module:Class of a RewardFunction that needs no arguments",
         )
-    return spec | {"name": json.loads(said)[0]}
+    return spec | {"name": json.loads(output)[0]}

@@ -1,4 +1,4 @@
-"""What the function workers do: call reward functions. Runs in `services.reward.worker`, not in the server."""
+"""Calls reward functions. Runs in the processes of `services.reward.worker`, not in the server."""
 
 import json
 import logging
@@ -15,29 +15,25 @@ _MAX_REASON_CHARS = 500
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """Imports reward functions; a worker makes them, and its handler calls one of them.
+    """Imports reward functions, and returns what makes a worker's handler, which calls one of them.
 
     Args:
-        arguments: `functions`: of each its import path `target` and its `arguments`.
+        arguments: `functions`, a list with the import path `target` and the `arguments` of each.
 
-    Raises RuntimeError naming the import path of what is not a reward function.
+    Raises:
+        RuntimeError: an import path does not name a reward function.
     """
     specs: list[dict[str, Any]] = arguments["functions"]
-    targets = [(find(spec["target"]), spec) for spec in specs]
+    try:
+        targets = [(import_callable(spec["target"], "reward.functions"), spec) for spec in specs]
+    except ConfigError as error:
+        raise RuntimeError(f"the reward function {error.message}") from error
 
     def make() -> Callable[[str], str]:
         functions = [_made(target, spec) for target, spec in targets]
         return lambda line: _handle(functions, json.loads(line))
 
     return make
-
-
-def find(path: str) -> Any:
-    """What an import path names. Raises RuntimeError when there is nothing."""
-    try:
-        return import_callable(path, "reward.functions")
-    except ConfigError as error:
-        raise RuntimeError(f"the reward function {error.message}") from error
 
 
 def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from common.errors import ConfigError, InvalidInput, Overloaded
+from common.errors import ConfigError, InvalidInput
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.exact import same_answer
 from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.functions.base import Score
 from services.reward.hosts import Host
-from services.reward.limits import BATCHES_QUEUED, MAX_BATCH_ITEMS
-from services.reward.pool import Job, WorkerPool
-from services.reward.score import Score
+from services.reward.pool import WorkerPool, WorkerSpec
 
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
 MEMORY_MB = 1024
@@ -24,7 +23,7 @@ MEMORY_MB = 1024
 class MathGrader(Host):
     """Grades responses to problems that have one final answer: 1.0 when it is right, 0.0 when it is wrong or missing.
 
-    Its `pool` is entered and left by its owner. Raises ConfigError when math-verify is not installed.
+    Its owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
     """
 
     def __init__(self, config: RewardSection, on_restart: Callable[[], None] = lambda: None) -> None:
@@ -33,26 +32,15 @@ class MathGrader(Host):
         super().__init__("math", lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
         self.config = config
         arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
-        job = Job("services.reward.equivalence", arguments, MEMORY_MB)
-        self.pool = WorkerPool(job, config.workers, config.math_timeout_s, on_restart)
+        spec = WorkerSpec("services.reward.equivalence", arguments, MEMORY_MB)
+        self.pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
 
     @property
     def problem(self) -> str | None:
         """Why answers cannot be graded now, or None."""
         return self.pool.problem
 
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Grades a batch, in order. Cancelling the call frees the workers.
-
-        Raises InvalidInput for a ground truth that states no answer, Overloaded when too many answers wait already.
-        """
-        self.unfinished += len(items)
-        try:
-            return await self._grade(items)
-        finally:
-            self.unfinished -= len(items)
-
-    async def _grade(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         golds = [_gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
         scores: list[Score | None] = []
         hard: dict[int, str] = {}  # index -> answer that the workers must compare
@@ -66,14 +54,14 @@ class MathGrader(Host):
             if (read := read + len(item.response) + 100) > _YIELD_CHARS:
                 read = 0
                 await asyncio.sleep(0)
-        self._check_room(len(hard))
+        self._check_room(self.pool.unfinished, len(hard))
         verdicts = await asyncio.gather(*(self._grade_there(golds[i], answer) for i, answer in hard.items()))
         for i, verdict in zip(hard, verdicts, strict=True):
             scores[i] = verdict
         return [score for score in scores if score is not None]
 
     def _grade_here(self, item: RewardItem, gold: str, answer: str | None) -> Score | None:
-        """The score where no worker is needed to find it, else None."""
+        """Returns the score where no worker is needed, else None."""
         if answer is None:
             return Score(0.0, "unparsable", correct=False)
         if item.finish_reason == "length" and self.config.require_stop:
@@ -82,24 +70,14 @@ class MathGrader(Host):
         return None if correct is None else _graded(answer, correct)
 
     async def _grade_there(self, gold: str, answer: str) -> Score:
-        said = await self.pool.call(json.dumps([gold, answer]).encode())
-        if isinstance(said, str):
-            return Score(None, said, correct=False, answer=answer)
-        return _graded(answer, said == b"right")
-
-    def _check_room(self, count: int) -> None:
-        waiting, limit = self.pool.unfinished, BATCHES_QUEUED * MAX_BATCH_ITEMS
-        if count and waiting + count > limit:
-            raise Overloaded(
-                f"{waiting} answers wait for a grader already",
-                field="items",
-                value=count,
-                remedy="try again later, or raise reward.workers",
-            )
+        verdict = await self.pool.call(json.dumps([gold, answer]).encode())
+        if isinstance(verdict, str):
+            return Score(None, verdict, correct=False, answer=answer)
+        return _graded(answer, verdict == b"right")
 
 
 def _gold(ground_truth: str, field: str) -> str:
-    """The answer that a ground truth states. Raises InvalidInput naming `field`."""
+    """Returns the answer that a ground truth states. Raises InvalidInput naming `field`."""
     gold = gold_answer(ground_truth)
     if gold is None:
         raise InvalidInput(

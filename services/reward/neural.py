@@ -4,18 +4,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from common.errors import ConfigError
-from services.reward.functions.base import Message, RewardFunction, as_floats, column
-from services.reward.score import Score
+from services.reward.functions.base import DetailedRewardFunction, Message, Score, column
 
 Device = Literal["auto", "cuda", "cpu"]
 Precision = Literal["auto", "bfloat16", "float32"]
 
 
-class RewardModelFunction(RewardFunction):
+class RewardModelFunction(DetailedRewardFunction):
     """The score of a Hugging Face sequence-classification model: its logit, or the probability of the second of two classes.
 
-    It reads the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts where it has
-    none. A chat that is longer than the limit has no score.
+    It formats the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts where it has
+    none. A chat over the limit has no score.
 
     Args:
         model: a name on the hub or a local directory.
@@ -25,7 +24,8 @@ class RewardModelFunction(RewardFunction):
         max_tokens: longest chat.
         trust_remote_code: run Python code that comes with the model.
 
-    Raises ConfigError when the model cannot be loaded, or when it is none that scores.
+    Raises:
+        ConfigError: the model cannot be loaded, or has more than two outputs.
     """
 
     name = "reward_model"
@@ -81,15 +81,12 @@ class RewardModelFunction(RewardFunction):
         positions = getattr(loaded.config, "max_position_embeddings", max_tokens)
         self._batch_size, self._max_tokens = batch_size, min(max_tokens, positions)
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """The score of each chat, NaN for one over the limit. Raises InvalidInput without the column `prompt`."""
-        return as_floats(self.scores(completions, **kwargs))
-
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Scores; chats of like length share a forward pass. Raises as `__call__` does."""
+        """Returns the score of each chat, an error for one over the limit. Raises InvalidInput without the column `prompt`."""
         prompts = column(kwargs, "prompt", len(completions), self.name)
         chats = [self._token_ids(prompt, list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
         scores = [Score(None, "error")] * len(chats)
+        # Chats of similar length share a forward pass.
         fitting = sorted((i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens), key=lambda i: len(chats[i]))
         for start in range(0, len(fitting), self._batch_size):
             batch = fitting[start : start + self._batch_size]

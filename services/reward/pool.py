@@ -1,4 +1,4 @@
-"""Worker processes that can be killed: the only way to bound what sympy, or somebody's reward function, does with an answer."""
+"""Worker processes that can be killed: the only way to limit the time of sympy or of a user's reward function."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ class WorkerDied(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the workers of a pool do."""
+class WorkerSpec:
+    """Code and limits of the workers of a pool."""
 
     module: str
-    """Its `prepare(arguments)` is called once in the process that forks; what that returns makes the handler in a worker."""
+    """Module whose `prepare(arguments)` runs once in the process that forks; its result makes the handler in a worker."""
     arguments: dict[str, Any]
     memory_mb: int | None = None
     """Address space of one worker; None: no limit."""
@@ -44,14 +44,14 @@ class Job:
     """Answers after which a worker is replaced by a fresh one; None: never."""
 
     def command(self, *, check: bool = False) -> list[str]:
-        """The command line of the process that forks workers; with `check` it only makes one handler and ends."""
+        """Returns the command line of the process that forks workers; with `check` it only makes one handler and exits."""
         spec = {"path": sys.path, "module": self.module, "arguments": self.arguments, "memory_mb": self.memory_mb}
-        # By path, so that it works from any directory and whatever the main program is; -P: not its folder on sys.path.
+        # By path, so that it works from any directory and with any main program; -P keeps its folder off sys.path.
         return [sys.executable, "-P", str(_SCRIPT), "check" if check else "serve", json.dumps(spec)]
 
 
 class _Worker:
-    """One worker process, seen from the server."""
+    """Connection of the server to one worker process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self.reader, self.writer, self.pid, self.answered = reader, writer, pid, 0
@@ -72,28 +72,28 @@ class _Worker:
 
 
 class WorkerPool:
-    """Answers calls in worker processes, one call at a time each; an async context manager.
+    """Worker processes that each answer one call at a time; an async context manager.
 
-    A worker that is over its deadline is killed and replaced when it is next needed. Starting takes a moment:
-    `problem` says why the pool cannot work yet, and is None as soon as it can.
+    A worker over its deadline is killed, and replaced when it is next needed. `problem` is the reason why the pool cannot work
+    yet, and None once it can.
 
     Args:
-        job: what the workers do.
-        workers: processes.
-        timeout_s: seconds one call may take in a worker; waiting for a free worker does not count.
+        spec: code and limits of the workers.
+        workers: number of processes.
+        timeout_s: seconds for one call in a worker; waiting for a free worker does not count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
-        start_s: seconds a worker may take to start.
+        start_s: seconds for a worker to start.
     """
 
     def __init__(
         self,
-        job: Job,
+        spec: WorkerSpec,
         workers: int,
         timeout_s: float,
         on_restart: Callable[[], None] = lambda: None,
         start_s: float = _START_S,
     ) -> None:
-        self.job, self.size, self.timeout_s, self.start_s, self._on_restart = job, workers, timeout_s, start_s, on_restart
+        self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = spec, workers, timeout_s, start_s, on_restart
         self.problem: str | None = "the graders are starting"
         self.unfinished = 0
         """Calls in workers or waiting for one."""
@@ -122,16 +122,16 @@ class WorkerPool:
         await asyncio.shield(self._filling)
 
     async def call(self, message: bytes) -> bytes | Failure:
-        """The answer of a worker to a line; `timeout` or `died` when there is none.
+        """Returns the answer of a worker to a line; `timeout` or `died` when there is none.
 
-        Cancelling the call frees the worker, if need be by killing it.
+        Cancelling the call frees the worker by killing it.
         """
         self.unfinished += 1
         try:
             worker = await self._idle.get()
             try:
                 worker, answer = await self._call_in(worker, message)
-            except BaseException:  # cancelled: what the worker computes nobody wants
+            except BaseException:  # cancelled: the worker was killed
                 self._idle.put_nowait(None)
                 raise
             self._idle.put_nowait(worker)
@@ -140,7 +140,7 @@ class WorkerPool:
             self.unfinished -= 1
 
     async def _call_in(self, worker: _Worker | None, message: bytes) -> tuple[_Worker | None, bytes | Failure]:
-        if worker is not None and worker.reader.at_eof():  # it died while it was idle: not the fault of this answer
+        if worker is not None and worker.reader.at_eof():  # it died while idle: not the fault of this answer
             worker.writer.close()
             self._on_restart()
             worker = None
@@ -155,7 +155,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await worker.call(message)
-            keep = self.job.answers is None or worker.answered < self.job.answers
+            keep = self.spec.answers is None or worker.answered < self.spec.answers
         except TimeoutError:
             answer = "timeout"
         except (WorkerDied, OSError, ValueError):  # ValueError: a line over the limit
@@ -179,7 +179,7 @@ class WorkerPool:
         self.problem = None
 
     async def _spawn(self) -> _Worker:
-        """A new worker, ready. Raises WorkerDied."""
+        """Starts a worker and waits until it is ready. Raises WorkerDied."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -195,14 +195,14 @@ class WorkerPool:
             return _Worker(reader, writer, int(line))
         except (TimeoutError, ValueError, OSError):
             writer.close()
-            said = line.decode("utf-8", "replace").strip()
-            raise WorkerDied(said or "the process that forks graders did not answer; see its messages above") from None
+            reason = line.decode("utf-8", "replace").strip()
+            raise WorkerDied(reason or "the process that forks graders did not answer; see its messages above") from None
         except BaseException:
             writer.close()
             raise
 
     def _started(self) -> socket.socket:
-        """The control socket of a running fork server; starts one if there is none."""
+        """Returns the control socket of the fork server, and starts one unless it is running."""
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         if self._control is not None:
@@ -210,11 +210,11 @@ class WorkerPool:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                self.job.command(),
+                self.spec.command(),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 process_group=0,
-                env={name: value for name, value in os.environ.items() if name != TOKEN},  # it reads what a model wrote
+                env={name: value for name, value in os.environ.items() if name != TOKEN},  # workers process untrusted text
             )
         return self._control
 

@@ -1,4 +1,4 @@
-"""Scores answers by the functions that the configuration, or the caller, names. Knows nothing of HTTP."""
+"""Scores answers with the functions that the configuration or the caller names. Knows nothing of HTTP."""
 
 import asyncio
 import time
@@ -9,31 +9,28 @@ from typing import Any, Self, get_args
 
 from common.errors import InvalidInput, TooLarge
 from common.observe import Metrics
-from common.schemas import BatchRewardResult, RewardItem, RewardResult, RewardStatus
+from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from common.sections import RewardSection
-from services.reward.build import built
-from services.reward.functions.base import RewardFunction
+from services.reward.build import build_hosts
+from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
-from services.reward.hosts import Host, ThreadHost
-from services.reward.limits import BATCHES_QUEUED, FUNCTION_BATCH, MAX_BATCH_ITEMS
+from services.reward.hosts import QUEUE_LIMIT, Host, ThreadHost
 from services.reward.pool import WorkerPool
-from services.reward.score import Score
-
-"""Largest batches that may wait for a function at once."""
 
 
 class Scorer:
-    """Every reward function of the server, and what an item gets from them together.
+    """Scores items with the reward functions of their tasks.
 
     An async context manager: it owns the worker processes.
 
     Args:
-        config: names the functions, per task, and their settings.
-        metrics: Prometheus metrics; a fresh set when None.
-        functions: the caller's own objects, which score every item in threads of this process instead of those that
+        config: names the functions of each task, and has their settings.
+        metrics: Prometheus metrics; a new set when None.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions that
             `config` names.
 
-    Raises ConfigError for a function that does not exist or cannot work here.
+    Raises:
+        ConfigError: a function does not exist or cannot work here.
     """
 
     def __init__(
@@ -44,28 +41,22 @@ class Scorer:
         self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
         self._seconds = metrics.histogram("reward_batch_duration_seconds", "From request to verdicts, of one batch")
         self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
-        self._queue = BATCHES_QUEUED * MAX_BATCH_ITEMS
         metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
-        metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(self._queue)
+        metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(QUEUE_LIMIT)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
         self._hosts: dict[str, Host]
         self._pools: list[WorkerPool] = []
         if functions is None:
-            made = built(config, self._queue, self._on_restart)
-            self._hosts = made.hosts
-            self._pools = made.pools
+            self._hosts, self._pools = build_hosts(config, self._on_restart)
         else:
             check_names([function.name for function in functions])
-            self._hosts = {function.name: self._threads(function) for function in functions}
+            timeout_s, calls = config.function_timeout_s, config.workers
+            self._hosts = {function.name: ThreadHost(function, timeout_s, calls) for function in functions}
         self._tasks = config.tasks if functions is None else {}
         self._default = list(self._hosts) if functions is not None else config.functions
         self._weights = {host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()}
         self._exits = AsyncExitStack()
-
-    def _threads(self, function: RewardFunction) -> Host:
-        config = self.config
-        return ThreadHost(function, config.function_timeout_s, FUNCTION_BATCH, self._queue, config.workers)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
@@ -88,14 +79,14 @@ class Scorer:
             await pool.ready()
 
     def stats(self) -> dict[str, Any]:
-        """Answers scored so far by status, the functions, and the state of the workers."""
+        """Returns the answers scored so far by status, the functions, and the state of the workers."""
         return {
             "graded": {status: self._counts[status] for status in get_args(RewardStatus)},
             "functions": [host.name for host in self._hosts.values()],
             "workers": self.config.workers,
             "worker_restarts": self._restarted,
             "unfinished": self._unfinished(),
-            "unfinished_limit": self._queue * len(self._hosts),
+            "unfinished_limit": QUEUE_LIMIT * len(self._hosts),
         }
 
     def check(self, item: RewardItem, where: str = "") -> None:
@@ -104,12 +95,16 @@ class Scorer:
             host.check(item, where)
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores a batch, in order. Cancelling the call frees the workers.
+        """Returns the results of a batch, in order. Cancelling the call frees the workers.
 
-        Raises TooLarge for more items than `MAX_BATCH_ITEMS`, InvalidInput for an item that cannot be scored, Overloaded when
-        too many answers wait already.
+        Raises:
+            TooLarge: there are more than `MAX_BATCH_ITEMS` items.
+            InvalidInput: an item cannot be scored.
+            Overloaded: too many answers wait already.
         """
-        self._check_size(len(items))
+        if len(items) > MAX_BATCH_ITEMS:
+            message = f"a batch has at most {MAX_BATCH_ITEMS} items"
+            raise TooLarge(message, field="items", value=len(items), remedy="send smaller batches")
         started = time.perf_counter()
         wanted: dict[str, list[int]] = {}
         for i, item in enumerate(items):
@@ -131,7 +126,7 @@ class Scorer:
         return results
 
     async def score_batch(self, items: Sequence[RewardItem]) -> BatchRewardResult:
-        """`score`, with the means over the items that have a reward (0.0 when none has)."""
+        """Returns the results of `score`, with the means over the items that have a reward (0.0 when none has)."""
         results = await self.score(items)
         rewards = [result.reward for result in results]
         graded = [result for result in results if result.reward is not None]
@@ -144,7 +139,7 @@ class Scorer:
         )
 
     def _of(self, item: RewardItem, where: str) -> list[Host]:
-        """The functions of an item's task."""
+        """Returns the functions of an item's task."""
         if not item.task or not self._tasks:
             return [self._hosts[name] for name in self._default]
         if item.task not in self._tasks:
@@ -171,15 +166,6 @@ class Scorer:
             status=whole.status,
             components=whole.components,
         )
-
-    def _check_size(self, count: int) -> None:
-        if count > MAX_BATCH_ITEMS:
-            raise TooLarge(
-                f"a batch has at most {MAX_BATCH_ITEMS} items",
-                field="items",
-                value=count,
-                remedy="send smaller batches",
-            )
 
     def _on_restart(self) -> None:
         self._restarted += 1

@@ -16,7 +16,7 @@ from common.errors import InvalidInput, ServiceError
 from common.rollout_client import GenerationFailed, completion_from_answer
 from common.schemas import RewardItem
 from services.http.app import create_app, listen
-from tests.rollout_engines import free_port
+from tests.support.ports import free_port
 
 
 def closed_port() -> int:

@@ -21,7 +21,7 @@ from common.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, W
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from learning.ranks import Ranks
-from learning.saving import ModelSnapshot
+from learning.saving import Snapshot
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.rollout.weights.store import TrainerClient, WeightStore
@@ -161,9 +161,7 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
 def test_a_checkpoint(disk: Disk) -> None:
     def save(step: int, rows: int) -> Path:
         tensors = {name: torch.full((rows, 500), float(step)) for name in ("weight", "moment")}
-        snapshot = ModelSnapshot(
-            {"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]}
-        )
+        snapshot = Snapshot({"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]})
         return checkpoints.save(TrainerState(step, step, "run", 0.0), {".": snapshot})
 
     with Checkpoints(disk.path, Ranks(), 3) as checkpoints:
@@ -192,7 +190,7 @@ def test_the_run_directory(disk: Disk) -> None:
     disk.free()
     again = Recorder(run, Config(), Console(quiet=True), step=1)
     again._append("metrics", {"step": 2})
-    assert [line["step"] for line in again.metrics()] == [1, 2]
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]
 
 
 def test_logs_go_on_without_their_file_and_say_so_once(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:

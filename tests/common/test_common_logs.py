@@ -22,8 +22,8 @@ from common.clients import Client, Unreachable
 from common.errors import ConfigError, NotFound, NotReady, Overloaded, ServiceError
 from common.observe import setup_logging
 from services.http.app import create_app
-from tests.conftest import ROOT
-from tests.rollout_engines import free_port
+from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 
 @pytest.fixture

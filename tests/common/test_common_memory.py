@@ -1,25 +1,11 @@
 """Memory estimates: shapes against published sizes, bytes against numbers calculated by hand."""
 
-from typing import Any
-
 import pytest
 
 from common.config import load
 from common.errors import ConfigError
 from common.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
-
-GPU = 80 * 10**9
-_QWEN: dict[str, Any] = {"model_type": "qwen2"}
-QWEN_05B = ModelShape.of(
-    _QWEN
-    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
-)
-QWEN_7B = ModelShape.of(
-    _QWEN
-    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
-)
+from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 
 
 def test_parameters_are_those_of_the_published_models() -> None:

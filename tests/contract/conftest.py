@@ -1,7 +1,7 @@
 """The targets of the contract: the embedded engine and real SGLang, each asked directly and through the real router.
 
 Real SGLang is asked when `make sglang-cpu` has installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that
-serves the model of `tests.rollout_engines.write_model` with --weight-version 7.
+serves the model of `tests.support.engines.write_model` with --weight-version 7.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.rollout_engines import engine_process, router_process, sglang_is_installed, sglang_process, write_model
+from tests.support.engines import engine_process, router_process, sglang_is_installed, sglang_process, write_model
 
 EXTERNAL = ["external"] if os.environ.get("CONTRACT_URL") else []
 WORKERS = ["engine", "sglang"]

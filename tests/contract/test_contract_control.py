@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from common.rollout_client import GenerationFailed, completion_from_answer
-
-PROMPT = [20, 21, 22, 23]
+from tests.support.engine_calls import PROMPT, long_request, version
 
 
 @pytest.fixture
@@ -25,22 +23,6 @@ def _continued(worker: httpx.Client) -> Iterator[None]:
     yield
     worker.post("/abort_request", json={"abort_all": True})
     worker.post("/continue_generation", json={})
-
-
-def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None) -> "Future[Any]":
-    """A request of 240 tokens that has begun on `worker`; `asked`: another way to it."""
-    body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
-    body["sampling_params"] = {"max_new_tokens": 240, "ignore_eos": True}
-    future = pool.submit(lambda: (asked or worker).post("/generate", json=body).json())
-    limit = time.monotonic() + 60
-    while worker.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
-        assert time.monotonic() < limit, "the request does not start"
-        assert not future.done(), "the request was over too soon"
-    return future
-
-
-def version(worker: httpx.Client) -> str:
-    return str(worker.get("/model_info").json()["weight_version"])
 
 
 def test_contract_pause_abort_answers_with_what_there_is(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:

@@ -17,8 +17,7 @@ from common.schemas import WeightFile, WeightManifest, adapter_name
 from common.sections import LoraSection
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.adapters import load_adapter, loaded_adapters
-from tests.lossy import LossyProxy
-from tests.rollout_engines import (
+from tests.support.engines import (
     engine_process,
     expected_logprobs,
     router_process,
@@ -26,6 +25,7 @@ from tests.rollout_engines import (
     sglang_process,
     write_adapter,
 )
+from tests.support.lossy_proxy import LossyProxy
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 PROMPT = [20, 21, 22, 23]

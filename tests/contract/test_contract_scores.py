@@ -12,7 +12,7 @@ from common.rollout_client import RolloutClient
 from common.schemas import Group
 from learning.layout import Packed, Packing, Padded
 from learning.ranks import Ranks
-from tests.trainer.groups import known, prepared
+from tests.support.groups import known, prepared
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 

@@ -10,7 +10,7 @@ from common.config import load
 from common.sections import DataSection
 from services.data.loaders import load_split
 from services.reward.functions import CodeRewardFunction
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
 SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))
@@ -41,7 +41,9 @@ def test_the_own_reward_prefers_short_right_answers() -> None:
     from examples.own_reward.brief import Brief
 
     chats = [[{"role": "assistant", "content": text}] for text in ("#### 3", "1+2=3. #### 3", "#### 4")]
-    short, long, wrong = Brief()(chats, ground_truth=["3", "3", "3"])
+    brief = Brief()
+    short, long, wrong = brief(chats, ground_truth=["3", "3", "3"])
+    brief.math.close()
     assert 1 > short > long > 0 > wrong
 
 

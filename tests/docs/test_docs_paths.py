@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from common.config import SHORT_NAMES, Config
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 GENERATED = {
     "docs/reference/settings.md",

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT
-from tests.e2e.processes import marked
+from tests.support.marked_processes import marked
+from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 30

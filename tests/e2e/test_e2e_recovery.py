@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.e2e.processes import marked
+from tests.support.marked_processes import marked
+from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 14

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.apps import SERVICES
-from tests.conftest import ROOT
-from tests.fuzz.processes import SECONDS, Service, served
+from tests.support.apps import SERVICES
+from tests.support.fuzzed_service import SECONDS, Service, served
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.timeout(600 + 2 * SECONDS)
 EXAMPLES = 12
@@ -36,7 +36,7 @@ def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> N
     command += ["--generation-database", "none", "--no-color", "--warnings", "off", "--max-redirects", "0"]
     for path in WAITS.get(name, ()):
         command += ["--exclude-path", path]
-    environment = os.environ | {"SCHEMATHESIS_HOOKS": "tests.fuzz.hooks", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:] + service.log.read_text()[-4000:]
 

@@ -13,7 +13,7 @@ import msgpack
 import psutil
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 SERVICE = """
 import sys

@@ -14,7 +14,7 @@ from services.reward.extract import MAX_ANSWER_CHARS, clean, extract_answer, gol
 from services.reward.functions.answers import MathRewardFunction
 from services.reward.functions.programs import MAX_SOURCE_CHARS, extract_program
 from services.reward.functions.text import THINKING, FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
-from tests.fuzz.processes import SECONDS
+from tests.support.fuzzed_service import SECONDS
 
 EXAMPLES = 200 if not SECONDS else 200 * SECONDS
 pieces = st.sampled_from(

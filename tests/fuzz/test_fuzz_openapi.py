@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI
 
 from services.http.openapi import EVERYWHERE
-from tests.apps import SERVICES
-from tests.fuzz.served import fuzzed
+from tests.support.apps import SERVICES
+from tests.support.served_app import fuzzed
 
 
 @pytest.fixture(scope="module", params=SERVICES)

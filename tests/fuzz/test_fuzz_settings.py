@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.config import Config, load
 from common.errors import ConfigError
 from jobgroup import spec
-from tests.fuzz.processes import SECONDS
+from tests.support.fuzzed_service import SECONDS
 
 relaxed = settings(
     max_examples=100 * max(1, SECONDS), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

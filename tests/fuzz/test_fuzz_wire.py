@@ -27,7 +27,7 @@ from common.schemas import (
 from common.wire import decode, encode
 from services.engine.adapters import Adapters, BadAdapter
 from services.engine.weights import BadWeights, load_into
-from tests.fuzz.processes import SECONDS
+from tests.support.fuzzed_service import SECONDS
 
 relaxed = settings(
     max_examples=200 * max(1, SECONDS), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

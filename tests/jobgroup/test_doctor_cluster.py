@@ -9,7 +9,8 @@ import pytest
 
 from jobgroup.doctor import network
 from jobgroup.doctor.report import Result, perform
-from tests.jobgroup.doctoring import free_port, plan_of, serving
+from tests.support.doctor_groups import plan_of, serving
+from tests.support.ports import free_port
 
 TASKS = dict.fromkeys(("data-server", "reward-server", "replay-buffer", "rollout-server", "ppo-trainer"), "")
 HOSTS = ",".join(f"{name}-0.small=127.0.0.1:0" for name in TASKS)

@@ -13,7 +13,8 @@ from jobgroup.doctor import environment, hub, memory
 from jobgroup.doctor.__main__ import main
 from jobgroup.doctor.plan import ROOT, make
 from jobgroup.doctor.report import Check, Result, perform
-from tests.jobgroup.doctoring import LARGE, QWEN_7B, free_port, plan_of, serving, write_group, write_model
+from tests.support.doctor_groups import LARGE, QWEN_7B, plan_of, serving, write_group, write_model
+from tests.support.ports import free_port
 
 DATA = {"data-server": ""}
 SECRET = "hf_ThisIsNeverShown123"  # noqa: S105 - of nobody

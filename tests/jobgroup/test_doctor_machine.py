@@ -16,7 +16,8 @@ from common.errors import ConfigError
 from common.security import SecretRedactor
 from jobgroup.doctor import gpu, machine, network, storage
 from jobgroup.doctor.report import Check, Result, fail, ok, perform
-from tests.jobgroup.doctoring import free_port, plan_of
+from tests.support.doctor_groups import plan_of
+from tests.support.ports import free_port
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own")
 

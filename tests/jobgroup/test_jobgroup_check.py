@@ -15,9 +15,9 @@ from common.memory import engine_memory, trainer_host_bytes, trainer_memory
 from common.topology import CRITIC
 from jobgroup import spec
 from jobgroup.check import shell_faults
-from tests.common.test_common_memory import GPU, QWEN_7B
+from tests.support.model_shapes import GPU, QWEN_7B
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
 MAIN, CPU, PPO, ONEBOX, LARGE, SPOT = (
     ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml" for kind in ("", "-cpu", "-ppo", "-onebox", "-7b", "-spot")

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:
-    from tests.jobgroup.conftest import LocalRun
+    from tests.support.local_run import LocalRun
 
 HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
 # A daemon that leaves its session, then its parent; a child in the background; the command itself.

@@ -9,7 +9,7 @@ import pytest
 from common.topology import parse_hosts
 
 if TYPE_CHECKING:
-    from tests.jobgroup.conftest import LocalRun
+    from tests.support.local_run import LocalRun
 
 HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
 

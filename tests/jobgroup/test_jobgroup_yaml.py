@@ -15,8 +15,8 @@ from common import topology
 from common.config import SHORT_NAMES, Config
 from jobgroup import spec
 from jobgroup.local.places import choose, share_gpus
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TASKS = [topology.DATA, topology.ROLLOUT, topology.REWARD, topology.REPLAY, topology.TRAINER]
 TEXT = PATH.read_text(encoding="utf-8")

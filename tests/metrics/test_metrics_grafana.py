@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from common.rollout_client import RolloutClient
-from tests.conftest import ROOT
-from tests.metrics.pages import Family, parse
-from tests.rollout.test_router import recorders
-from tests.rollout_engines import SGLANG, free_port, router_process, sglang_is_installed
+from tests.support.engines import SGLANG, router_process, sglang_is_installed
+from tests.support.metrics_pages import Family, parse
+from tests.support.paths import ROOT
+from tests.support.ports import free_port
+from tests.support.recording_engines import recorders
 
 _METRIC = re.compile(r"\b(?:rlhf|process|smg)_[a-z0-9_]+|\bsglang:[a-z0-9_]+|\bup\b")
 _OWN = ("rlhf_", "process_")

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from common.observe import Metrics
-from tests.metrics.pages import DOCUMENT, Family, documented, framed, table
+from tests.support.metrics_pages import DOCUMENT, Family, documented, framed, table
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import StepRecord
 from trainer.policy.update_metrics import UpdateMetrics
@@ -19,7 +19,7 @@ NOT_BASE_UNITS = re.compile(r"_(ms|millis\w*|us|micros\w*|minutes|hours|kb|mb|gb
 
 def test_the_document_lists_every_metric_of_every_service(found: dict[str, dict[str, Family]]) -> None:
     made = framed(table(found))
-    assert documented() == made, f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.metrics.pages writes it"
+    assert documented() == made, f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
 
 
 def test_names_and_units_are_those_of_prometheus(found: dict[str, dict[str, Family]]) -> None:

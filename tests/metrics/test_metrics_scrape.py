@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jobgroup import scrape, spec
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 GROUP = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TOKEN_FILE = "/etc/prometheus/api_token"  # noqa: S105 - its name

@@ -1,38 +1,16 @@
 """The wheel, and an environment outside the checkout that it is installed in."""
 
-import os
 import subprocess
 import sys
 import sysconfig
 import venv
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A virtual environment with the wheel, this environment's dependencies, and a foreign package `common`."""
-
-    bin: Path
-    site_packages: Path
-    folder: Path
-    """A working directory that is no checkout and has a foreign package `services`."""
-
-    def run(self, *command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment in `folder`."""
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-        env = inherited | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        words = [str(self.bin / command[0]), *command[1:]]
-        return subprocess.run(words, cwd=self.folder, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-    def python(self, code: str) -> subprocess.CompletedProcess[str]:
-        """Runs Python code there."""
-        return self.run("python", "-c", code)
+from tests.support.installed_wheel import Installed
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.package.conftest import ROOT, Installed
+from tests.support.installed_wheel import Installed
+from tests.support.paths import ROOT
 
 PACKAGES = ("common", "learning", "services", "trainer", "jobgroup")
 

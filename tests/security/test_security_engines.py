@@ -21,8 +21,10 @@ from common.topology import ROLLOUT, Topology
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Child
 from services.rollout.router import RouterClient, router_command, router_env
-from tests.rollout_engines import ROOT, SGLANG, free_port, sglang_is_installed, write_model
-from tests.security.certificates import Certificates
+from tests.support.certificates import Certificates
+from tests.support.engines import SGLANG, sglang_is_installed, write_model
+from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -26,8 +26,8 @@ from learning.ranks import Ranks
 from services.engine.model import Model
 from services.http.app import create_app
 from services.reward.equivalence import equivalent
-from tests.rollout_engines import write_model
-from tests.security.certificates import Certificates
+from tests.support.certificates import Certificates
+from tests.support.engines import write_model
 
 BOMBS = {
     "empty mappings": b"\x81\xa1a\xdd" + (10_000_000).to_bytes(4, "big") + b"\x80" * 10_000_000,

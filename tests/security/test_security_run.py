@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.security.certificates import Certificates
+from tests.support.certificates import Certificates
+from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 
 FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {

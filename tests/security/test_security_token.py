@@ -20,7 +20,7 @@ from common.errors import ConfigError, ServiceError
 from common.observe import setup_logging
 from common.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
-from tests.apps import SERVICES, make, tiny
+from tests.support.apps import SERVICES, make, tiny
 from trainer import train_in_process
 from trainer.dashboard.app import PAGES
 from trainer.server import BackgroundServer

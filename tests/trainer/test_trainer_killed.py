@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.wire import decode_groups
-from tests.conftest import ROOT
+from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.timeout(180)
@@ -31,7 +31,7 @@ MOMENTS = (
 def train(model: Path, base: Path, moments: tuple[str, ...], *more: str) -> list[str]:
     """What became of the attempts: the run that is not killed, then the one that is."""
     command = [
-        *(sys.executable, "-m", "tests.trainer.killed_worker", str(base), ",".join(moments)),
+        *(sys.executable, "-m", "tests.support.workers.killed_run", str(base), ",".join(moments)),
         *("--config", "jobgroup/configs/tiny-cpu.yaml", "--model.name", str(model)),
         *("--trainer.batch_size", "4", "--trainer.max_steps", str(STEPS), "--sampling.group_size", "4"),
         *("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "2", "--trainer.eval_every", "3"),

@@ -1,13 +1,12 @@
-"""What a completion is rewarded for: functions that a run's configuration or the caller of the Python API names."""
+"""Reward functions that a run's configuration or the caller of the Python API names."""
 
 from services.reward.functions.answers import MathRewardFunction
-from services.reward.functions.base import RewardFunction
+from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import CompositeRewardFunction
 from services.reward.functions.judge import JudgeRewardFunction
 from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.neural import RewardModelFunction
-from services.reward.score import Score
 
 __all__ = [
     "CodeRewardFunction",

@@ -8,25 +8,25 @@ from typing import Any, TypeVar
 from common.errors import ConfigError
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.functions.base import Message, RewardFunction, as_floats, column, text_of
+from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
 from services.reward.grade import MathGrader
-from services.reward.score import Score
 
 _T = TypeVar("_T")
 
 
-class MathRewardFunction(RewardFunction):
+class MathRewardFunction(DetailedRewardFunction):
     """1.0 for a completion whose final answer is that of `ground_truth`, else 0.0.
 
     The final answer is the last balanced `\\boxed{}` or `####` line, else the last number; `<think>` does not count. Numbers
-    and fractions are compared exactly, everything else by math-verify in worker processes, started when they are first
-    needed, that are killed at their deadline. An answer that cannot be graded is NaN (`scores` says why), never 0.
+    and fractions are compared exactly, everything else by math-verify in worker processes, which start when they are first
+    needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
 
     Args:
         workers: processes.
         timeout_s: seconds that one answer may take in a worker.
 
-    Raises ConfigError when math-verify is not installed, or an argument is out of bounds.
+    Raises:
+        ConfigError: math-verify is not installed, or an argument is out of bounds.
     """
 
     name = "math"
@@ -41,12 +41,8 @@ class MathRewardFunction(RewardFunction):
         self._loop: _Loop | None = None
         self._starting = threading.Lock()
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """1.0, 0.0 or NaN for each completion. Raises InvalidInput for a `ground_truth` that states no answer."""
-        return as_floats(self.scores(completions, **kwargs))
-
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Verdicts with their extracted answers. Raises as `__call__` does."""
+        """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth` that states no answer."""
         golds = column(kwargs, "ground_truth", len(completions), self.name)
         items = [
             RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))

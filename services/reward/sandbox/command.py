@@ -1,4 +1,4 @@
-"""The command line of the sandbox: bubblewrap with nothing of the host in it but a Python and its libraries."""
+"""The command line of the sandbox: bubblewrap, with a Python and its libraries as the only part of the host."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from common.errors import ConfigError
 INSIDE = Path(__file__).with_name("inside.py")
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _FIRST_UID = 60_600
-"""Of the slots when the server runs as root: in a range that no distribution gives to users or services."""
+"""User of the first slot when the server runs as root, in a range that no distribution assigns."""
 NOBODY = "65534"
 
 
@@ -23,17 +23,17 @@ class Python:
 
     executable: str
     folders: tuple[str, ...]
-    """What it needs to run, outside of `/usr`."""
+    """Folders outside of `/usr` that it needs to run."""
     packages: bool
-    """Whether programs may import what is installed for it: of one that the operator names."""
+    """Whether programs may import its installed packages: only for an interpreter that the operator names."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Parts of the sandbox that some machines do not have."""
+    """Parts of the sandbox that some machines lack."""
 
     proc: bool
-    """A `/proc` of its own; a container with a masked `/proc` cannot mount one."""
+    """Mount a new `/proc`, which a container with a masked `/proc` cannot do."""
     disable_userns: bool
     """The kernel's own switch against nested user namespaces; the seccomp filter forbids them in any case."""
 
@@ -42,21 +42,21 @@ VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (
 """Best first."""
 
 
+def unavailable(reason: str, remedy: str, field: str = "reward.functions", value: object = "code") -> ConfigError:
+    """Returns the error for a machine on which programs cannot run."""
+    return ConfigError(f"code cannot be run: {reason}", field=field, value=value, remedy=remedy)
+
+
 def find_bwrap() -> str:
-    """Path of bubblewrap. Raises ConfigError when it is not installed."""
+    """Returns the path of bubblewrap. Raises ConfigError when it is not installed."""
     found = shutil.which("bwrap")
     if found is None:
-        raise ConfigError(
-            "code cannot be run: bubblewrap, its sandbox, is not installed",
-            field="reward.functions",
-            value="code",
-            remedy="apt-get install bubblewrap",
-        )
+        raise unavailable("bubblewrap, its sandbox, is not installed", "apt-get install bubblewrap")
     return found
 
 
 def interpreters(named: str) -> list[Python]:
-    """Interpreters to try, in order: the one that is named, or else this one and the system's.
+    """Returns the interpreters to try, in order: the named one, or else this one and the system's.
 
     Raises ConfigError when none of them runs.
     """
@@ -64,12 +64,8 @@ def interpreters(named: str) -> list[Python]:
     candidates = [named] if named else [own, "/usr/bin/python3", "/usr/local/bin/python3"]
     found = [python for path in dict.fromkeys(candidates) if (python := _inspected(path, bool(named))) is not None]
     if not found:
-        raise ConfigError(
-            "code cannot be run: there is no Python for it",
-            field="reward.code_python",
-            value=named or candidates,
-            remedy="name one, for example /usr/bin/python3 (apt-get install python3)",
-        )
+        remedy = "name one, for example /usr/bin/python3 (apt-get install python3)"
+        raise unavailable("there is no Python for it", remedy, "reward.code_python", named or candidates)
     return found
 
 
@@ -110,7 +106,7 @@ def bwrap_command(bwrap: str, python: Python, variant: Variant, filter_fd: int) 
 
 
 def inside_command(python: Python) -> list[str]:
-    """Python with the program that runs test cases."""
+    """Returns the command line of Python with the program that runs test cases."""
     site = [] if python.packages else ["-S"]
     return [python.executable, "-I", *site, "-B", "-c", INSIDE.read_text(encoding="utf-8")]
 
@@ -122,15 +118,15 @@ def _system_folder(path: Path) -> list[str]:
 
 
 def slot_user(slot: int) -> int | None:
-    """The unprivileged user that a slot runs as when this process is root; None when it is not: then it is this user.
+    """Returns the unprivileged user of a slot when this process is root; else None, for the user of this process.
 
-    The kernel does not hold root to its limit of processes, and counts processes per user: each slot has its own.
+    The kernel exempts root from its limit of processes and counts processes per user, so each slot has its own user.
     """
     return _FIRST_UID + slot if os.geteuid() == 0 else None
 
 
 def counts_per_namespace() -> bool:
-    """Whether the kernel counts a user's processes in every user namespace on its own (Linux 5.14)."""
+    """Returns whether the kernel counts a user's processes separately in every user namespace (Linux 5.14)."""
     release = os.uname().release.split(".")
     try:
         return (int(release[0]), int(release[1].split("-")[0])) >= (5, 14)

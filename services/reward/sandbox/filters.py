@@ -1,11 +1,11 @@
-"""The system calls that a program in the sandbox cannot make, compiled for the kernel (seccomp BPF)."""
+"""Filters of the system calls that a program in the sandbox cannot make, compiled for the kernel (seccomp BPF)."""
 
 import errno
 import os
 from functools import cache
 from typing import Any
 
-from common.errors import ConfigError
+from services.reward.sandbox.command import unavailable
 
 _CLONE_NEW = 0x7E020080  # every CLONE_NEW* namespace flag of clone
 _CLONE_THREAD = 0x00010000
@@ -28,7 +28,7 @@ _PROCESSES = ("fork", "vfork")
 
 @cache
 def base_filter() -> bytes:
-    """For everything in the sandbox. Raises ConfigError where pyseccomp or libseccomp is missing."""
+    """Returns the filter of the whole sandbox. Raises ConfigError where pyseccomp or libseccomp is missing."""
     seccomp = _library()
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     denied = seccomp.ERRNO(errno.EPERM)
@@ -46,7 +46,7 @@ def base_filter() -> bytes:
 
 @cache
 def threads_only_filter() -> bytes:
-    """For a program: it may start threads, but no process. Raises ConfigError as `base_filter` does."""
+    """Returns the filter of a program: it may start threads, but no process. Raises ConfigError as `base_filter` does."""
     seccomp = _library()
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     denied = seccomp.ERRNO(errno.EPERM)
@@ -60,26 +60,17 @@ def _library() -> Any:
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"code cannot be run: pyseccomp does not work: {error}",
-            field="reward.functions",
-            value="code",
-            remedy="apt-get install libseccomp2 and pip install 'rlhf-math[services]'",
-        ) from None
+        remedy = "apt-get install libseccomp2 and pip install 'rlhf-math[services]'"
+        raise unavailable(f"pyseccomp does not work: {error}", remedy) from None
     return pyseccomp
 
 
 def _add(rules: Any, action: int, name: str, *arguments: Any) -> None:
     try:
         rules.add_rule(action, name, *arguments)
-    except (OSError, ValueError) as error:  # a call that this machine's kernel interface or libseccomp does not have
+    except (OSError, ValueError) as error:  # the kernel or libseccomp lacks this call
         if name in ("clone", "socket", "ptrace", "unshare"):
-            raise ConfigError(
-                f"code cannot be run: libseccomp cannot forbid {name}: {error}",
-                field="reward.functions",
-                value="code",
-                remedy="install a newer libseccomp2",
-            ) from None
+            raise unavailable(f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2") from None
 
 
 def _compiled(rules: Any) -> bytes:

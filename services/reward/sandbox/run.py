@@ -1,4 +1,4 @@
-"""Runs programs against their test cases, each in a sandbox of its own, in parallel slots."""
+"""Runs programs against their test cases, each in its own sandbox, in parallel slots."""
 
 import base64
 import json
@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import ConfigError
 from services.reward.sandbox.cases import Case, CaseResult
 from services.reward.sandbox.command import (
     VARIANTS,
@@ -26,6 +25,7 @@ from services.reward.sandbox.command import (
     inside_command,
     interpreters,
     slot_user,
+    unavailable,
 )
 from services.reward.sandbox.filters import base_filter, threads_only_filter
 from services.reward.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
@@ -38,37 +38,38 @@ _START_S = 20.0
 _SLACK_S = 5.0
 _END_S = 10.0
 _TOTAL_TIMEOUTS = 5
-"""Time for all cases of a program, in time-outs of one."""
+"""Time for all cases of a program, as a multiple of the time-out of one."""
 _THREADS = 64
 _STDERR_BYTES = 4096
 
 
 class SandboxFault(Exception):
-    """The sandbox did not do its work; says nothing about the program."""
+    """The sandbox itself failed, not the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Resources of one program."""
 
     timeout_s: float
-    """Wall time of one case; all cases of a program have five times as much."""
+    """Wall time of one case; all cases of a program share five times as much."""
     memory_mb: int
     """Address space; a program has one process."""
     output_kb: int = 64
-    """Of one case: standard output, and the value that it returns."""
+    """Standard output of one case, and size of the value that it returns."""
 
 
 class Sandbox:
     """Slots in which programs run. Thread-safe.
 
     Args:
-        limits: of every program.
+        limits: resources of every program.
         slots: programs at once.
-        kind: `none` runs programs as this user without any protection but the limits.
-        python: the interpreter for programs; found when empty.
+        kind: `none` runs programs as this user with no protection but the limits.
+        python: the interpreter for programs; when empty, one is found.
 
-    Raises ConfigError with the remedy where the sandbox does not work: it is tried, with programs that attempt to break out.
+    Raises:
+        ConfigError: the sandbox, which is tested with programs that attempt to break out, does not work here.
     """
 
     def __init__(self, limits: Limits, slots: int, kind: SandboxKind = "bubblewrap", python: str = "") -> None:
@@ -88,40 +89,36 @@ class Sandbox:
             log.info("programs run in bubblewrap with %s, %s", self._python.executable, self._variant)
 
     def run(self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False) -> list[CaseResult]:
-        """What comes of each case; waits for a free slot.
+        """Returns the result of each case; waits for a free slot.
 
         Args:
             source: the program.
             cases: its tests, in order.
-            stop_at_failure: the cases after the first that fails are `skipped`.
+            stop_at_failure: skip the cases after the first failure.
 
-        Raises SandboxFault when the sandbox failed several times in a row.
+        Raises:
+            SandboxFault: the sandbox failed several times in a row.
         """
         for attempt in range(_TRIES):
-            with self._slot() as slot:
-                try:
-                    return self._run_in(slot, source, cases, stop_at_failure)
-                except (SandboxFault, OSError) as error:
-                    log.warning("the sandbox failed: %s", error)
-                    fault = error
+            slot = self._slots.get()
+            try:
+                return self._run_in(slot, source, cases, stop_at_failure)
+            except (SandboxFault, OSError) as error:
+                log.warning("the sandbox failed: %s", error)
+                fault = error
+            finally:
+                self._slots.put(slot)
             time.sleep(0.1 * 2**attempt)
         raise SandboxFault(str(fault))
-
-    @contextmanager
-    def _slot(self) -> Iterator[int]:
-        slot = self._slots.get()
-        try:
-            yield slot
-        finally:
-            self._slots.put(slot)
 
     def _run_in(self, slot: int, source: str, cases: Sequence[Case], stop_at_failure: bool) -> list[CaseResult]:
         results: list[CaseResult] = []
         total = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
         with self._process(slot, self._python, self._variant) as process:
-            lines = _Lines(process, self._line_bytes(), time.monotonic() + _START_S)
+            longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
+            lines = _Lines(process, longest, time.monotonic() + _START_S)
             if lines.next() != b"ready":
-                raise SandboxFault(f"it did not start: {_said(process)}")
+                raise SandboxFault(f"it did not start: {_stderr(process)}")
             lines.deadline = time.monotonic() + _START_S + total + _SLACK_S
             lines.send(self._job(source, cases, total))
             line: bytes | None = b""
@@ -133,34 +130,27 @@ class Sandbox:
                 if stop_at_failure and results[-1].status != "passed":
                     break
             if line is None and lines.late:
-                raise SandboxFault(f"it did not end in time: {_said(process)}")
-            if line is None and (status := _ended(process)) != 0:
-                raise SandboxFault(f"it ended with status {status}: {_said(process)}")
+                raise SandboxFault(f"it did not end in time: {_stderr(process)}")
+            if line is None and (status := _exit_status(process)) != 0:
+                raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
         return results + [CaseResult("skipped")] * (len(cases) - len(results))
 
     def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
-        return (
-            json.dumps(
-                {
-                    "source": source,
-                    "cases": [case.request for case in cases],
-                    "timeout_s": self.limits.timeout_s,
-                    "total_s": total_s,
-                    "memory_bytes": self.limits.memory_mb << 20,
-                    "output_bytes": self.limits.output_kb << 10,
-                    "threads": self._threads,
-                    "filter": base64.b64encode(threads_only_filter()).decode() if self.kind == "bubblewrap" else "",
-                }
-            ).encode()
-            + b"\n"
-        )
-
-    def _line_bytes(self) -> int:
-        return 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
+        job = {
+            "source": source,
+            "cases": [case.request for case in cases],
+            "timeout_s": self.limits.timeout_s,
+            "total_s": total_s,
+            "memory_bytes": self.limits.memory_mb << 20,
+            "output_bytes": self.limits.output_kb << 10,
+            "threads": self._threads,
+            "filter": base64.b64encode(threads_only_filter()).decode() if self.kind == "bubblewrap" else "",
+        }
+        return json.dumps(job).encode() + b"\n"
 
     @contextmanager
     def _process(self, slot: int, python: Python, variant: Variant) -> Iterator[subprocess.Popen[bytes]]:
-        """A started sandbox; at the end everything in it is dead and its pipes are at their end."""
+        """Starts a sandbox; at the end everything in it is dead and its pipes are closed."""
         with _readable(self._filter) as filter_fd:
             inside = self.kind == "none"
             command = inside_command(python) if inside else bwrap_command(self._bwrap, python, variant, filter_fd)
@@ -171,7 +161,7 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=() if inside else (filter_fd,),
-                env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # not ours: /proc/1/environ inside shows it
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # not this process's: programs may read /proc/1/environ
                 cwd="/",
                 process_group=0,
                 user=user,
@@ -184,7 +174,7 @@ class Sandbox:
             _end(process)
 
     def _tested(self, candidates: Sequence[Python]) -> tuple[Python, Variant]:
-        """The first interpreter and variant in which the probes do what they should. Raises ConfigError."""
+        """Returns the first interpreter and variant in which all probes pass. Raises ConfigError."""
         problems = []
         for python in candidates:
             for variant in VARIANTS:
@@ -192,11 +182,9 @@ class Sandbox:
                 if problem is None:
                     return python, variant
                 problems.append(f"{python.executable}: {problem}")
-        raise ConfigError(
-            f"code cannot be run: the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
-            field="reward.functions",
-            value="code",
-            remedy="allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
+        raise unavailable(
+            f"the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
+            "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
             "unprivileged_userns, the container's seccomp profile); name a Python that everyone can read with "
             "reward.code_python; or, only for code that you trust, set reward.code_sandbox none",
         )
@@ -212,7 +200,7 @@ class Sandbox:
 
 
 class _Lines:
-    """What a sandbox says, line by line, until a deadline. `late` tells the deadline from the end."""
+    """Lines of a sandbox's output, until a deadline. `late` distinguishes the deadline from the end."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: int, deadline: float) -> None:
         assert process.stdin is not None
@@ -223,7 +211,7 @@ class _Lines:
         os.set_blocking(self._into, False)
 
     def send(self, content: bytes) -> None:
-        """Raises SandboxFault when it is not taken."""
+        """Writes to the sandbox. Raises SandboxFault when it does not read."""
         left = memoryview(content)
         while left:
             if not self._wait(self._into, select.POLLOUT):
@@ -236,10 +224,10 @@ class _Lines:
                 raise SandboxFault("it ended before it read its job") from None
 
     def next(self) -> bytes | None:
-        """The next line, or None at the end. Raises SandboxFault for a line over the limit."""
+        """Returns the next line, or None at the end. Raises SandboxFault for a line over the limit."""
         while (end := self._rest.find(b"\n")) < 0:
             if len(self._rest) > self._limit:
-                raise SandboxFault("it says too much")
+                raise SandboxFault("it wrote too much")
             if not self._wait(self._out, select.POLLIN):
                 self.late = True
                 return None
@@ -259,7 +247,7 @@ class _Lines:
 
 @contextmanager
 def _readable(content: bytes) -> Iterator[int]:
-    """A descriptor from which `content` (less than a pipe holds) can be read once."""
+    """Opens a descriptor from which `content` (less than a pipe holds) can be read once."""
     reader, writer = os.pipe()
     try:
         os.write(writer, content)
@@ -271,15 +259,15 @@ def _readable(content: bytes) -> Iterator[int]:
         os.close(reader)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _exit_status(process: subprocess.Popen[bytes]) -> int:
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
         return -1
 
 
-def _said(process: subprocess.Popen[bytes]) -> str:
-    """What it wrote to standard error."""
+def _stderr(process: subprocess.Popen[bytes]) -> str:
+    """Returns the beginning of its standard error."""
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
     with suppress(OSError):
@@ -288,7 +276,7 @@ def _said(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a sandbox: it ends with its standard input, and is killed when it does not."""
+    """Ends a sandbox by closing its standard input, and kills it when it does not end."""
     pipes = [pipe for pipe in (process.stdin, process.stdout, process.stderr) if pipe is not None]
     with suppress(OSError):
         pipes[0].close()

@@ -1,0 +1,14 @@
+"""What the tests of the learning parts share."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config import Config
+from tests.support.small_run import small_run
+
+
+@pytest.fixture
+def config(policy_dir: Path, tmp_path: Path) -> Config:
+    """Settings of a small run."""
+    return small_run(policy_dir, tmp_path)

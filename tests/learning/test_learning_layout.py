@@ -1,0 +1,230 @@
+"""Packed rows give what padded rows give, for the models that permit it; the others are known beforehand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from common.config import Config
+from common.errors import ConfigError
+from common.schemas import Int32
+from common.sections import TrainerSection
+from learning.attention import unpackable
+from learning.layout import Layout, Packed, Padded, layout_for
+from learning.ranks import Ranks
+from learning.sharding import prepare
+from services.critic.model import load_value_model
+from tests.support.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
+from trainer.policy.policy import Policy
+from trainer.policy.scorer import Scorer
+
+ROWS = {
+    "rows alone": [(5, [4]), (3, [7]), (9, [2])],
+    "groups": [(5, [4, 9, 1, 6]), (8, [3, 3, 12])],
+    "prompts longer than completions": [(40, [2, 5, 1]), (30, [4, 4])],
+    "one-token completions": [(4, [1, 1, 1]), (1, [1])],
+    "an empty completion": [(4, [0, 3]), (6, [2, 0])],
+    "mixed": [(1, [30, 2]), (25, [1, 40, 3]), (7, [5]), (60, [6, 6, 6]), (2, [1])],
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+PACKABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2 with GQA": ("qwen2", {}),
+    "qwen2 with windows": ("qwen2", {**WINDOWS, "use_sliding_window": True}),
+    "qwen3": ("qwen3", {}),
+    "llama without GQA": ("llama", {"num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": 4}),
+    "gemma3": ("gemma3_text", {**WINDOWS, "query_pre_attn_scalar": 5}),
+    "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 3}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma2": ("gemma2", {}, "it caps attention"),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 2}, "sinks"),
+    "qwen3-next": ("qwen3_next", {}, "state"),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2}, "rotate"),
+    "dropout": ("qwen2", {"attention_dropout": 0.1}, "dropout"),
+}
+
+
+def make(kind: str, more: dict[str, Any], implementation: str | None = None) -> PreTrainedModel:
+    config = AutoConfig.for_model(kind, **{**SIZES, **more})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with torch.no_grad():
+        for parameter in model.parameters():  # logits that differ
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def rows(name: str) -> tuple[list[Int32], list[Int32]]:
+    rng = np.random.default_rng(0)
+    prompts, completions = [], []
+    for length, answers in ROWS[name]:
+        prompt = rng.integers(3, VOCABULARY, length).astype(np.int32)
+        for answer in answers:
+            prompts.append(prompt.copy())
+            completions.append(rng.integers(3, VOCABULARY, answer).astype(np.int32))
+    return prompts, completions
+
+
+def results(model: PreTrainedModel, layout: type[Layout], name: str) -> dict[str, torch.Tensor]:
+    """Scores and gradients of a loss that every token and its entropy have another part in."""
+    prompts, completions = rows(name)
+    targets = torch.from_numpy(np.concatenate(completions)).long()
+    scorer = Scorer(model, "on" if layout is Packed else "off")
+    assert scorer.layout is layout
+    model.zero_grad()
+    scores = scorer(layout.of(prompts, completions), targets, 0.7, entropy_gradient=True)
+    weights = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1)) / len(targets)
+    (weights * torch.stack([scores.logprobs, scores.entropy])).sum().backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), **gradients}
+
+
+def assert_same(packed: dict[str, torch.Tensor], padded: dict[str, torch.Tensor]) -> None:
+    assert packed.keys() == padded.keys()
+    for key, expected in padded.items():
+        torch.testing.assert_close(packed[key], expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_packing_is_padding(name: str) -> None:
+    model = make(*PACKABLE["qwen2 with GQA"])
+    assert_same(results(model, Packed, name), results(model, Padded, name))
+
+
+@pytest.mark.parametrize("kind", PACKABLE)
+@pytest.mark.parametrize("name", ["mixed", "prompts longer than completions"])
+def test_packing_is_padding_for_models_of_many_kinds(kind: str, name: str) -> None:
+    """Against a model with transformers' own attention, which makes its own masks."""
+    packable = PACKABLE[kind]
+    assert_same(results(make(*packable), Packed, name), results(make(*packable, implementation="eager"), Padded, name))
+
+
+def test_packing_is_padding_with_gradient_checkpointing() -> None:
+    model, checkpointed = (make(*PACKABLE["qwen2 with windows"]) for _ in range(2))
+    prepare(checkpointed, TrainerSection(activation_checkpointing=True), trained=True)
+    checkpointed.train()
+    assert_same(results(checkpointed, Packed, "mixed"), results(model, Padded, "mixed"))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_cannot_be_packed_are_known(kind: str) -> None:
+    name, more, reason = REFUSED[kind]
+    model = make(name, more)
+    with pytest.raises(ConfigError, match=rf"({reason}).*trainer\.packing.*on.*remedy"):
+        layout_for(model, "on")
+    assert layout_for(model, "auto") is layout_for(model, "off") is Padded
+
+
+def test_a_packable_model_is_packed_unless_that_is_off_and_stays_what_it_is_elsewhere() -> None:
+    model = make(*PACKABLE["qwen2 with windows"])
+    ids = torch.arange(3, 33).view(2, 15)
+    mask = torch.ones(2, 15).long()
+    mask[0, :4] = 0
+    before = model(ids, attention_mask=mask).logits
+    assert unpackable(model) is None
+    assert layout_for(model, "off") is Padded
+    assert layout_for(model, "auto") is layout_for(model, "on") is Packed
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask == 1], before[mask == 1])
+    assert "packed" not in str(model.config.to_dict())
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    packed = Packed.of(*rows("groups"))
+    assert packed.input_ids.shape == (1, 5 + 3 + 8 + 0 + 5 + 8 + 2 + 2 + 11)  # and no last tokens
+    assert packed.position_ids[0, :12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
+    assert packed.predicts[:6].tolist() == [4, 5, 6, 7, 4, 8]
+    assert packed.predicts[13].item() == 4, "the completion of one token"
+
+
+SETTINGS = {
+    "grpo": {},
+    "kl and entropy": {"kl_coef": 0.1, "entropy_coef": 0.01},
+    "several": {"update_epochs": 2, "mini_batches": 3, "rollout_correction": "truncate"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_an_update_is_the_same_packed_and_padded(config: Config, settings: dict[str, Any]) -> None:
+    new, metrics = [], []
+    for packing in ("on", "off"):
+        changed = with_algorithm(config, **settings)
+        changed.trainer.packing = packing
+        policy = Policy(changed, Ranks())
+        metrics.append(policy.update(whole(off_policy_groups(), changed)).metrics)
+        new.append({name: p.detach() for name, p in policy.model.named_parameters()})
+    assert metrics[0].loss == pytest.approx(metrics[1].loss, abs=1e-6)
+    assert metrics[0].grad_norm == pytest.approx(metrics[1].grad_norm, rel=1e-4)
+    assert metrics[0].trained_tokens == metrics[1].trained_tokens
+    for name, expected in new[1].items():
+        torch.testing.assert_close(new[0][name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+def test_values_are_the_same_packed_and_padded(config: Config) -> None:
+    values = []
+    for packing in ("on", "off"):
+        config.trainer.packing = packing
+        torch.manual_seed(0)
+        model = load_value_model(config, Ranks())
+        torch.nn.init.normal_(model.module.score.weight, generator=torch.Generator().manual_seed(0))
+        result = model(model.layout.of(*rows("mixed")))
+        result.square().mean().backward()
+        values.append((result.detach(), [p.grad for p in model.module.parameters() if p.grad is not None]))
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-4)
+
+
+def every_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What `varlen_attn` says it computes, segment by segment: the last query and the last key are of one token."""
+    results = []
+    for i in range(len(cu_seq_q) - 1):
+        q, k, v = (
+            states[ends[i] : ends[i + 1]].transpose(0, 1)
+            for states, ends in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
+        )
+        assert q.shape[1] <= max_q
+        assert k.shape[1] <= max_k
+        shift = k.shape[1] - q.shape[1]
+        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(shift + window_size[1])
+        if window_size[0] >= 0:
+            allowed = allowed.triu(shift - window_size[0])
+        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=enable_gqa)
+        results.append(result.transpose(0, 1))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("kind", ["qwen2 with GQA", "qwen2 with windows"])
+@pytest.mark.parametrize("name", ROWS)
+def test_what_the_kernel_for_gpus_is_told_is_padding(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    """The kernel itself needs a GPU; a plain one of the same signature takes its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", every_segment)
+    monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
+    model = make(*PACKABLE[kind])
+    assert_same(results(model, Packed, name), results(model, Padded, name))

@@ -1,0 +1,129 @@
+"""Two real torchrun nodes of which one is killed, stopped or fails: the other ends too and says who it was."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from common.topology import Topology
+from learning.liveness import LOST, Liveness
+from learning.ranks import Ranks
+from tests.support.marked_processes import marked
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.timeout(120)
+ADDRESSES = ("127.0.0.1", "127.0.0.2")
+
+
+class Nodes:
+    """Two nodes with a rank each."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory, self.mark, self._stack = directory, f"liveness-{uuid.uuid4()}", stack
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, part: str, limit_s: float) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        for node in range(2):
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+                *("--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", str(port)),
+                *("-m", "tests.support.workers.liveness", str(self.directory), part, str(limit_s)),
+            ]
+            env = os.environ | {
+                **{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                **{"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "\n".join(ADDRESSES)},
+                "LIVENESS_MARK": f"{self.mark}-{node}",
+            }
+            output = self._stack.enter_context((self.directory / f"node{node}.txt").open("wb"))
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
+            self.processes.append(self._stack.enter_context(process))
+            self._stack.callback(self.signal, node, signal.SIGKILL)
+        wait_for(lambda: all((self.directory / f"ready{rank}").exists() for rank in range(2)))
+
+    def signal(self, node: int, number: int, words: str = "") -> None:
+        """To all processes of a node, torchrun first, or to those with these words in their command line."""
+        for pid in sorted(marked(f"{self.mark}-{node}", words)):
+            os.kill(pid, number)
+
+    def status(self, node: int) -> int:
+        return self.processes[node].wait(timeout=60)
+
+    def text(self, node: int) -> str:
+        return (self.directory / f"node{node}.txt").read_text()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("part", ["step", "wait"])
+def test_a_killed_node_ends_the_other_with_its_name(nodes: Nodes, part: str, lost: int) -> None:
+    """In a collective, whose own error is a stack of another library, and while rank 0 waits for something else."""
+    nodes.start(part, limit_s=60)
+    nodes.signal(lost, signal.SIGKILL)
+    assert nodes.status(1 - lost) != 0
+    text = nodes.text(1 - lost)
+    who = f"rank {lost} on ppo-trainer-{lost} ({ADDRESSES[lost]})"
+    assert f"{who} is lost: its process was killed" in text
+    assert "on from its newest checkpoint" in text
+    assert "liveness.py" in text.partition(" was here:")[2]  # where the rank waited
+    assert f"exitcode  : {LOST}" in text or lost == 0  # torchrun's own report; without node 0 it has errors of its own
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
+    """What a node without power or network looks like: no connection is closed, nothing more is said."""
+    nodes.start("step", limit_s=3)
+    nodes.signal(stopped, signal.SIGSTOP, "-u -m tests")
+    assert nodes.status(1 - stopped) != 0
+    who = f"rank {stopped} on ppo-trainer-{stopped} ({ADDRESSES[stopped]})"
+    assert f"{who} is lost: silent for 3 s (trainer.lost_after_s)" in nodes.text(1 - stopped)
+
+
+def test_an_error_of_one_rank_is_told_by_the_other(nodes: Nodes) -> None:
+    nodes.start("fail", limit_s=60)
+    assert nodes.status(0) != 0
+    assert "rank 1 on ppo-trainer-1 (127.0.0.2) has failed: ServiceError: no room on the device" in nodes.text(0)
+    assert nodes.status(1) != 0
+
+
+def test_a_rank_that_was_told_to_end_is_not_called_lost(nodes: Nodes) -> None:
+    """A pod that is taken away gets SIGTERM first."""
+    nodes.start("step", limit_s=60)
+    nodes.signal(0, signal.SIGTERM, "-u -m tests")
+    assert nodes.status(1) != 0
+    assert "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run" in nodes.text(1)
+    assert "is lost:" not in nodes.text(1)
+
+
+@pytest.mark.parametrize("part", ["compute", "early"])
+def test_who_computes_for_long_or_has_ended_is_not_lost(nodes: Nodes, part: str) -> None:
+    nodes.start(part, limit_s=2)
+    assert [nodes.status(node) for node in range(2)] == [0, 0]
+    assert all((nodes.directory / f"done{rank}").exists() for rank in range(2))
+    assert "is lost:" not in nodes.text(0) + nodes.text(1)
+
+
+def test_a_single_process_is_not_watched() -> None:
+    with Liveness(Ranks(), Topology(), lost_after_s=0.01) as liveness:
+        assert liveness._thread is None

@@ -1,0 +1,31 @@
+"""Two real ranks of which one never comes to a collective: each says where it is, the one in the collective too."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+
+def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    worker = ("-m", "tests.support.workers.stalled_ranks")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "output.txt").open("wb") as output:
+        command = [sys.executable, *launcher, *worker, str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
+    try:
+        wanted = {0: "in all_reduce", 1: "threading.Event().wait()"}
+        limit = time.monotonic() + 150
+        for rank, place in wanted.items():
+            log = tmp_path / f"rank{rank}.log"
+            said = ("nothing has happened for ", "; this process is at: the update of step 3", place, "stalled_ranks.py")
+            while not (log.exists() and all(text in log.read_text() for text in said)):
+                assert time.monotonic() < limit, (tmp_path / "output.txt").read_text()
+                assert process.poll() is None, (tmp_path / "output.txt").read_text()
+                time.sleep(0.1)
+    finally:
+        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.wait(60)

@@ -1,0 +1,76 @@
+"""A tiny random policy, and settings whose critic starts from it."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from common.config import Config, load
+from common.critic_client import CriticClient
+from services.critic.app import create_critic_app
+from tests.support.critic import Start
+from tests.support.paths import ROOT
+
+
+@pytest.fixture
+def settings(policy_dir: Path, tmp_path: Path) -> list[str]:
+    """Of a small critic, as a command line."""
+    return [
+        *("--model.name", str(policy_dir), "--state_dir", str(tmp_path / "state"), "--algorithm.name", "ppo"),
+        *("--critic.learning_rate", "1e-3"),
+        *("--trainer.num_threads", "1"),
+    ]
+
+
+@pytest.fixture
+def config(settings: list[str]) -> Config:
+    return load(settings, {})
+
+
+@pytest.fixture
+async def app(config: Config) -> AsyncIterator[FastAPI]:
+    """The service in this process, its lifespan entered."""
+    config.max_body_mb = 1
+    app = create_critic_app(config)
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[CriticClient]:
+    """The client that the trainer uses."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with CriticClient("critic-server", "http://critic", transport=transport, deadline_s=60) as client:
+        yield client
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def start(port: int, settings: list[str], tmp_path: Path) -> Iterator[Start]:
+    """Starts the service as a process; every process it started is gone afterwards."""
+    started: list[subprocess.Popen[bytes]] = []
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
+    }
+
+    def begin() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port)]
+        with (tmp_path / "output.log").open("ab") as log:
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()

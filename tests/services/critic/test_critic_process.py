@@ -1,0 +1,102 @@
+"""The real process: killed and started again, asked while it computes, and started on a model that is not there."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from common.clients import wait_healthy
+from common.critic_client import CriticClient
+from common.errors import ServiceError
+from services.critic.app import MAX_REQUESTS
+from tests.support.critic import Start, make_rows, make_sequences
+from tests.support.paths import ROOT
+
+
+def client_of(port: int) -> CriticClient:
+    return CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)
+
+
+async def metric(client: CriticClient, name: str) -> float:
+    page = (await client.http.get("/metrics")).text
+    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"{name} "))
+
+
+async def test_after_kill_9_it_says_so_and_goes_on_from_what_was_saved(start: Start, port: int) -> None:
+    process = start()
+    async with client_of(port) as client:
+        await client.restore("a", 0)  # the client waits for the start
+        for step in range(2):
+            await client.update("a", step, seed=step, rows=make_rows(6, seed=step))
+        await client.save("a", 2, keep=1)
+        saved = await client.values(make_sequences(5))
+        third = await client.update("a", 2, seed=2, rows=make_rows(6, seed=2))
+        process.kill()
+        process.wait()
+        start()
+        with pytest.raises(ServiceError, match="not that of any run") as error:
+            await client.update("a", 3, seed=3, rows=make_rows(6, seed=3))
+        assert error.value.status == 409
+        assert (await client.restore("b", 2, saved_by="a")).step == 2
+        for now, then in zip(await client.values(make_sequences(5)), saved, strict=True):
+            assert np.array_equal(now, then)
+        assert await client.update("b", 2, seed=2, rows=make_rows(6, seed=2)) == third
+
+
+async def test_health_answers_and_flush_waits_while_it_computes(start: Start, port: int) -> None:
+    process = start()
+    async with client_of(port) as client:
+        await wait_healthy([client], 120)
+        await client.restore("a", 0)
+        update = asyncio.create_task(client.update("a", 0, seed=0, rows=make_rows(2000)))
+        await asyncio.sleep(0.3)
+        answers = 0
+        while not update.done():
+            assert await client.unhealthy_reason() is None
+            answers += 1
+        assert answers > 1
+        await update
+        update = asyncio.create_task(client.update("a", 1, seed=0, rows=make_rows(2000)))
+        await asyncio.sleep(0.3)
+        flush = asyncio.create_task(client.flush())
+        done, _ = await asyncio.wait({update, flush}, return_when=asyncio.FIRST_COMPLETED)
+        await flush
+        assert (await client.status()).step == 2, "the update had ended when flush answered"
+        await update
+        assert done
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 30) in (0, -signal.SIGTERM)
+
+
+async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(start: Start, port: int) -> None:
+    start()
+    sequences = make_sequences(5)
+    async with client_of(port) as client:
+        await client.restore("a", 0)
+        update = asyncio.create_task(client.update("a", 0, seed=0, rows=make_rows(2000)))
+        async with asyncio.timeout(60):
+            while await metric(client, "rlhf_http_requests_in_progress") < 1:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.05)
+        waiting = [asyncio.create_task(client.values(sequences, "a", 1)) for _ in range(20)]
+        async with asyncio.timeout(60):
+            while await metric(client, "rlhf_http_requests_in_progress") < MAX_REQUESTS:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        answer = await client.http.post("/values", content=b"whatever")
+        assert not update.done()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+        await update
+        answers = await asyncio.gather(*waiting)
+        alone = await client.values(sequences, "a", 1)
+        assert all(np.array_equal(now, then) for served in answers for now, then in zip(served, alone, strict=True))
+        assert await metric(client, 'rlhf_http_requests_refused_total{limit="requests"}') >= 5, "every call, at first"
+
+
+def test_a_model_that_is_not_there_ends_with_2_and_its_name(port: int, settings: list[str]) -> None:
+    command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port), "--critic.model", "/nowhere"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "field: critic.model · value: /nowhere" in ended.stderr

@@ -1,0 +1,202 @@
+"""The critic: what it computes, and that it does not depend on how the batch is cut or on being saved in between."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.config import Config
+from common.errors import ConfigError, InvalidInput
+from common.schemas import TokenSequence
+from learning.optimizer import NonFiniteGradients
+from learning.ranks import Ranks
+from services.critic.critic import Critic
+from tests.support.critic import VOCABULARY, make_rows, make_sequences
+from tests.support.ranks import run_ranks
+
+
+def parameters(critic: Critic) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in critic.model.module.named_parameters()}
+
+
+def trained(config: Config, batches: int = 1) -> Critic:
+    critic = Critic(config, Ranks())
+    for batch in range(batches):
+        critic.update(make_rows(9, seed=batch), seed=batch)
+    return critic
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, atol=tolerance, rtol=0, msg=name)
+
+
+def test_the_first_values_are_exactly_zero(config: Config) -> None:
+    sequences = make_sequences(7)
+    values = Critic(config, Ranks()).values(sequences)
+    assert [value.shape for value in values] == [sequence.completion_ids.shape for sequence in sequences]
+    assert all(value.dtype == np.float32 and not value.any() for value in values)
+
+
+def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Config) -> None:
+    """Padding, cutting and selecting against the plain forward of every row alone."""
+    critic = trained(config)
+    sequences = make_sequences(7)
+    config.trainer.micro_batch_tokens = 40
+    for sequence, values in zip(sequences, critic.values(sequences), strict=True):
+        ids = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[None].long()
+        with torch.no_grad():
+            expected = critic.model.module(input_ids=ids).logits[0, len(sequence.prompt_ids) - 1 : -1, 0]
+        np.testing.assert_allclose(values, expected.numpy(), atol=1e-6)
+        assert values.any()
+    assert critic.values([]) == []
+
+
+def test_an_update_learns_the_returns_of_a_batch(config: Config) -> None:
+    config.critic.value_clip = None
+    critic, rows = Critic(config, Ranks()), make_rows(9)
+    first = critic.update(rows, seed=0)
+    for step in range(1, 60):
+        last = critic.update(rows, seed=step)
+    assert last.value_loss < first.value_loss / 2
+    assert critic.step == 60
+
+
+def test_metrics_hand_computed(config: Config) -> None:
+    config.algorithm.update_epochs = config.algorithm.mini_batches = 1
+    rows = make_rows(5)
+    metrics = Critic(config, Ranks()).update(rows, seed=0)
+    old, returns = (np.concatenate([getattr(row, name) for row in rows]) for name in ("old_values", "returns"))
+    weights = np.concatenate([np.full(len(row.returns), row.weight) for row in rows])
+    bounded = old + np.clip(-old, -0.2, 0.2)  # the values of a new critic are 0
+    losses = 0.5 * np.maximum(returns**2, (bounded - returns) ** 2)
+    assert metrics.value_loss == pytest.approx((losses * weights).mean(), rel=1e-5)
+    assert metrics.clip_fraction == pytest.approx(((bounded - returns) ** 2 > returns**2 + 1e-9).mean())
+    assert metrics.explained_variance == pytest.approx(1 - (returns - old).var() / returns.var(), rel=1e-5)
+    assert (metrics.value_mean, metrics.return_mean) == pytest.approx((old.mean(), returns.mean()), rel=1e-5)
+    assert metrics.grad_norm > 0
+    assert metrics.skipped == 0
+    for row in rows:
+        row.returns = np.ones_like(row.returns)
+    assert Critic(config, Ranks()).update(rows, seed=0).explained_variance == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40])
+def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int) -> None:
+    whole = parameters(trained(config))
+    config.trainer.micro_batch_tokens = max_tokens
+    assert_same(parameters(trained(config)), whole, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "cut", [["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"], ["--algorithm.mini_batches", "1"]]
+)
+def test_two_processes_give_the_update_of_one(config: Config, settings: list[str], tmp_path: Path, cut: list[str]) -> None:
+    """Copies, with mini-batches of one row, which leave a rank without any; and shards, with as many passes on either rank."""
+    config.algorithm.mini_batches = int(cut[1])
+    one = trained(config, batches=2)
+    run_ranks(2, "critic_ranks", str(tmp_path), *settings, *cut)
+    assert_same(load_file(tmp_path / "new.safetensors"), parameters(one), 2e-5)
+    shared = [np.load(tmp_path / f"values{rank}.npy") for rank in (0, 1)]
+    assert np.array_equal(*shared), "every rank has the same values"
+    np.testing.assert_allclose(shared[0], np.concatenate(one.values(make_sequences(7))), atol=2e-5)
+
+
+def test_a_saved_critic_goes_on_exactly(config: Config, tmp_path: Path) -> None:
+    critic = trained(config, batches=2)
+    critic.save(tmp_path)
+    again = Critic(config, Ranks(), tmp_path)
+    assert again.step == 2
+    for value, expected in zip(again.values(make_sequences(4)), critic.values(make_sequences(4)), strict=True):
+        assert np.array_equal(value, expected)
+    rows = make_rows(9, seed=5)
+    assert again.update(rows, seed=5) == critic.update(rows, seed=5)
+    assert_same(parameters(again), parameters(critic), 0)
+
+
+def test_a_checkpoint_that_is_damaged_or_missing_is_named(config: Config, tmp_path: Path) -> None:
+    trained(config).save(tmp_path / "saved")
+    (tmp_path / "saved" / "critic_state.json").write_bytes(b"x" * 100)
+    for directory in (tmp_path / "saved", tmp_path / "none"):
+        with pytest.raises(ConfigError) as error:
+            Critic(config, Ranks(), directory)
+        assert (error.value.field, error.value.value) == ("checkpoint", str(directory))
+
+
+def test_a_model_that_cannot_be_loaded_is_named(config: Config) -> None:
+    config.critic.model = "/nowhere/to/be/found"
+    with pytest.raises(ConfigError, match=r"value model cannot be loaded") as error:
+        Critic(config, Ranks())
+    assert (error.value.field, error.value.value) == ("critic.model", "/nowhere/to/be/found")
+
+
+def test_the_critic_may_start_from_another_model_than_the_policy(config: Config, tmp_path: Path) -> None:
+    first = parameters(Critic(config, Ranks()))
+    changed = Critic(config, Ranks())
+    with torch.no_grad():
+        for parameter in changed.model.module.parameters():
+            parameter.add_(1)
+    changed.model.module.save_pretrained(tmp_path)
+    config.critic.model = str(tmp_path)
+    found = parameters(Critic(config, Ranks()))
+    assert not any(found[name].any() for name in found if name.startswith("score")), "with a new head"
+    assert_same(
+        {name: value for name, value in found.items() if not name.startswith("score")},
+        {name: value + 1 for name, value in first.items() if not name.startswith("score")},
+        0,
+    )
+
+
+@pytest.mark.parametrize("ids", [[VOCABULARY], [5, -1], [2**31 - 1]])
+def test_tokens_outside_the_vocabulary_are_refused(config: Config, ids: list[int]) -> None:
+    critic, sequences = Critic(config, Ranks()), make_sequences(2)
+    sequences[1].prompt_ids = np.array(ids, np.int32)
+    with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
+        critic.values(sequences)
+    assert (error.value.field, error.value.value) == ("sequences[1].prompt_ids", str(ids[-1]))
+    rows = make_rows(2)
+    rows[0].completion_ids[0] = ids[-1]
+    with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
+        critic.update(rows, seed=0)
+    assert error.value.field == "rows[0].completion_ids"
+    with pytest.raises(InvalidInput, match="512 tokens at most"):
+        critic.values([TokenSequence(np.ones(500, np.int32), np.ones(13, np.int32))])
+    with pytest.raises(InvalidInput, match="nothing to learn from"):
+        critic.update([], seed=0)
+    assert critic.step == 0
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.algorithm.update_epochs = config.algorithm.mini_batches = 1
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 1)
+    critic, good, bad = Critic(config, Ranks()), make_rows(4), make_rows(4)
+    bad[0].weight = float("inf")
+    before = parameters(critic)
+    metrics = critic.update(bad, seed=0)
+    assert (metrics.skipped, metrics.grad_norm, metrics.value_loss) == (1, 0, 0)
+    assert_same(parameters(critic), before, 0)
+    assert critic.update(good, seed=0).skipped == 0
+    critic.update(bad, seed=0)
+    with pytest.raises(NonFiniteGradients):
+        critic.update(bad, seed=0)
+
+
+def test_every_setting_changes_the_update(config: Config) -> None:
+    base = parameters(trained(config, batches=2))
+    for name, value in {
+        "critic.learning_rate": 2e-3,
+        "algorithm.update_epochs": 1,
+        "algorithm.mini_batches": 1,
+        "critic.value_clip": 1e-3,
+        "trainer.max_grad_norm": 1e-6,
+    }.items():
+        changed = config.model_copy(deep=True)
+        section, _, key = name.partition(".")
+        setattr(getattr(changed, section), key, value)
+        new = parameters(trained(changed, batches=2))
+        assert any(not torch.equal(new[each], base[each]) for each in base), name

@@ -1,0 +1,300 @@
+"""The engine itself: its numbers against transformers, its batch, its pauses, its weights."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from common.errors import ConfigError, NotReady, ServiceError
+from services.engine.engine import Engine
+from services.engine.jobs import Job, Sampling, Sequence
+from services.engine.model import Model
+from services.engine.sampling import sample_seed
+from services.engine.scheduler import NotFinite, Refused
+from services.engine.stops import texts
+from services.engine.weights import BadWeights
+from tests.support.engines import write_model
+
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("engine") / "model", seed=0)
+
+
+@pytest.fixture
+def engine(model_dir: Path) -> Iterator[Engine]:
+    made = Engine(Model(model_dir, 256), max_running=24, max_waiting=100, weight_version="0")
+    made.start()
+    yield made
+    made.stop()
+
+
+def job(prompt: list[int], n: int = 1, **options: Any) -> Job:
+    return Job(f"job-{random.random()}", prompt, Sampling(**options), n)
+
+
+def run(engine: Engine, *jobs: Job) -> list[list[Sequence]]:
+    engine.submit(list(jobs))
+    return [each.done.result(LIMIT_S) for each in jobs]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit, "waited too long"
+        time.sleep(0.002)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, 250) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+def plain_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    """Log-probabilities of tokens after a prompt by one plain forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_embedded_logprobs_equal_a_plain_forward_for_rows_that_join_midway(engine: Engine, model_dir: Path) -> None:
+    waves = [prompts(6, seed) for seed in range(4)]
+    jobs = []
+    for wave, chosen in enumerate(waves):
+        new = [
+            job(prompt, n=3, max_new_tokens=random.Random(i).randrange(1, 60), temperature=0.7)
+            for i, prompt in enumerate(chosen)
+        ]
+        engine.submit(new)
+        jobs += new
+        until(lambda wave=wave: engine.running > 0 or wave == 3)  # type: ignore[misc]
+    for each in jobs:
+        for sequence in each.done.result(LIMIT_S):
+            wanted = plain_logprobs(model_dir, each.prompt, sequence.tokens, 0.7)
+            torch.testing.assert_close(torch.tensor(sequence.logprobs), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_embedded_greedy_equals_generate(engine: Engine, model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    chosen = prompts(12)
+    found = run(engine, *(job(prompt, temperature=0.0, max_new_tokens=30, stop_ids=(2,)) for prompt in chosen))
+    for prompt, (sequence,) in zip(chosen, found, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30, pad_token_id=0
+            )
+        assert sequence.tokens == output[0, len(prompt) :].tolist()
+
+
+def test_embedded_seeds_repeat_whatever_else_is_in_the_batch(engine: Engine) -> None:
+    chosen = [20, 30, 40]
+    (alone,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
+    mates = [job(prompt, n=2, max_new_tokens=25, top_k=5) for prompt in prompts(8)]
+    engine.submit(mates)
+    until(lambda: engine.running > 0)
+    (crowded,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
+    assert [sequence.tokens for sequence in alone] == [sequence.tokens for sequence in crowded]
+    (other,) = run(engine, job(chosen, n=4, seed=6, max_new_tokens=40))
+    assert [sequence.tokens for sequence in other] != [sequence.tokens for sequence in alone]
+
+
+def test_embedded_eight_samples_equal_eight_single_requests(engine: Engine) -> None:
+    (group,) = run(engine, job([50, 60], n=8, seed=9, max_new_tokens=20))
+    singles = run(engine, *(job([50, 60], seed=sample_seed(9, i), max_new_tokens=20) for i in range(8)))
+    assert [sequence.tokens for sequence in group] == [single[0].tokens for single in singles]
+    assert len({tuple(sequence.tokens) for sequence in group}) == 8
+    assert [sequence.cached_tokens for sequence in group] == [0] + [2] * 7
+
+
+def test_embedded_without_seeds_completions_differ_between_requests(engine: Engine) -> None:
+    first, second = (run(engine, job([50, 60], max_new_tokens=20))[0][0].tokens for _ in range(2))
+    assert first != second
+
+
+def test_embedded_more_samples_than_rows_are_all_answered(engine: Engine) -> None:
+    (found,) = run(engine, job([50, 60], n=70, seed=1, max_new_tokens=5))
+    assert [len(sequence.tokens) for sequence in found] == [5] * 70
+    assert engine.running == engine.waiting == 0
+
+
+def test_embedded_stop_tokens_and_least_tokens(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20}
+    ((free,),) = run(engine, job([20, 21], **options))
+    stop = free.tokens[3]
+    at = free.tokens.index(stop)
+    ((stopped,),) = run(engine, job([20, 21], stop_ids=(stop,), **options))
+    assert stopped.tokens == free.tokens[: at + 1]
+    assert stopped.finish == {"type": "stop", "matched": stop}
+    ((later,),) = run(engine, job([20, 21], stop_ids=(stop,), min_new_tokens=10, **options))
+    assert len(later.tokens) >= 10
+    assert stop not in later.tokens[:10]
+
+
+def test_embedded_stop_strings_end_and_trim(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 30}
+    ((free,),) = run(engine, job([20, 21], **options))
+    text = texts(engine.model.tokenizer, [free])[0]
+    stop = text[5:8]
+    ((stopped,),) = run(engine, job([20, 21], stop=(stop, "never seen"), **options))
+    assert stopped.finish == {"type": "stop", "matched": stop}
+    assert texts(engine.model.tokenizer, [stopped])[0] == text[: text.index(stop)]
+    assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+    ((kept,),) = run(engine, job([20, 21], stop=(stop,), keep_stop=True, **options))
+    assert stop in texts(engine.model.tokenizer, [kept])[0]
+
+
+def test_embedded_no_new_tokens_only_scores(engine: Engine, model_dir: Path) -> None:
+    scored = job([20, 21, 22], max_new_tokens=0)
+    scored.prompt_logprobs_from = 0
+    ((sequence,),) = run(engine, scored)
+    assert sequence.tokens == sequence.logprobs == []
+    assert sequence.finish == {"type": "length", "length": 0}
+    wanted = plain_logprobs(model_dir, [20], [21, 22], 1.0)
+    torch.testing.assert_close(torch.tensor(scored.prompt_logprobs), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine, mode: Any) -> None:
+    (calm,) = run(engine, job([20, 21], n=6, seed=3, max_new_tokens=150))
+    disturbed = job([20, 21], n=6, seed=3, max_new_tokens=150)
+    engine.submit([disturbed])
+    until(lambda: engine.running == 6)
+    engine.pause(mode).result(LIMIT_S)
+    assert (engine.running, engine.waiting) == ((0, 6) if mode == "retract" else (6, 0))
+    engine.resume().result(LIMIT_S)
+    found = disturbed.done.result(LIMIT_S)
+    assert [sequence.tokens for sequence in found] == [sequence.tokens for sequence in calm]
+    assert {sequence.retractions for sequence in found} == {1 if mode == "retract" else 0}
+
+
+def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
+    victim, other = job([20], n=4, max_new_tokens=200), job([21], n=4, max_new_tokens=60, seed=1)
+    engine.submit([victim, other])
+    until(lambda: engine.running == 8)
+    engine.abort(victim.rid).result(LIMIT_S)
+    assert {(sequence.finish or {})["type"] for sequence in victim.done.result(LIMIT_S)} == {"abort"}
+    assert [len(sequence.tokens) for sequence in other.done.result(LIMIT_S)] == [60] * 4
+    (again,) = run(engine, job([21], n=4, max_new_tokens=60, seed=1))
+    assert [sequence.tokens for sequence in again] == [sequence.tokens for sequence in other.sequences]
+
+
+def test_embedded_an_update_changes_the_numbers_and_the_version(engine: Engine, model_dir: Path, tmp_path: Path) -> None:
+    new = write_model(tmp_path / "new", seed=1)
+    engine.pause("in_place").result(LIMIT_S)
+    waiting = job([20, 21, 22], n=2, seed=1, max_new_tokens=20)
+    engine.submit([waiting])
+    engine.update_weights(new, "1", True, False).result(LIMIT_S)
+    engine.resume().result(LIMIT_S)
+    for sequence in waiting.done.result(LIMIT_S):
+        wanted = plain_logprobs(new, [20, 21, 22], sequence.tokens, 1.0)
+        torch.testing.assert_close(torch.tensor(sequence.logprobs), wanted, atol=1e-5, rtol=1e-5)
+        assert sequence.version == "1"
+        assert sequence.spans() == [{"version": "1", "start": 0, "end": 20}]
+
+
+def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(engine: Engine, tmp_path: Path) -> None:
+    new = write_model(tmp_path / "new", seed=1)
+    frozen = job([20], n=2, max_new_tokens=200)
+    engine.submit([frozen])
+    until(lambda: engine.running == 2)
+    engine.pause("in_place").result(LIMIT_S)
+    with pytest.raises(Refused):
+        engine.flush_cache().result(LIMIT_S)
+    with pytest.raises(Refused):
+        engine.update_weights(new, "1", True, False).result(LIMIT_S)
+    assert engine.weight_version == "0"
+    assert engine.update_weights(new, "1", False, False).result(LIMIT_S) == 2
+    engine.resume().result(LIMIT_S)
+    assert [span["version"] for span in frozen.done.result(LIMIT_S)[0].spans()] == ["0", "1"]
+
+
+def break_missing(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def break_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(3)
+
+
+def break_unknown(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.surprise"] = torch.ones(3)
+
+
+def break_numbers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][0] = torch.nan
+
+
+@pytest.mark.parametrize("spoil", [break_missing, break_shape, break_unknown, break_numbers])
+def test_embedded_bad_weights_are_refused_and_the_old_ones_serve(
+    engine: Engine, model_dir: Path, tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    before = run(engine, job([20], temperature=0.0, max_new_tokens=10))[0][0].tokens
+    tensors = {name: tensor * 2 for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(BadWeights):
+        engine.update_weights(tmp_path, "9", True, False).result(LIMIT_S)
+    assert engine.weight_version == "0"
+    assert run(engine, job([20], temperature=0.0, max_new_tokens=10))[0][0].tokens == before
+
+
+def test_embedded_a_damaged_file_is_refused(engine: Engine, model_dir: Path, tmp_path: Path) -> None:
+    content = (model_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(BadWeights):
+        engine.update_weights(tmp_path, "9", True, False).result(LIMIT_S)
+
+
+def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows(engine: Engine) -> None:
+    chosen = job([20, 21], n=3, seed=2, max_new_tokens=10)
+    (before,) = run(engine, chosen)
+    weight = engine.model.module.model.norm.weight
+    good = weight.clone()
+    engine.pause("abort").result(LIMIT_S)
+    engine.flush_cache().result(LIMIT_S)
+    weight.data.fill_(torch.nan)
+    engine.resume().result(LIMIT_S)
+    with pytest.raises(NotFinite):
+        run(engine, job([20, 21], n=3, max_new_tokens=10))
+    weight.data.copy_(good)
+    (after,) = run(engine, job([20, 21], n=3, seed=2, max_new_tokens=10))
+    assert [sequence.tokens for sequence in after] == [sequence.tokens for sequence in before]
+
+
+def test_embedded_a_full_queue_refuses(engine: Engine) -> None:
+    engine.pause("abort").result(LIMIT_S)
+    engine.submit([job([20], n=100, max_new_tokens=1)])
+    with pytest.raises(NotReady):
+        engine.submit([job([20], max_new_tokens=1)])
+    engine.resume().result(LIMIT_S)
+    until(lambda: engine.running == engine.waiting == 0)
+    run(engine, job([20], max_new_tokens=1))
+
+
+def test_embedded_a_crash_answers_everybody_and_is_reported(model_dir: Path) -> None:
+    crashed: list[bool] = []
+    broken = Engine(Model(model_dir, 256), max_running=4, on_crash=lambda: crashed.append(True))
+    broken.model.decode = None  # type: ignore[method-assign, assignment]
+    broken.start()
+    waiting = job([20], n=8, max_new_tokens=5)
+    broken.submit([waiting])
+    with pytest.raises(ServiceError, match="died"):
+        waiting.done.result(LIMIT_S)
+    until(lambda: bool(crashed))
+    with pytest.raises(NotReady):
+        broken.submit([job([20])])
+
+
+def test_embedded_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model-path"):
+        Model(tmp_path, 256)

@@ -1,0 +1,324 @@
+"""What every service answers: health, metrics, one error shape for everything that goes wrong, and a clean end."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.types import Message
+
+from common.clients import Client
+from common.errors import ConfigError, NotFound, shorten
+from common.schemas import Wire
+from services.http.app import Server, create_app, listen, read_json
+from tests.support.paths import ROOT
+
+JSON = {"content-type": "application/json"}
+
+
+class Body(Wire):
+    number: float
+    items: list[int] = Field(min_length=1)
+
+
+def make_app(**arguments: Any) -> FastAPI:
+    app = create_app("thing-server", max_body_bytes=1000, **arguments)
+
+    @app.post("/work")
+    def work(body: Body) -> dict[str, float]:
+        return {"number": body.number}
+
+    @app.post("/raw")
+    async def raw(request: Request) -> dict[str, Any]:
+        return {"got": await read_json(request)}
+
+    @app.get("/things/{name}")
+    def thing(name: str) -> None:
+        if name == "crash":
+            raise RuntimeError("a secret detail")
+        raise NotFound("there is no such thing", field="name", value=name, remedy="see the list")
+
+    return app
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://thing") as client:
+        yield client
+
+
+def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, str]:
+    """Checks the one error shape and returns what is in it."""
+    assert answer.status_code == status
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert {"code", "message", "remedy"} <= set(error) <= {"code", "message", "field", "value", "remedy"}
+    assert all(isinstance(value, str) for value in error.values())
+    assert error["code"] == code
+    assert isinstance(error, dict)
+    return error
+
+
+async def test_errors_of_the_domain_keep_field_value_and_remedy(http: httpx.AsyncClient) -> None:
+    error = error_of(await http.get("/things/x"), 404, "not_found")
+    assert (error["field"], error["value"], error["remedy"]) == ("name", "x", "see the list")
+
+
+async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
+    error_of(await http.get("/absent"), 404, "not_found")
+    answer = await http.get("/work")
+    error_of(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+async def test_a_crash_is_a_500_that_tells_no_secret_and_the_service_lives(http: httpx.AsyncClient) -> None:
+    error = error_of(await http.get("/things/crash"), 500, "internal")
+    assert error["message"] == "internal error: RuntimeError"
+    assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ('{"number": "x", "items": [1]}', "number", "x"),
+        ('{"number": NaN, "items": [1]}', "number", "nan"),
+        ('{"number": Infinity, "items": [1]}', "number", "inf"),
+        ('{"number": -1e999, "items": [1]}', "number", "-inf"),
+        ('{"number": 1, "items": []}', "items", "[]"),
+        ('{"number": 1, "items": [1, "y"]}', "items.1", "y"),
+        ('{"number": 1, "items": [1], "more": 2}', "more", "2"),
+        ('{"items": [1]}', "number", None),
+        ("[]", "body", "[]"),
+        ("{", "body", None),
+        ('{"number": 1,}', "body", None),
+        ("", "body", None),
+    ],
+)
+async def test_bad_bodies_are_named(http: httpx.AsyncClient, body: str, field: str, value: str | None) -> None:
+    error = error_of(await http.post("/work", content=body, headers=JSON), 422, "invalid_input")
+    assert error["field"] == field
+    if value is not None:
+        assert error["value"] == value
+    assert (await http.post("/work", json={"number": 2, "items": [1]})).json() == {"number": 2.0}
+
+
+async def test_several_problems_are_counted_and_long_values_cut(http: httpx.AsyncClient) -> None:
+    error = error_of(await http.post("/work", json={"number": "x" * 500, "items": []}), 422, "invalid_input")
+    assert "(and 1 more)" in error["message"]
+    assert len(error["value"]) <= 200
+
+
+@pytest.mark.parametrize("path", ["/work", "/raw"])
+@pytest.mark.parametrize("body", [b'{"number": "\xff", "items": [1]}', b"\xff\xfe", b'{"a": \xc3}'])
+async def test_a_body_that_is_not_utf8_is_refused(http: httpx.AsyncClient, path: str, body: bytes) -> None:
+    error = error_of(await http.post(path, content=body, headers=JSON), 422, "invalid_input")
+    assert error["field"] == "body"
+    assert "UTF-8" in error["remedy"]
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"a": NaN}', b"[" * 900, b'{"a": -Infinity}'])
+async def test_a_body_read_by_hand_is_checked_the_same(http: httpx.AsyncClient, body: bytes) -> None:
+    assert error_of(await http.post("/raw", content=body), 422, "invalid_input")["field"] == "body"
+    assert (await http.post("/raw", content=b'{"a": 1}')).json() == {"got": {"a": 1}}
+
+
+async def test_bodies_over_the_limit_by_length_and_by_chunks(http: httpx.AsyncClient) -> None:
+    sent: list[int] = []
+
+    async def chunks(count: int) -> AsyncIterator[bytes]:
+        for number in range(count):
+            sent.append(number)
+            yield b" " * 100
+
+    for path in ("/work", "/raw"):
+        error = error_of(await http.post(path, content=b"x" * 1001, headers=JSON), 413, "too_large")
+        assert (error["field"], error["value"]) == ("body", "1001")
+        error_of(await http.post(path, content=chunks(30), headers=JSON), 413, "too_large")
+    assert (await http.post("/raw", content=b'"' + b"x" * 998 + b'"')).status_code == 200
+    error_of(await http.post("/raw", content=chunks(10)), 422, "invalid_input")
+
+
+async def test_health_says_why_not() -> None:
+    reasons: list[str | None] = ["loads the data", None]
+    app = make_app(not_ready=lambda: reasons[0])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing") as http:
+        answer = await http.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "unhealthy")
+        assert answer.json()["reason"] == "loads the data"
+        reasons.pop(0)
+        assert (await http.get("/health")).json() == {"status": "healthy", "service": "thing-server"}
+
+
+async def test_health_is_503_from_the_first_sigterm_on() -> None:
+    app = make_app()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing") as http:
+        assert (await http.get("/health")).status_code == 200
+        Server(app, "127.0.0.1", 0).handle_exit(signal.SIGTERM, None)
+        answer = await http.get("/health")
+        assert (answer.status_code, answer.json()["reason"]) == (503, "draining: the process is ending")
+
+
+async def test_metrics_count_by_route_never_by_path(http: httpx.AsyncClient) -> None:
+    for name in ("a", "b", "crash"):
+        await http.get(f"/things/{name}")
+    await http.get("/absent-1")
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    page = answer.text
+    assert 'rlhf_http_requests_total{route="/things/{name}",status="404"} 2.0' in page
+    assert 'route="/things/{name}",status="500"} 1.0' in page
+    assert 'http_request_duration_seconds_count{route="/things/{name}"} 3.0' in page
+    assert "absent-1" not in page
+
+
+async def test_flush_waits_for_what_it_calls_and_fails_with_it() -> None:
+    done: list[str] = []
+
+    async def slow() -> None:
+        await asyncio.sleep(0.05)
+        done.append("slow")
+
+    def broken() -> None:
+        raise OSError("disk full")
+
+    for flush, status in ((slow, 200), (lambda: done.append("quick"), 200), (broken, 500)):
+        transport = httpx.ASGITransport(make_app(flush=flush), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://thing") as http:
+            assert (await http.post("/flush")).status_code == status
+    assert done == ["slow", "quick"]
+
+
+async def test_the_life_of_the_service_is_entered_and_left() -> None:
+    steps: list[str] = []
+
+    @asynccontextmanager
+    async def life() -> AsyncIterator[None]:
+        steps.append("in")
+        yield
+        steps.append("out")
+
+    app = make_app(lifespan=life)
+    async with app.router.lifespan_context(app):
+        assert steps == ["in"]
+    assert steps == ["in", "out"]
+
+
+def test_a_value_in_an_error_is_short_and_can_be_sent() -> None:
+    assert len(shorten("x" * 1000)) == 200
+    shorten("\ud800").encode()
+    assert shorten([1, 2]) == "[1, 2]"
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}") as caught:
+            listen("127.0.0.1", port)
+    assert caught.value.field == "port"
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen("203.0.113.1", 0)
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """Without it every answer on a kept connection waits 40 ms for the other side's acknowledgement."""
+    with (
+        listen("127.0.0.1", 0) as sock,
+        socket.create_connection(sock.getsockname()),
+    ):
+        sock.setblocking(True)
+        accepted, _ = sock.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# ---------------------------------------------------------------- a real process
+
+SLOW_SERVICE = """
+import asyncio, sys
+from services.http.app import create_app, serve
+app = create_app("slow-server", max_body_bytes=1000)
+
+@app.get("/slow")
+async def slow() -> dict[str, str]:
+    print("working", flush=True)
+    await asyncio.sleep(2)
+    return {"status": "finished"}
+
+@app.post("/work")
+def work(body: dict[str, int]) -> dict[str, int]:
+    return body
+
+serve(app, "127.0.0.1", int(sys.argv[1]))
+"""
+
+
+@contextmanager
+def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = int(sock.getsockname()[1])
+    process = subprocess.Popen([sys.executable, "-c", SLOW_SERVICE, str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> None:
+    with slow_service() as (process, port):
+        async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=30) as client:
+            await client.request("GET", "/health")
+            in_flight = asyncio.create_task(client.http.get("/slow", timeout=30))
+            assert process.stdout is not None
+            assert await asyncio.to_thread(process.stdout.readline) == "working\n"
+            process.send_signal(signal.SIGTERM)
+            while (reason := await client.unhealthy_reason()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert "draining" in reason or "Error" in reason  # the socket closes a moment after the signal
+            assert (await in_flight).json() == {"status": "finished"}
+        assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b" " * 100
+
+    with slow_service() as (_, port):
+        async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=30) as client:
+            await client.request("GET", "/health")
+            error_of(await client.http.post("/work", content=chunks(), headers=JSON), 413, "too_large")
+            assert (await client.http.post("/work", json={"a": 1})).json() == {"a": 1}
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+    app = create_app("small")
+
+    @app.post("/raw")
+    async def raw(request: Request) -> object:
+        return await read_json(request)
+
+    caplog.set_level("INFO")
+    sent: list[Message] = []
+    messages = iter(({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}))
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/raw", "raw_path": b"/raw", "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "POST /raw: 499" in caplog.text

@@ -1,0 +1,40 @@
+"""Groups, buffers and clients for the tests of the replay buffer."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from common.clients import ReplayClient
+from common.sections import ReplaySection
+from services.replay.app import create_replay_app
+from tests.support.replay_groups import MakeGroup, make_group
+
+
+@pytest.fixture(name="make_group")
+def _make_group() -> MakeGroup:
+    return make_group
+
+
+@pytest.fixture
+def config() -> ReplaySection:
+    """Settings of the service under test; a test may override this fixture."""
+    return ReplaySection(capacity=1000, lease_s=600)
+
+
+@pytest.fixture
+async def app(config: ReplaySection, tmp_path: Path) -> AsyncIterator[FastAPI]:
+    """The service in this process, its lifespan entered."""
+    app = create_replay_app(config, tmp_path, max_body_bytes=1 << 20)
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[ReplayClient]:
+    """The client everything in the system uses."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with ReplayClient("replay-buffer", "http://replay", transport=transport, deadline_s=30) as client:
+        yield client

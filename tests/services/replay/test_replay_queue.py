@@ -1,0 +1,292 @@
+"""The queue side: stored once, handed out exactly once, leased, acknowledged, evicted, counted."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+
+from common.clients import ReplayClient, Unreachable
+from common.errors import ServiceError
+from common.schemas import Group, SampleRequest, TakeRequest
+from common.sections import ReplaySection
+from services.replay.buffer import ReplayBuffer
+from tests.support.replay_groups import MakeGroup
+
+
+def take(count: int, request_id: str, **more: float) -> TakeRequest:
+    return TakeRequest.model_validate({"count": count, "request_id": request_id, **more})
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.id for group in groups]
+
+
+async def test_a_group_comes_back_as_it_was_stored(client: ReplayClient, make_group: MakeGroup) -> None:
+    group = make_group("a", version=3, position=7, rewards=(0.5, -1.0), tokens=5)
+    group.metadata = {"kind": "sum", "levels": [1, 2.5]}
+    await client.add([group])
+    taken = (await client.take(take(1, "r"))).groups[0]
+    assert (taken.id, taken.prompt, taken.position, taken.metadata) == ("a", "1 + 1?", 7, group.metadata)
+    for stored, got in zip(group.completions, taken.completions, strict=True):
+        np.testing.assert_array_equal(got.token_ids, stored.token_ids)
+        np.testing.assert_array_equal(got.logprobs, stored.logprobs)
+        assert (got.reward, got.weight_versions, got.text) == (stored.reward, [(3, 0, 5)], stored.text)
+
+
+async def test_order_is_weight_version_then_position_then_id(client: ReplayClient, make_group: MakeGroup) -> None:
+    places = {"d": (2, 0), "c": (1, 5), "b": (1, 4), "a": (1, 5)}
+    await client.add([make_group(name, version, position) for name, (version, position) in places.items()])
+    assert ids((await client.take(take(4, "r"))).groups) == ["b", "a", "c", "d"]
+
+
+async def test_adding_an_id_again_changes_nothing_and_is_counted(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group("a", rewards=(1.0, 1.0)), make_group("a")])
+    await client.add([make_group("a", rewards=(0.0, 0.0))])
+    stats = await client.stats()
+    assert (stats["groups"], stats["added"], stats["duplicates"], stats["avg_reward"]) == (1, 1, 2, 1.0)
+    assert len((await client.take(take(1, "r"))).groups) == 1
+    await client.add([make_group("a")])
+    assert (await client.take(take(1, "s"))).groups == []
+
+
+async def test_take_is_all_or_nothing(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group("a"), make_group("b")])
+    assert (await client.take(take(3, "r"))).groups == []
+    assert (await client.stats())["fresh"] == 2
+    await client.add([make_group("c")])
+    assert len((await client.take(take(3, "r"))).groups) == 3
+
+
+async def test_retry_with_the_same_request_id_gets_the_same_groups(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group(name) for name in "abcd"])
+    first = ids((await client.take(take(2, "r"))).groups)
+    assert ids((await client.take(take(2, "r"))).groups) == first
+    assert ids((await client.take(take(2, "s"))).groups) == ["c", "d"]
+
+
+async def test_request_id_of_another_request_is_refused(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group("a", version=1), make_group("b", version=1)])
+    await client.take(take(2, "r"))
+    with pytest.raises(ServiceError, match="request_id") as wrong_count:
+        await client.take(take(1, "r"))
+    with pytest.raises(ServiceError, match="request_id"):
+        await client.take(take(2, "r", min_version=2))
+    assert wrong_count.value.status == 422
+
+
+async def test_every_group_goes_to_exactly_one_of_many_takers(client: ReplayClient, make_group: MakeGroup) -> None:
+    async def taker(name: str) -> list[str]:
+        got: list[str] = []
+        for i in range(100):
+            taken = (await client.take(take(1 + i % 3, f"{name}-{i}", wait_s=0.05))).groups
+            if not taken and i > 20:
+                break
+            got += ids(taken)
+        return got
+
+    async def adder(start: int) -> None:
+        for i in range(start, start + 30):
+            await client.add([make_group(f"g{i}")])
+
+    adding = asyncio.gather(adder(0), adder(30))
+    takers = await asyncio.gather(*(taker(name) for name in "wxyz"))
+    await adding
+    everything = [name for got in takers for name in got] + ids((await client.take(take(1, "last"))).groups)
+    assert len(everything) == len(set(everything))
+    stats = await client.stats()
+    assert stats["leased"] == len(everything)
+    assert stats["leased"] + stats["fresh"] == 60
+
+
+async def test_a_waiting_take_gets_what_arrives(client: ReplayClient, make_group: MakeGroup) -> None:
+    waiting = asyncio.create_task(client.take(take(2, "r", wait_s=60)))
+    await client.add([make_group("a")])
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await client.add([make_group("b")])
+    assert ids((await asyncio.wait_for(waiting, 30)).groups) == ["a", "b"]
+
+
+async def test_old_groups_are_evicted_and_told_once(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group(f"g{version}", version) for version in range(5)])
+    taken = await client.take(take(2, "r", min_version=3))
+    assert (ids(taken.groups), taken.evicted) == (["g3", "g4"], 3)
+    assert (await client.take(take(2, "r", min_version=3))).evicted == 3, "a retry gets the same answer"
+    await client.add([make_group("new", 9)])
+    assert (await client.take(take(1, "s", min_version=3))).evicted == 0
+    stats = await client.stats()
+    assert (stats["evicted"], stats["groups"]) == (3, 3)
+
+
+async def test_a_take_in_vain_tells_its_evictions_to_its_retries_alone(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group("old", 0)])
+    answers = [(await client.take(take(1, name, min_version=1))).evicted for name in ("r", "r", "s", "r")]
+    assert answers == [1, 1, 0, 1]
+
+
+async def test_a_late_retry_does_not_bring_an_evicted_group_back(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group("old", 0)])
+    await client.take(take(1, "r", min_version=1))
+    await client.add([make_group("old", 0)])
+    stats = await client.stats()
+    assert (stats["groups"], stats["duplicates"], stats["evicted"]) == (0, 1, 1)
+
+
+class TestLease:
+    @pytest.fixture
+    def config(self) -> ReplaySection:
+        return ReplaySection(capacity=100, lease_s=0.2)
+
+    async def test_an_expired_lease_makes_the_groups_fresh_again(self, client: ReplayClient, make_group: MakeGroup) -> None:
+        await client.add([make_group("a"), make_group("b")])
+        first = await client.take(take(2, "r"))
+        again = await client.take(take(2, "s", wait_s=60))  # nothing arrives: the expiry itself wakes it
+        assert ids(again.groups) == ids(first.groups)
+
+    async def test_an_acknowledged_group_stays_consumed(self, client: ReplayClient, make_group: MakeGroup) -> None:
+        await client.add([make_group("a"), make_group("b")])
+        await client.take(take(2, "r"))
+        await client.ack(["a"])
+        assert ids((await client.take(take(1, "s", wait_s=60))).groups) == ["b"]
+        assert (await client.stats())["consumed"] == 1
+
+
+async def test_reset_drops_what_is_drawn_again(client: ReplayClient, make_group: MakeGroup) -> None:
+    """A trainer that resumes at a position trains on these prompts a second time: reuse must not find them twice."""
+    await client.add([make_group(name, position=position) for position, name in enumerate("abcd")])
+    await client.take(take(3, "r"))
+    await client.ack(["a", "b", "c"])
+    assert await client.reset_fresh(from_position=1) == 3
+    sampled = await client.sample(SampleRequest(count=4, min_version=0, seed=0))
+    assert ids(sampled.groups) == ["a"]
+    await client.add([make_group("b", position=1)])
+    await client.take(take(1, "s"))
+    await client.ack(["b"])
+    again = await client.sample(SampleRequest(count=4, min_version=0, seed=0))
+    assert sorted(ids(again.groups)) == ["a", "b"]
+
+
+async def test_ack_is_idempotent_and_names_an_unknown_id(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group("a"), make_group("b")])
+    await client.take(take(2, "r"))
+    await client.ack(["a"])
+    await client.ack(["a", "a"])
+    with pytest.raises(ServiceError, match="nobody") as error:
+        await client.ack(["b", "nobody"])
+    assert error.value.status == 404
+    stats = await client.stats()
+    assert (stats["consumed"], stats["leased"]) == (1, 1), "an ack with an unknown id changes nothing"
+
+
+async def test_reset_drops_what_was_not_acknowledged(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group(name) for name in "abc"])
+    await client.take(take(2, "r"))
+    await client.ack(["a"])
+    assert await client.reset_fresh() == 2
+    stats = await client.stats()
+    assert (stats["fresh"], stats["leased"], stats["consumed"], stats["dropped"]) == (0, 0, 1, 2)
+    await client.add([make_group("b")])
+    assert ids((await client.take(take(1, "r"))).groups) == ["b"], "a dropped id may be added again"
+
+
+async def test_draining_ends_a_wait_without_losing_groups(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
+    waiting = asyncio.create_task(
+        client.request("POST", "/groups/take", json=take(1, "r", wait_s=60).model_dump(), deadline_s=1)
+    )
+    await asyncio.sleep(0.1)
+    app.state.draining = True
+    with pytest.raises(Unreachable, match="stopping"):
+        await asyncio.wait_for(waiting, 30)
+    app.state.draining = False
+    await client.add([make_group("a")])
+    assert ids((await client.take(take(1, "s"))).groups) == ["a"]
+
+
+class TestCapacity:
+    @pytest.fixture
+    def config(self) -> ReplaySection:
+        return ReplaySection(capacity=6)
+
+    async def consume(self, client: ReplayClient, group: Group) -> None:
+        await client.add([group])
+        await client.take(take(1, f"take {group.id}"))
+        await client.ack([group.id])
+
+    async def test_the_oldest_consumed_leave_first(self, client: ReplayClient, make_group: MakeGroup) -> None:
+        for name in "ab":
+            await self.consume(client, make_group(name))
+        await client.add([make_group("c")])
+        await client.add([make_group("d")])
+        listed = (await client.request("GET", "/groups")).json()["groups"]
+        assert [(item["id"], item["state"]) for item in listed] == [("b", "consumed"), ("c", "fresh"), ("d", "fresh")]
+        assert (await client.stats())["removed"] == 1
+        await client.ack(["a"])  # late, and no error: it was trained on and has left
+        await client.add([make_group("a")])
+        assert (await client.stats())["groups"] == 3, "a late retry of an add brings nothing back"
+
+    async def test_waiting_groups_push_back_and_nothing_is_lost(self, client: ReplayClient, make_group: MakeGroup) -> None:
+        await client.add([make_group(name) for name in "abc"])
+        response = await client.http.post("/groups", json={"groups": [person(make_group("d"))]})
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "full"
+        assert "retry-after" in response.headers
+        adding = asyncio.create_task(client.add([make_group("d")]))  # its client keeps trying
+        taken = await client.take(take(1, "r"))
+        await client.ack(ids(taken.groups))
+        await asyncio.wait_for(adding, 30)
+        assert ids((await client.take(take(3, "s"))).groups) == ["b", "c", "d"]
+
+    async def test_one_request_over_capacity_is_refused(self, client: ReplayClient, make_group: MakeGroup) -> None:
+        with pytest.raises(ServiceError, match="capacity") as error:
+            await client.add([make_group(name) for name in "abcd"])
+        assert error.value.status == 413
+        with pytest.raises(ServiceError, match="capacity"):
+            await client.take(take(7, "r"))
+        assert (await client.stats())["size"] == 0
+
+
+def person(group: Group) -> dict[str, object]:
+    """A group as a person would type it."""
+    completion = {
+        "token_ids": [5, 6],
+        "logprobs": [-0.5, -0.25],
+        "text": "two",
+        "finish_reason": "stop",
+        "weight_versions": [[0, 0, 2]],
+        "reward": 1,
+    }
+    body = {"id": group.id, "prompt_id": "p", "prompt": "1+1?", "ground_truth": "2", "prompt_token_ids": [1, 2]}
+    return {**body, "completions": [completion]}
+
+
+def test_a_lease_counts_from_the_start_of_the_process_whatever_the_clocks_say(tmp_path: Path, make_group: MakeGroup) -> None:
+    """The clock of the new process may be far behind the old one's: after a reboot, or on another node."""
+    path, now = tmp_path / "replay.db", 1e9
+    config = ReplaySection(capacity=100, lease_s=600)
+    buffer = ReplayBuffer(config, path, clock=lambda: now)
+    buffer.add([make_group("a")])
+    assert buffer.take(take(1, "r")) is not None
+    buffer.close()
+    now = 5.0
+    buffer = ReplayBuffer(config, path, clock=lambda: now)
+    assert (buffer.next_expiry_s(), buffer.take(take(1, "s"))) == (600.0, None)
+    now = 604.9
+    assert buffer.take(take(1, "s")) is None
+    now = 605.1
+    assert buffer.take(take(1, "s")) is not None
+    buffer.close()
+
+
+def test_the_wall_clock_plays_no_role(tmp_path: Path, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may jump by a day when a node finds its time server."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    buffer = ReplayBuffer(ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db")
+    buffer.add([make_group("a")])
+    assert buffer.take(take(1, "r")) is not None
+    monkeypatch.setattr(time, "time", lambda: 1e10)
+    assert buffer.take(take(1, "s")) is None
+    assert buffer.clock is time.monotonic
+    buffer.close()

@@ -1,0 +1,210 @@
+"""The reward-server's functions by configuration: per task, weighted, in workers that can be killed."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from common.config import load
+from common.errors import ConfigError, InvalidInput
+from common.schemas import RewardItem, RewardResult
+from common.sections import RewardSection
+from services.reward.app import create_reward_app
+from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
+from services.reward.scorer import Scorer
+
+MOODY = "tests.support.own_rewards:Moody"
+KEYWORD = "tests.support.own_rewards:KeywordReward"
+
+
+def item(response: str, ground_truth: str = "5", task: str = "", **columns: Any) -> RewardItem:
+    return RewardItem(response=response, ground_truth=ground_truth, task=task, columns=columns)
+
+
+def outcome(result: RewardResult) -> tuple[float | None, str]:
+    return result.reward, result.status
+
+
+async def test_functions_are_weighed_and_reported_by_name() -> None:
+    config = RewardSection(
+        functions=["math", "format", KEYWORD],
+        weights={"format": 0.5, KEYWORD: -0.25},
+        format_required=["<think>.*</think>"],
+    )
+    async with Scorer(config) as scorer:
+        await scorer.ready()
+        thought, bare = await scorer.score(
+            [item("<think>\n\n</think>\\boxed{5} cat", keyword="cat"), item("\\boxed{6}", keyword="cat")]
+        )
+    assert thought.components == {"math": 1.0, "format": 1.0, "keyword": 1.0}
+    assert (thought.reward, thought.correct, thought.extracted_answer) == (1.25, True, "5")
+    assert bare.components == {"math": 0.0, "format": 0.0, "keyword": 0.0}
+    assert (bare.reward, bare.correct) == (0.0, False)
+
+
+async def test_a_task_has_its_own_functions() -> None:
+    config = RewardSection(tasks={"words": [KEYWORD], "both": ["math", KEYWORD]})
+    async with Scorer(config) as scorer:
+        results = await scorer.score(
+            [item("5"), item("a cat", "", "words", keyword="cat"), item("5 cats", "5", "both", keyword="cat")]
+        )
+        assert [sorted(result.components) for result in results] == [["math"], ["keyword"], ["keyword", "math"]]
+        assert [result.reward for result in results] == [1.0, 1.0, 2.0]
+        assert [result.correct for result in results] == [True, True, True]
+        with pytest.raises(InvalidInput, match="no reward functions for this task") as caught:
+            await scorer.score([item("5"), item("5", task="wrods")])
+        assert caught.value.field == "items[1].task"
+        with pytest.raises(InvalidInput, match=r"items\[0\]\.columns\.completions"):
+            await scorer.score([item("5", "5", "both", completions="x", keyword="cat")])
+        with pytest.raises(InvalidInput, match=r"items\[0\]\.ground_truth"):
+            await scorer.score([item("5", " ", "both", keyword="cat")])
+
+
+async def test_a_task_is_ignored_where_no_task_is_named() -> None:
+    async with Scorer(RewardSection()) as scorer:
+        [result] = await scorer.score([item("5", task="algebra")])
+    assert result.reward == 1.0
+
+
+@pytest.mark.parametrize("bad", ["raise", "hang", "die", "nan", "inf"])
+async def test_one_bad_item_never_harms_the_others(bad: str) -> None:
+    config = RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=1)
+    async with Scorer(config) as scorer:
+        results = await scorer.score([item("5"), item(bad), item("5"), item("6")])
+    status = {"hang": "timeout", "die": "died"}.get(bad, "error")
+    assert [outcome(result) for result in results] == [(1.5, "ok"), (None, status), (1.5, "ok"), (0.5, "ok")]
+    assert results[1].components["moody"] is None
+    assert not results[1].correct
+
+
+async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.hosts.CALL_ITEMS", 2)
+    config = RewardSection(functions=[MOODY], function_timeout_s=0.5)
+    async with Scorer(config) as scorer:
+        await scorer.ready()
+        start = time.monotonic()
+        results = await scorer.score([item("hang"), *[item("fine")] * 99])
+        assert time.monotonic() - start < 30
+    assert [result.reward for result in results] == [None, *[0.5] * 99]
+
+
+async def test_functions_of_ones_own_may_read_standard_input_and_print() -> None:
+    async with Scorer(RewardSection(functions=[MOODY], function_timeout_s=5)) as scorer:
+        [result] = await scorer.score([item("fine", read=True)])
+    assert result.status == "error", "there is nothing to read: EOFError, not a hang"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no.such.module:Thing", "cannot be imported"),
+        ("tests.support.own_rewards:Nothing", "cannot be imported"),
+        ("tests.support.own_rewards:NeedsArguments", "cannot be made"),
+        ("tests.support.own_rewards:NotAFunction", "is not a RewardFunction"),
+    ],
+)
+def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        create_reward_app(RewardSection(functions=[path]))
+    assert caught.value.field == "reward.functions"
+    assert path in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--reward.format_required", "a"], "format_required is set but not read"),
+        (
+            ["--reward.functions", "format", "--reward.format_required", "a", "--reward.math_timeout_s", "2"],
+            "math_timeout_s is set but",
+        ),
+        (["--reward.functions", "nothing"], "functions"),
+        (["--reward.weights", "format=2"], "not among the functions"),
+        (["--reward.tasks", '{"a": []}'], "tasks"),
+        (["--reward.functions", "length", "--reward.length_soft_chars", "9000"], "length_soft_chars"),
+    ],
+)
+def test_settings_that_nothing_reads_or_that_do_not_fit_are_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(argv, {})
+
+
+def test_settings_come_from_the_environment_too() -> None:
+    env = {"RLHF_REWARD__TASKS": '{"code": ["math", "length"]}', "RLHF_REWARD__WEIGHTS": '{"length": 0.1}'}
+    reward = load([], env).reward
+    assert (reward.tasks, reward.weights, reward.function_names()) == (
+        {"code": ["math", "length"]}, {"length": 0.1}, ["math", "length"]
+    )  # fmt: skip
+
+
+class Closure(RewardFunction):
+    """Cannot be pickled: it holds a lock and a function made on the spot."""
+
+    name = "closure"
+
+    def __init__(self, bonus: float) -> None:
+        self.lock, self.threads = threading.Lock(), set[str]()
+        self.score: Callable[[str], float] = lambda text: bonus + len(text)
+
+    def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        with self.lock:
+            self.threads.add(threading.current_thread().name)
+            if any(completion[0]["content"] == "hang" for completion in completions):
+                time.sleep(3)
+            return [self.score(completion[0]["content"]) for completion in completions]
+
+
+@pytest.fixture
+async def maths() -> AsyncIterator[MathRewardFunction]:
+    function = MathRewardFunction()
+    yield function
+    function.close()
+
+
+async def test_the_callers_own_objects_score_every_item_in_a_thread(maths: MathRewardFunction) -> None:
+    own = Closure(0.25)
+    both = CompositeRewardFunction([maths, FormatRewardFunction(["boxed"])], [1.0, 0.5], name="both")
+    app = create_reward_app(RewardSection(function_timeout_s=1), functions=[own, both])
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as http:
+        assert (await http.get("/health")).status_code == 200
+        good = {"response": "\\boxed{5}", "ground_truth": "5"}
+        answer = (await http.post("/batch_reward", json={"items": [good, {**good, "response": "5", "task": "any"}]})).json()
+        assert answer["rewards"] == [0.25 + 9 + 1.5, 0.25 + 1 + 1.0]
+        assert answer["results"][0]["components"] == {"closure": 9.25, "both": 1.5, "both/math": 1.0, "both/format": 1.0}
+        assert [result["correct"] for result in answer["results"]] == [True, True], "of the function that verifies"
+        assert own.threads == {"reward-function"}
+        late = (await http.post("/reward", json={**good, "response": "hang"})).json()
+        assert (late["reward"], late["status"]) == (None, "timeout")
+        assert (await http.get("/stats")).json()["functions"] == ["closure", "both"]
+
+
+async def test_without_a_verifying_function_correct_is_a_reward_above_a_half() -> None:
+    async with Scorer(RewardSection(), functions=[Closure(0.0)]) as scorer:
+        results = await scorer.score([item("x"), item("")])
+    assert [result.correct for result in results] == [True, False]
+
+
+async def test_an_answer_cut_off_earns_nothing_from_any_function_when_stopping_is_required() -> None:
+    async with Scorer(RewardSection(require_stop=True), functions=[Closure(1.0)]) as scorer:
+        cut = RewardItem(response="x", ground_truth="", finish_reason="length")
+        [result] = await scorer.score([cut])
+    assert (result.reward, result.correct, result.components) == (0.0, False, {"closure": 2.0})
+
+
+async def test_a_cancelled_request_leaves_nothing_unfinished() -> None:
+    async with Scorer(RewardSection(functions=[MOODY], function_timeout_s=100)) as scorer:
+        await scorer.ready()
+        task = asyncio.create_task(scorer.score([item("hang")] * 3))
+        await asyncio.sleep(0.3)
+        assert scorer.stats()["unfinished"] == 3
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert scorer.stats()["unfinished"] == 0
+        assert [outcome(result) for result in await scorer.score([item("fine")])] == [(0.5, "ok")]

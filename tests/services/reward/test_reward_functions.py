@@ -1,0 +1,145 @@
+"""Reward functions as a user's script calls them."""
+
+import math
+import re
+import time
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, InvalidInput
+from services.reward.functions import (
+    CompositeRewardFunction,
+    FormatRewardFunction,
+    LengthPenaltyFunction,
+    MathRewardFunction,
+    RepetitionPenaltyFunction,
+    RewardFunction,
+)
+from services.reward.functions.text import THINKING
+from tests.support.own_rewards import KeywordReward, Moody, TooFew
+
+
+def chats(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
+    function = MathRewardFunction(timeout_s=1)
+    texts = chats(
+        "\\boxed{\\frac{1}{2}}", "#### 1,080", "\\boxed{x+1}", "\\boxed{9^{9^{9^9}}}", "\\boxed{inf}", "none", "\\boxed{}"
+    )
+    golds = ["0.5", "1080", "1+x", "5", "5", "18", "18"]
+    try:
+        start = time.monotonic()
+        rewards = function(texts, ground_truth=golds)
+        assert time.monotonic() - start < 60
+        assert rewards[:3] == [1.0, 1.0, 1.0]
+        assert math.isnan(rewards[3]), "an error is not a zero"
+        assert rewards[4:] == [0.0, 0.0, 0.0]
+        scores = function.scores(texts, ground_truth=golds)
+        assert [score.status for score in scores] == ["ok", "ok", "ok", "timeout", "ok", "unparsable", "unparsable"]
+        assert [score.answer for score in scores][:2] == ["\\frac{1}{2}", "1,080"]
+    finally:
+        function.close()
+    assert function(texts[:1], ground_truth=golds[:1]) == [1.0], "it starts again"
+    function.close()
+
+
+def test_math_names_what_is_missing() -> None:
+    function = MathRewardFunction()
+    try:
+        for columns in ({}, {"ground_truth": "5"}, {"ground_truth": ["5", "6"]}, {"ground_truth": [" "]}):
+            with pytest.raises(InvalidInput, match="ground_truth"):
+                function(chats("5"), **columns)
+    finally:
+        function.close()
+    with pytest.raises(ConfigError, match="timeout_s"):
+        MathRewardFunction(timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("<think>\nfirst\n\nsecond\n</think>\n\\boxed{5}", True),
+        ("<think>one line</think> 5", True),
+        ("<think></think> 5", False),
+        ("<think>\n</think>\n", False),
+        ("5", False),
+        ("5 <think>too late</think> 6", False),
+        ("<think>never closed", False),
+    ],
+)
+def test_format_finds_thoughts_of_many_lines(text: str, fits: bool) -> None:
+    assert FormatRewardFunction([THINKING])(chats(text)) == [float(fits)]
+
+
+def test_format_wants_every_required_and_no_forbidden_pattern() -> None:
+    function = FormatRewardFunction(["a", "^b$"], ["c.d"])
+    assert function(chats("a\nb\n", "a", "a\nb\nc\nd", "a\nb\nc")) == [1.0, 0.0, 0.0, 1.0]
+    with pytest.raises(ConfigError, match="regular expression"):
+        FormatRewardFunction(["("])
+    with pytest.raises(ConfigError, match="list of patterns"):
+        FormatRewardFunction("<think>")
+    with pytest.raises(ConfigError, match="no pattern"):
+        FormatRewardFunction()
+
+
+def test_length_falls_linearly_between_its_limits() -> None:
+    function = LengthPenaltyFunction(soft_chars=10, hard_chars=20)
+    assert function(chats("", "x" * 10, "x" * 15, "x" * 20, "x" * 1000)) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ConfigError):
+        LengthPenaltyFunction(20, 20)
+
+
+def test_repetition_is_the_share_of_repeated_ngrams() -> None:
+    function = RepetitionPenaltyFunction(ngram=2)
+    assert function(chats("", "a", "a b c d", "a b a b a")) == [0.0, 0.0, 0.0, -0.5]
+    assert function(chats("a " * 1000))[0] < -0.99
+    with pytest.raises(ConfigError):
+        RepetitionPenaltyFunction(0)
+
+
+class Fixed(RewardFunction):
+    """Returns what it was given."""
+
+    def __init__(self, name: str, *values: float) -> None:
+        self._name, self._values = name, list(values)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        return self._values
+
+
+def test_a_composite_weighs_its_parts_and_reports_them() -> None:
+    function = CompositeRewardFunction([Fixed("a", 1.0, 2.0), Fixed("b", 0.5, math.nan)], [2.0, -1.0])
+    rewards = function(chats("x", "y"))
+    assert rewards[0] == 1.5
+    assert math.isnan(rewards[1]), "an error in one is an error, not a zero"
+    first, second = function.scores(chats("x", "y"))
+    assert (first.value, first.components) == (1.5, {"a": 1.0, "b": 0.5})
+    assert (second.value, second.status, second.components) == (None, "error", {"a": 2.0, "b": None})
+    outer = CompositeRewardFunction([function, Fixed("c", 1.0, 1.0)])
+    assert outer.scores(chats("x", "y"))[0].components == {
+        "composite": 1.5, "composite/a": 1.0, "composite/b": 0.5, "c": 1.0
+    }  # fmt: skip
+
+
+def test_an_exception_in_a_part_is_the_composites() -> None:
+    with pytest.raises(ValueError, match=re.escape("no\nscore")):
+        CompositeRewardFunction([Fixed("a", 1.0), Moody()])(chats("raise"))
+    with pytest.raises(InvalidInput, match="too_few returned 0 scores for 1"):
+        CompositeRewardFunction([TooFew()])(chats("x"))
+
+
+def test_a_composite_that_makes_no_sense_is_refused() -> None:
+    for functions, weights in (([], None), ([Fixed("a")], [1.0, 2.0]), ([Fixed("a"), Fixed("a")], None)):
+        with pytest.raises(ConfigError):
+            CompositeRewardFunction(functions, weights)
+
+
+def test_own_functions_get_the_columns() -> None:
+    assert KeywordReward()(chats("a cat", "a dog"), keyword=["cat", "cat"], ground_truth=["", ""]) == [1.0, 0.0]

@@ -1,0 +1,82 @@
+"""Verdicts: the golden cases, and every real answer of GSM8K and MATH-500 in ten notations."""
+
+import json
+
+import pytest
+
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
+from common.sections import RewardSection
+from services.reward.exact import parse_number, same_answer
+from services.reward.extract import extract_answer, gold_answer
+from services.reward.scorer import Scorer
+from tests.support.paths import ROOT, SHARED_DATA
+
+GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
+GSM8K, MATH500 = SHARED_DATA / "gsm8k", SHARED_DATA / "math500" / "test.jsonl"
+NUMBER_NOTATIONS = (
+    "\\boxed{{{}}}", "#### {}", "####{}", "#### ${}", "#### **{}**", "#### {}.", "The answer is ${}.",
+    "\\[ \\fbox{{ {}.00 }} \\]",
+    "\\boxed{{{}\\text{{ dollars}}}}", "<think>\\boxed{{-1}}</think>$\\boxed{{\\${}}}$",
+)  # fmt: skip
+NOTATIONS = (
+    "\\boxed{{{}}}", "So the answer is $\\boxed{{{}}}$.", "\\[ \\boxed{{ {} }} \\]", "\\fbox{{{}}}", "#### {}", "####{}",
+    "#### **${}$**.",
+    "<think>\\boxed{{7777}}</think>\\boxed{{{}}}", "\\boxed{{7777}} no: \\boxed{{{}}}", "\\boxed{{\\displaystyle {}}}",
+)  # fmt: skip
+
+
+async def test_golden_cases() -> None:
+    cases = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
+    assert len(cases) >= 300
+    assert len({(case["response"], case["ground_truth"]) for case in cases}) == len(cases)
+    assert min(sum(case["correct"] for case in cases), sum(not case["correct"] for case in cases)) > 100
+    items = [RewardItem(response=case["response"], ground_truth=case["ground_truth"]) for case in cases]
+    async with Scorer(RewardSection(math_timeout_s=20)) as grader:
+        results = await grader.score(items)
+    wrong = [
+        f"{case['why']}: {case['response']!r} against {case['ground_truth']!r} gave {result}"
+        for case, result in zip(cases, results, strict=True)
+        if result.correct != case["correct"]
+        or result.status not in ("ok", "unparsable")
+        or result.reward != float(case["correct"])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_real_gsm8k_golds_verify_against_themselves_and_gold_plus_one_never_does(split: str) -> None:
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        solution = json.loads(line)["answer"]
+        gold = gold_answer(solution)
+        assert gold is not None, solution
+        value = int(gold.replace(",", ""))
+        assert same_answer(gold, extract_answer(solution) or "") is True, solution
+        for notation in NUMBER_NOTATIONS:
+            for number in (str(value), f"{value:,}"):
+                assert same_answer(gold, extract_answer(notation.format(number)) or "") is True, (notation, number)
+            assert same_answer(gold, extract_answer(notation.format(value + 1)) or "") is False, (notation, value + 1)
+
+
+@pytest.mark.skipif(not MATH500.is_file(), reason="the MATH-500 file is not here")
+async def test_real_math500_golds_verify_against_themselves_and_gold_plus_one_never_does() -> None:
+    items, right = [], []
+    for row in map(json.loads, MATH500.read_text(encoding="utf-8").splitlines()):
+        gold = row["answer"]
+        value = parse_number(gold)
+        more = f"{gold}+1" if value is None else str(value + 1)
+        answers = [(row["solution"], True)]
+        answers += [(notation.format(said), said == gold) for notation in NOTATIONS for said in (gold, more)]
+        items += [RewardItem(response=response, ground_truth=gold) for response, _ in answers]
+        right += [correct for _, correct in answers]
+    async with Scorer(RewardSection(math_timeout_s=30)) as grader:
+        parts = [items[i : i + MAX_BATCH_ITEMS] for i in range(0, len(items), MAX_BATCH_ITEMS)]
+        results = [result for part in parts for result in await grader.score(part)]
+    assert len(items) == 500 * (1 + 2 * len(NOTATIONS))
+    wrong = [
+        f"{item.response[-200:]!r} against {item.ground_truth!r} gave {result.extracted_answer!r} {result.status}"
+        for item, result, correct in zip(items, results, right, strict=True)
+        if result.reward != float(correct)
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,253 @@
+"""The grader in process: hostile answers, statuses, dead workers, cancellation, limits."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from common.errors import InvalidInput, NotReady, TooLarge
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
+from common.sections import RewardSection
+from services.reward.scorer import Scorer
+
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "9**9**9**9",
+    "1000000!",
+    "100000!!",
+    "\\frac{1}{" * 50 + "2" + "}" * 50,
+    "\\sqrt{" * 80 + "2" + "}" * 80,
+    "(" * 500 + "1" + ")" * 500,
+    "(x+1)^{100000}",
+    "10^{10^{10}}",
+    "2^{1000000000}",
+    "\\sum_{i=1}^{10000000} \\frac{1}{i}",
+    "\\prod_{i=1}^{1000000} i",
+    "\\int_0^1 x^{x^{x}} dx",
+    "x^{x^{x^{x}}}",
+    "\\left" * 100,
+    "{" * 1000,
+    "1e999999999",
+    "9!!!!!!!!",
+    "18!!!",
+    "(((2^{3})^{4})^{5})^{6}^{7}",
+    "2^{2^{2^{2^{2^{2}}}}}",
+    "10**10**10",
+    "9^{99999999}",
+    "\\binom{1000000}{500000}",
+    "\\frac{1}{10^{1000000}}",
+    "3^{10^{8}} \\bmod 7",
+    "\\sum_{n=1}^{\\infty} \\frac{1}{n^{n^n}}",
+    "\\sum_{i=1}^{1000} \\sum_{j=1}^{1000} \\sum_{k=1}^{1000} ijk",
+    "\\prod_{p=1}^{\\infty} (1-\\frac{1}{p^2})",
+    "\\int_0^{\\infty} \\sin(x^x) e^{-x^3} dx",
+    "\\int \\int \\int \\int xyzw e^{xyzw} dx dy dz dw",
+    "\\lim_{x \\to 0} \\frac{\\sin(\\tan x)-\\tan(\\sin x)}{x^{99}}",
+    "\\frac{d}{dx} x^{x^{x^{x^{x}}}}",
+    "(a+b+c+d+e+f)^{100}",
+    "(x+1)(x+2)" * 60,
+    "x^{" * 200 + "2" + "}" * 200,
+    "\\log(" * 100 + "2" + ")" * 100,
+    "\\sin(" * 100 + "x" + ")" * 100,
+    "|" * 200,
+    "-" * 900,
+    "+1" * 400,
+    "1/" * 400 + "1",
+    "," * 900,
+    "\\{" * 200 + "1" + "\\}" * 200,
+    "\\begin{pmatrix}" * 40,
+    "\\begin{pmatrix}" + "1&" * 300 + "1\\end{pmatrix}",
+    "\\sqrt[1000000]{10^{1000000}}",
+    "0." + "9" * 900,
+    "9" * 900 + "!",
+    "\\text{" * 200 + "}" * 200,
+    "=" * 900,
+    "x=" * 400 + "1",
+    "\\infty",
+    "nan",
+    "1/0",
+]
+WRAPPED_HOSTILE = ["(" * 2000 + "1" + ")" * 2000, "9" * 100_000, "\\frac{1}{" * 20_000, "x" * 100_000, "\\boxed{" * 10_000]
+
+
+def boxed(answer: str, gold: str = "18") -> RewardItem:
+    return RewardItem(response=f"\\boxed{{{answer}}}", ground_truth=gold)
+
+
+def descendants() -> list[psutil.Process]:
+    """Processes of the pools in this process; other tests keep engines and routers running beside them."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            if process.status() != psutil.STATUS_ZOMBIE and any("reward/worker.py" in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def workers() -> list[psutil.Process]:
+    """Graders: children of the process that forks them."""
+    return [p for p in descendants() if p.ppid() != os.getpid()]
+
+
+async def until(condition: object, limit_s: float = 60) -> None:
+    assert callable(condition)
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def grader() -> AsyncIterator[Scorer]:
+    async with Scorer(RewardSection(workers=2, math_timeout_s=1)) as started:
+        assert started.not_ready()
+        await started.ready()
+        assert started.not_ready() is None
+        yield started
+    assert not descendants()
+
+
+async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
+    async with Scorer(RewardSection(workers=4, math_timeout_s=1.5)) as grader:
+        await grader.ready()
+        hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
+        hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
+        good = [boxed("18"), boxed("x+1", "1+x"), boxed("\\sqrt{12}", "2\\sqrt{3}"), boxed("19")] * len(hostile)
+        items = [item for trio in zip(hostile, good[::2], good[1::2], strict=False) for item in trio]
+        start = time.monotonic()
+        results = await grader.score(items)
+        assert time.monotonic() - start < len(hostile) * 1.5 / 4 * 3 + 20
+    for item, result in zip(items, results, strict=True):
+        assert result.ground_truth == item.ground_truth
+        assert (result.reward is None) == (result.status in ("timeout", "died"))
+        assert not (result.status == "unparsable" and result.reward)
+    for item, result in zip(items, results, strict=True):
+        if item in good:
+            assert (result.status, result.correct) == ("ok", item.response != "\\boxed{19}"), item.response[:50]
+        else:
+            assert not result.correct, item.response[:50]
+    assert sum(result.status == "timeout" for result in results) >= 5
+    assert grader.stats()["graded"]["timeout"] == sum(result.status == "timeout" for result in results)
+
+
+async def test_one_hostile_answer_is_back_soon_after_its_deadline(grader: Scorer) -> None:
+    start = time.monotonic()
+    [result] = await grader.score([boxed("9^{9^{9^9}}", "5")])
+    assert time.monotonic() - start < 6
+    assert (result.status, result.reward, result.correct) == ("timeout", None, False)
+
+
+async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: Scorer) -> None:
+    [result] = await grader.score([boxed("5", "9^{9^{9^9}}")])
+    assert (result.status, result.reward) == ("timeout", None)
+
+
+async def test_batch_means_are_over_the_graded_ones(grader: Scorer) -> None:
+    hang = boxed("9^{9^{9^9}}")
+    mixed = await grader.score_batch([boxed("18"), hang, boxed("19")])
+    assert (mixed.rewards, mixed.mean_reward, mixed.accuracy) == ([1.0, None, 0.0], 0.5, 0.5)
+    none = await grader.score_batch([hang])
+    assert (none.rewards, none.mean_reward, none.accuracy) == ([None], 0.0, 0.0)
+
+
+async def test_no_answer_is_unparsable_and_graded_zero(grader: Scorer) -> None:
+    [result] = await grader.score([RewardItem(response="I cannot tell.", ground_truth="18")])
+    assert (result.status, result.reward, result.extracted_answer) == ("unparsable", 0.0, None)
+
+
+@pytest.mark.parametrize(("require_stop", "reward"), [(True, 0.0), (False, 1.0)])
+async def test_a_cut_completion_earns_nothing_when_stopping_is_required(require_stop: bool, reward: float) -> None:
+    async with Scorer(RewardSection(require_stop=require_stop)) as grader:
+        item = RewardItem(response="\\boxed{18}", ground_truth="18", finish_reason="length")
+        [result] = await grader.score([item])
+        [stopped] = await grader.score([boxed("18")])
+    assert (result.status, result.reward, result.correct) == ("ok", reward, reward == 1.0)
+    assert stopped.reward == 1.0
+
+
+async def test_an_empty_ground_truth_is_named(grader: Scorer) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await grader.score([boxed("18"), boxed("18", " ")])
+    assert caught.value.field == "items[1].ground_truth"
+
+
+async def test_too_many_items_are_refused() -> None:
+    with pytest.raises(TooLarge, match=f"at most {MAX_BATCH_ITEMS} items"):
+        await Scorer(RewardSection()).score([boxed("18")] * (MAX_BATCH_ITEMS + 1))
+
+
+async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
+    async with Scorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
+        await grader.ready()
+        busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
+        await until(lambda: grader.stats()["unfinished"] == 8)
+        with pytest.raises(NotReady):
+            await grader.score([boxed("x+1", "1+x")])
+        [plain] = await grader.score([boxed("18")])
+        assert plain.correct, "what needs no worker is graded even then"
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+
+async def test_cancelling_frees_the_workers() -> None:
+    async with Scorer(RewardSection(workers=2, math_timeout_s=100)) as grader:
+        await grader.ready()
+        task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 20))
+        await until(lambda: grader.stats()["unfinished"] == 20)
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert grader.stats()["unfinished"] == 0
+        async with asyncio.timeout(30):
+            results = await grader.score([boxed("x+1", "1+x")] * 4)
+        assert all(result.correct for result in results)
+
+
+async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: Scorer) -> None:
+    victims = workers()
+    assert len(victims) == 2
+    for victim in victims:
+        victim.kill()
+    await asyncio.sleep(0.5)
+    results = await grader.score([boxed("x+1", "1+x")] * 4)
+    assert [result.status for result in results] == ["ok"] * 4
+    assert all(result.correct for result in results)
+    assert grader.stats()["worker_restarts"] == 2
+
+
+async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
+    async with Scorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
+        await grader.ready()
+        task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
+        await until(lambda: grader.stats()["unfinished"] == 2)
+        await asyncio.sleep(0.3)
+        [worker] = workers()
+        worker.kill()
+        died, good = await task
+    assert (died.status, died.reward) == ("died", None)
+    assert (good.status, good.correct) == ("ok", True)
+
+
+async def test_the_process_that_forks_graders_is_replaced_too(grader: Scorer) -> None:
+    parents = {worker.ppid() for worker in workers()}
+    for process in [*parents, *(worker.pid for worker in workers())]:
+        os.kill(process, signal.SIGKILL)
+    await asyncio.sleep(0.5)
+    results = await grader.score([boxed("x+1", "1+x")] * 2)
+    assert all(result.correct for result in results)
+
+
+async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.grade.MEMORY_MB", 256)
+    async with Scorer(RewardSection(workers=1, math_timeout_s=60)) as grader:
+        bomb, good = await grader.score([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
+    assert (bomb.status, bomb.reward) == ("died", None)
+    assert (good.status, good.correct) == ("ok", True)

@@ -1,0 +1,160 @@
+"""The real `python -m services.reward`: hung graders, clients that hang up, and no process left behind."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.paths import ROOT
+
+HANG = {"response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
+
+
+def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, "it did not happen in time"
+        time.sleep(0.05)
+
+
+class Server:
+    """A reward-server process on a free port."""
+
+    def __init__(self, state: Path, timeout_s: float, *more: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "services.reward",
+            "--reward.port",
+            str(port),
+            "--reward.math_timeout_s",
+            str(timeout_s),
+        ]
+        command += ["--state_dir", str(state), *more]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
+        self.graders: list[psutil.Process] = []
+        until(self.healthy)
+        self.note_graders()
+
+    def healthy(self) -> bool:
+        assert self.process.poll() is None, "the server ended"
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def note_graders(self) -> None:
+        self.graders += psutil.Process(self.process.pid).children(recursive=True)
+
+    def unfinished(self) -> int:
+        return int(self.http.get("/stats").json()["unfinished"])
+
+    def start_hanging_request(self) -> socket.socket:
+        body = httpx.Request("POST", "http://x", json={"items": [HANG] * 10}).read()
+        client = socket.create_connection((self.http.base_url.host, self.http.base_url.port or 0))
+        head = (
+            f"POST /batch_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        client.sendall(head.encode() + body)
+        until(lambda: self.unfinished() == 10)
+        return client
+
+    def left(self) -> list[psutil.Process]:
+        alive = []
+        for process in self.graders:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+
+class Start(Protocol):
+    """Starts a server."""
+
+    def __call__(self, timeout_s: float, *more: str) -> Server: ...
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[Server] = []
+
+    def go(timeout_s: float, *more: str) -> Server:
+        servers.append(Server(tmp_path, timeout_s, *more))
+        return servers[-1]
+
+    yield go
+    for server in servers:
+        server.http.close()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def test_sigterm_leaves_no_process(start: Start) -> None:
+    server = start(1.0)
+    answer = server.http.post("/batch_reward", json={"items": [{"response": "\\boxed{1+x}", "ground_truth": "x+1"}]})
+    assert answer.json()["rewards"] == [1.0]
+    assert len(server.graders) >= 3
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) in (0, -signal.SIGTERM)
+    until(lambda: not server.left(), 20)
+
+
+def test_kill_9_leaves_no_process_even_when_graders_hang(start: Start) -> None:
+    server = start(1000.0)
+    with server.start_hanging_request():
+        server.note_graders()
+        server.process.kill()
+        server.process.wait(30)
+        until(lambda: not server.left(), 20)
+
+
+def test_a_client_that_hangs_up_frees_its_graders(start: Start) -> None:
+    server = start(1000.0)
+    server.start_hanging_request().close()
+    until(lambda: server.unfinished() == 0, 30)
+    answer = server.http.post("/reward", json={"response": "\\boxed{1+x}", "ground_truth": "x+1"})
+    assert answer.json()["correct"] is True
+    server.note_graders()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "services.reward", "--reward.port", port, "--state_dir", str(tmp_path)]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert port in ended.stderr
+
+
+def test_functions_of_ones_own_run_in_the_real_server_and_leave_no_process(start: Start) -> None:
+    own = "tests.support.own_rewards:Moody"
+    server = start(1.0, "--reward.functions", f"math,{own}", "--reward.function_timeout_s", "1", "--reward.weights", f"{own}=2")
+    server.note_graders()
+    items = [{"response": text, "ground_truth": "5"} for text in ("5", "hang", "die", "6")]
+    answer = server.http.post("/batch_reward", json={"items": items}).json()
+    assert answer["rewards"] == [2.0, None, None, 1.0]
+    assert [result["status"] for result in answer["results"]] == ["ok", "timeout", "died", "ok"]
+    server.process.kill()
+    server.process.wait(30)
+    until(lambda: not server.left(), 20)
+
+
+def test_a_function_that_does_not_exist_ends_the_start_with_its_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.reward", "--state_dir", str(tmp_path), "--reward.functions", "no.such:Thing"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "no.such:Thing" in ended.stderr
+    assert "remedy" in ended.stderr

@@ -1,0 +1,320 @@
+"""CodeRewardFunction: harmless programs pass, test cases of all kinds are compared, scores are what they should be."""
+
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.config import load
+from common.errors import ConfigError, InvalidInput
+from common.schemas import RewardItem
+from common.sections import RewardSection
+from services.reward.app import create_reward_app
+from services.reward.functions import CodeRewardFunction
+from services.reward.functions.programs import extract_program
+from services.reward.sandbox import command, run
+from services.reward.sandbox.cases import parse_cases
+from services.reward.scorer import Scorer
+from tests.support.sandbox import code_function
+
+
+@pytest.fixture(scope="module")
+def code() -> CodeRewardFunction:
+    return code_function(timeout=5, partial_credit=True)
+
+
+def block(source: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": f"Here it is:\n```python\n{source}\n```\n"}]
+
+
+def statuses(code: CodeRewardFunction, source: str, cases: Any) -> list[str]:
+    return [result.status for result in code.results(source, cases)]
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("```py\na\n```\nor\n```python\nb\n```", "b\n"),
+        ("```python\na\n```\n```text\noutput\n```", "a\n"),
+        ("<think>```python\na\n```</think>", None),
+        ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("````python\n```\na\n````", "```\na\n"),
+        ("```python\na\n```\n```python\nb", "a\n"),
+        ("```python\nb", "b"),
+        ("no program", None),
+        ("```python\n\n```", None),
+        ("```bash\nls\n```", None),
+        ("```python\n" + "x" * 100_001 + "\n```", None),
+    ],
+)
+def test_the_last_code_block_is_the_program(response: str, program: str | None) -> None:
+    assert extract_program(response) == program
+
+
+def test_standard_input_and_output(code: CodeRewardFunction) -> None:
+    cases = [
+        {"input": "1 2\n", "output": "3\n"},
+        {"input": "1 2", "expected_output": "3"},
+        {"input": "1 2", "output": "3  \n\n"},
+        {"input": "1 2", "output": "4"},
+        {"input": "x", "output": "3"},
+        {"output": "3"},
+    ]
+    assert statuses(code, "a, b = map(int, input().split())\nprint(a + b)", cases) == [
+        "passed", "passed", "passed", "wrong", "error", "error"
+    ]  # fmt: skip
+    assert code.results("raise ValueError('no')", [{"input": "", "output": ""}])[0].detail == "ValueError: no"
+
+
+def test_calls_are_compared_outside(code: CodeRewardFunction) -> None:
+    source = "def f(x, y=0): return x + y\nclass Solution:\n    def g(self, x): return (x, {1: 'é', 'k': [None, 1.5]})\n"
+    cases = [
+        {"function": "f", "args": [1], "kwargs": {"y": 2}, "output": 3},
+        {"fn_name": "f", "args": [0.1, 0.2], "output": 0.3},
+        {"function": "g", "args": [True], "output": [True, {"1": "é", "k": [None, 1.5]}]},
+        {"function": "Solution().g", "args": [1], "output": [True, {"1": "é", "k": [None, 1.5]}]},
+        {"function": "f", "args": [1], "output": "1"},
+        {"function": "f", "args": [1], "output": True},
+        {"function": "h", "args": [1], "output": 1},
+        {"function": "f", "args": [], "output": None},
+    ]
+    assert statuses(code, source, cases) == ["passed", "passed", "passed", "wrong", "wrong", "wrong", "error", "error"]
+
+
+def test_assert_lines(code: CodeRewardFunction) -> None:
+    source = "import fractions\ndef f(x): return x * 2\ndef s(): return {1, 2}\ndef o(): return object()\n"
+    cases = [
+        "assert f(2) == 4",
+        "assert 4 == f(2), 'twice'",
+        "assert f((1,)) == (1, 1)",
+        "assert f([1]) == (1, 1)",
+        "assert s() == {2, 1}",
+        "assert f(0.5) == 1",
+        "assert f(fractions.Fraction(1, 2)) == 1",
+        "assert f(2) != 5",
+        "assert f(2) != 4",
+        "assert o() != 1",
+        "assert f(None) is None",
+        "assert f(2) > 3 and f(3) == 6",
+        "assert f(2) > 5",
+        "x = f(3)\nassert x == 6",
+        "assert f(10**100) == 2 * 10**100",
+    ]
+    assert statuses(code, source, cases) == [
+        "passed", "passed", "passed", "wrong", "passed", "passed", "passed", "passed", "wrong", "passed", "error", "passed",
+        "error", "passed", "passed"
+    ]  # fmt: skip
+
+
+HARMLESS = {
+    "asyncio": "import asyncio\nasync def main():\n    await asyncio.sleep(0.01)\n    print('ok')\nasyncio.run(main())",
+    "threads": "import threading\nthreading.stack_size(1 << 26)\nt = threading.Thread(target=lambda: print('ok'))\nt.start()",
+    "a socket pair": "import socket\na, b = socket.socketpair()\na.send(b'ok')\nprint(b.recv(2).decode())",
+    "deep recursion": "import sys\nsys.setrecursionlimit(50000)\ndef f(n): return n and 1 + f(n - 1)\nf(20000)\nprint('ok')",
+    "sys.exit": "import sys\nprint('ok')\nsys.exit(0)",
+    "os._exit": "import os\nprint('ok', flush=True)\nos._exit(0)",
+    "main": "if __name__ == '__main__':\n    print('ok')",
+    "the standard library": "import json, re, math, heapq, bisect, collections, itertools, functools, decimal, fractions\n"
+    "import random, datetime, string, statistics, dataclasses, typing, array, struct, hashlib, copy, uuid\nprint('ok')",
+    "a large result": "print('ok' if len(str(sum(range(10**6)))) else '')",
+    "all of standard input": "import sys\nprint('ok' if sys.stdin.read() == '' else '')",
+    "bytes": "import sys\nsys.stdout.buffer.write(b'ok\\n')",
+    "pickled classes": "import pickle\nclass A: pass\nprint('ok' if pickle.loads(pickle.dumps(A())) else '')",
+    "100 MB": "x = bytearray(100 << 20)\nprint('ok')",
+    "/dev/null": "open('/dev/null', 'w').write('x')\nprint('ok')",
+    "os.urandom": "import os\nprint('ok' if os.urandom(8) else '')",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_programs_run(code: CodeRewardFunction, name: str) -> None:
+    [result] = code.results(HARMLESS[name], [{"input": "", "output": "ok"}])
+    assert result.status == "passed", result
+
+
+def test_large_input_and_much_output_pass_through(code: CodeRewardFunction) -> None:
+    text = "\n".join(map(str, range(200_000)))
+    assert statuses(code, "import sys\nprint(len(sys.stdin.read()))", [{"input": text, "output": str(len(text))}]) == ["passed"]
+    assert statuses(code, "print('x' * 60_000)", [{"input": text, "output": "x" * 60_000}]) == ["passed"]
+
+
+def test_partial_credit_and_all_or_nothing() -> None:
+    cases = [[{"input": "1", "output": "1"}, {"input": "2", "output": "0"}, {"input": "3", "output": "3"}]] * 3
+    chats = [block("print(input())"), block("print([0, 1, 0, 3][int(input())])"), [{"role": "assistant", "content": "no"}]]
+    partial, whole = code_function(partial_credit=True), code_function(timeout=3, slots=1)
+    assert partial(chats, test_cases=cases) == [pytest.approx(2 / 3), 1.0, 0.0]
+    scores = whole.scores(chats, test_cases=cases)
+    assert [(score.value, score.correct, score.status, score.answer) for score in scores] == [
+        (0.0, False, "ok", "passed, wrong, skipped"),
+        (1.0, True, "ok", "passed, passed, passed"),
+        (0.0, False, "unparsable", None),
+    ]
+
+
+def test_the_time_of_all_cases_is_bounded_too() -> None:
+    code = code_function(timeout=0.2, partial_credit=True)
+    results = code.results("while True: pass", [{"input": "", "output": ""}] * 20)
+    assert {result.status for result in results[:5]} == {"timeout"}
+    assert [result.status for result in results[6:]] == ["skipped"] * 14
+
+
+@pytest.mark.parametrize(
+    ("cases", "field"),
+    [
+        ([], "test_cases"),
+        (None, "test_cases"),
+        (5, "test_cases"),
+        ([5], "test_cases[0]"),
+        (["assert f(1) == 1", {}], "test_cases[1]"),
+        ([{"input": 5, "output": "5"}], "test_cases[0]"),
+        (["assert ("], "test_cases[0]"),
+        ([""], "test_cases[0]"),
+    ],
+)
+def test_a_bad_test_case_is_named(cases: Any, field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_cases(cases)
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+def test_test_cases_may_be_json_text() -> None:
+    assert len(parse_cases('[{"input": "1", "output": "1"}, "assert f(1) == 1"]')) == 2
+    assert len(parse_cases("assert f(1) == 1")) == 1
+
+
+def test_many_threads_share_the_slots(code: CodeRewardFunction) -> None:
+    found: list[float] = []
+
+    def score(i: int) -> None:
+        found.extend(code([block(f"print({i})")], test_cases=[[{"input": "", "output": str(i)}]]))
+
+    threads = [threading.Thread(target=score, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1.0] * 16
+
+
+def test_without_bubblewrap_code_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyseccomp")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+        CodeRewardFunction()
+    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+        create_reward_app(RewardSection(functions=["code"]))
+
+
+def test_a_sandbox_that_does_not_contain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    code_function()
+    whole = command.bwrap_command
+
+    def leaky(*arguments: Any) -> list[str]:
+        words = whole(*arguments)
+        words[words.index("--proc") if "--proc" in words else 1 : 0] = ["--ro-bind", "/etc", "/etc"]
+        return words
+
+    monkeypatch.setattr(run, "bwrap_command", leaky)
+    with pytest.raises(ConfigError, match="not contained: host_files") as caught:
+        CodeRewardFunction()
+    assert "reward.code_sandbox none" in str(caught.value.remedy)
+
+
+def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
+    code_function()
+    with tempfile.TemporaryDirectory(prefix="rlhf-math-test-", ignore_cleanup_errors=True) as folder:
+        made = subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", f"{folder}/venv"], capture_output=True)
+        packages = list(Path(folder).glob("venv/lib/python3*/site-packages"))
+        if made.returncode != 0 or not packages:
+            pytest.skip("there is no system Python that makes environments")
+        (packages[0] / "own_package.py").write_text("value = 5\n", encoding="utf-8")
+        Path(folder).chmod(0o755)
+        code = CodeRewardFunction(python=f"{folder}/venv/bin/python")
+        source = "import own_package\nprint(own_package.value)"
+        assert code([block(source)], test_cases=[[{"input": "", "output": "5"}]]) == [1.0]
+        bare = CodeRewardFunction()
+        assert bare([block(source)], test_cases=[[{"input": "", "output": "5"}]]) == [0.0]
+        if os.geteuid() == 0:
+            Path(folder).chmod(0o700)
+            with pytest.raises(ConfigError, match="Permission denied") as caught:
+                CodeRewardFunction(python=f"{folder}/venv/bin/python")
+            assert "code_python" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="there is no Python for it"):
+        CodeRewardFunction(python="/nowhere/python")
+
+
+@pytest.mark.parametrize("variant", command.VARIANTS, ids=str)
+def test_what_some_machines_lack_is_not_needed_to_contain(variant: command.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a masked /proc cannot mount one, and one with a read-only /proc/sys cannot switch off namespaces."""
+    code_function()
+    monkeypatch.setattr(run, "VARIANTS", (variant,))
+    CodeRewardFunction()  # tries to break out before it returns
+
+
+def test_a_sandbox_that_fails_now_and_then_is_tried_again_and_never_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = code_function()
+    whole, calls = command.bwrap_command, []
+
+    def failing(*arguments: Any) -> list[str]:
+        calls.append(1)
+        words = whole(*arguments)
+        return words if len(calls) % 2 == 0 else [words[0], "--ro-bind", "/nowhere", "/nowhere", *words[1:]]
+
+    monkeypatch.setattr(run, "bwrap_command", failing)
+    cases = [[{"input": "", "output": "1"}]]
+    assert code([block("print(1)")], test_cases=cases) == [1.0]
+    monkeypatch.setattr(run, "bwrap_command", lambda *_: ["/usr/bin/false"])
+    [score] = code.scores([block("print(1)")], test_cases=cases)
+    assert (score.value, score.status) == (None, "error")
+
+
+def test_the_operator_can_do_without_the_sandbox_by_name() -> None:
+    code = CodeRewardFunction(timeout=2, sandbox="none", slots=2)
+    cases = [[{"input": "", "output": "1"}]] * 3
+    assert code([block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases) == [1.0, 0.0, 0.0]
+    assert load(["--reward.functions", "code", "--reward.code_sandbox", "none"], {}).reward.code_sandbox == "none"
+    with pytest.raises(ConfigError, match="code_sandbox is set but not read"):
+        load(["--reward.code_sandbox", "none"], {})
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    code_function()
+    app = create_reward_app(RewardSection(tasks={"code": ["code"]}, code_timeout_s=2, code_slots=2))
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as client:
+        yield client
+
+
+async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.AsyncClient) -> None:
+    program = block("print(int(input()) + 1)")[0]["content"]
+    cases = [{"input": "1", "output": "2"}, {"input": "5", "output": "6"}]
+    item = {"response": program, "ground_truth": "", "task": "code", "columns": {"test_cases": cases}}
+    items = [
+        item,
+        {"response": "\\boxed{5}", "ground_truth": "5"},
+        {**item, "response": block("while True: pass")[0]["content"]},
+    ]
+    answer = (await http.post("/batch_reward", json={"items": items})).json()
+    assert answer["rewards"] == [1.0, 1.0, 0.0]
+    assert [result["extracted_answer"] for result in answer["results"]] == ["passed, passed", "5", "timeout, skipped"]
+    assert [sorted(result["components"]) for result in answer["results"]] == [["code"], ["math"], ["code"]]
+    refused = await http.post("/batch_reward", json={"items": [item, {**item, "columns": {}}]})
+    assert refused.status_code == 422
+    assert refused.json()["error"]["field"] == "items[1].columns.test_cases"
+
+
+async def test_a_server_without_code_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    async with Scorer(RewardSection()) as scorer:
+        assert (await scorer.score([RewardItem(response="5", ground_truth="5")]))[0].correct

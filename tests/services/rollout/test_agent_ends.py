@@ -1,0 +1,94 @@
+"""How `python -m services.rollout` ends: status, last words, and nothing left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.paths import ROOT
+
+PORTS = ("ROUTER_PORT", "ENGINE_PORT", "AGENT_PORT", "ROUTER_METRICS_PORT")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+def start(tmp_path: Path, engine: str | None, ports: list[int]) -> subprocess.Popen[str]:
+    """A node whose `sglang` is a shell script, or missing."""
+    script = tmp_path / "python"
+    if engine is not None:
+        script.write_text(f"#!/bin/sh\n{engine}\n")
+        script.chmod(0o755)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "SKYPILOT_", "JOBGROUP", "RUN_C"))}
+    numbers = {f"RLHF_ROLLOUT__{name}": str(port) for name, port in zip(PORTS, ports, strict=False)}
+    settings = {"STATE_DIR": str(tmp_path / "state"), "MODEL_NAME": "m", "RLHF_ROLLOUT__ENGINE_PYTHON": str(script)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.rollout"],
+        env=clean | numbers | settings | {"RLHF_TRAINER__PORT": str(ports[4])},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return free_ports(5)
+
+
+def test_engine_that_never_starts_ends_the_node_with_its_last_words(tmp_path: Path, ports: list[int]) -> None:
+    engine = 'echo "CUDA out of memory; health generation: $SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"; exit 3'
+    with start(tmp_path, engine, ports) as node:
+        _, errors = node.communicate(timeout=120)
+    assert node.returncode == 1
+    last = errors[errors.rindex("error: ") :]
+    assert "failed to start 5 times in a row" in last
+    assert "CUDA out of memory; health generation: 0" in last
+    assert "Traceback" not in errors
+    log = (tmp_path / "state" / "logs" / "rollout-server-0.engine.log").read_text()
+    assert log.count("CUDA out of memory") == 5
+
+
+def test_missing_sglang_ends_the_start_with_status_2(tmp_path: Path, ports: list[int]) -> None:
+    with start(tmp_path, None, ports) as node:
+        _, errors = node.communicate(timeout=60)
+    assert node.returncode == 2
+    assert "rollout.engine_python" in errors
+    assert "rollout.engine=embedded" in errors
+
+
+def test_port_in_use_ends_the_start_with_its_number(tmp_path: Path, ports: list[int]) -> None:
+    with socket.create_server(("127.0.0.1", ports[2])), start(tmp_path, "sleep 600", ports) as node:
+        _, errors = node.communicate(timeout=60)
+    assert node.returncode == 2
+    assert str(ports[2]) in errors
+
+
+def test_sigterm_while_the_engine_loads_ends_everything(tmp_path: Path, ports: list[int]) -> None:
+    with start(tmp_path, "sleep 600 & sleep 600", ports) as node:
+        limit = time.monotonic() + 60
+        while len(family := psutil.Process(node.pid).children(recursive=True)) < 6:  # 2 starters, router, shell, 2 sleeps
+            assert node.poll() is None
+            assert time.monotonic() < limit, family
+            time.sleep(0.1)
+        health = httpx.get(f"http://127.0.0.1:{ports[2]}/health", timeout=30, trust_env=False)
+        assert health.status_code == 503
+        assert health.json()["reason"]
+        node.send_signal(signal.SIGTERM)
+        assert node.wait(60) == 0
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert alive == []

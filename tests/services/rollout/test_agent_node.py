@@ -1,0 +1,175 @@
+"""Two rollout nodes as real processes: real engines, real agents, the real router, the trainer's own weight server."""
+
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+import psutil
+import pytest
+
+from common.observe import Metrics
+from common.rollout_client import RolloutClient
+from common.topology import TRAINER
+from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, requests_served, until
+from trainer.server import BackgroundServer, create_trainer_app
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    app = create_trainer_app(cluster.board, Metrics("trainer"))
+    address = names(2)[f"{TRAINER}-0.{GROUP}"].address
+    with BackgroundServer(app, address, TRAINER_PORT):
+        try:
+            yield cluster
+        finally:
+            for node in cluster.nodes:
+                node.end()
+            cluster.board.close()
+
+
+@pytest.fixture
+async def both(cluster: Cluster) -> Cluster:
+    """Both nodes healthy, on whatever weights the test before left them."""
+    await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
+    return cluster
+
+
+@pytest.fixture
+async def rollout(cluster: Cluster) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient("router", cluster.nodes[0].router_url, deadline_s=60) as client:
+        yield client
+
+
+async def served(node: Node) -> int:
+    """The weight version this node's engine answers with, asked directly."""
+    async with RolloutClient("engine", node.engine_url, deadline_s=60) as engine:
+        return await generate(engine)
+
+
+async def test_base_model_is_served_before_anything_is_published(cluster: Cluster, rollout: RolloutClient) -> None:
+    await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
+    assert {report.version for report in cluster.reports()} <= {None}
+    assert cluster.routed() == {node.engine_url for node in cluster.nodes}
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+    answer = await rollout.request("POST", "/generate", json=body)
+    assert answer.json()["meta_info"]["weight_version"] == "default"
+
+
+async def test_published_version_is_served_by_every_engine_through_the_router(both: Cluster, rollout: RolloutClient) -> None:
+    both.publish("a", 1)
+    both.publish("a", 12)
+    await until(lambda: both.all_serve("a", 12), "weights 12 everywhere", both)
+    assert {await generate(rollout) for _ in range(8)} == {12}
+    assert [await served(node) for node in both.nodes] == [12, 12]
+    for node in both.nodes:
+        assert "rlhf_rollout_weight_version 12.0" in node.get("/metrics").text
+        assert sum(process.name().startswith("sglang") for process in node.family()) == (node.rank == 0)
+
+
+async def test_both_nodes_get_traffic(both: Cluster, rollout: RolloutClient) -> None:
+    both.publish("a", 13)
+    await until(lambda: both.all_serve("a", 13), "weights 13 everywhere", both)
+    before = [requests_served(node) for node in both.nodes]
+    for _ in range(10):
+        await generate(rollout)
+    after = [requests_served(node) for node in both.nodes]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [5, 5]
+
+
+async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: Cluster, rollout: RolloutClient) -> None:
+    both.publish("a", 20, spoil=True)
+    await until(lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both)
+    await until(lambda: both.routed() == set(), "both fenced", both)
+    assert all("checksum" in report.detail for report in both.reports())
+    answer = both.nodes[1].get("/health")
+    assert answer.status_code == 503
+    assert "checksum" in answer.json()["reason"]
+    both.flip_byte(20)
+    await until(lambda: both.all_serve("a", 20), "weights 20 everywhere", both)
+    assert await generate(rollout) == 20
+
+
+async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, rollout: RolloutClient) -> None:
+    both.publish("a", 21)
+    await until(lambda: both.all_serve("a", 21), "weights 21 everywhere", both)
+    node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
+    node.engine().kill()
+    await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", both)
+    assert {await generate(rollout) for _ in range(4)} == {21}  # by the other node meanwhile
+    await until(lambda: both.all_serve("a", 21), "weights 21 everywhere again", both)
+    command = node.engine().cmdline()
+    assert command[command.index("--weight-version") + 1] == "21"
+    assert command[command.index("--model-path") + 1].endswith("rollout-server-1/weights/v000021")
+    assert await served(node) == 21
+
+
+async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(both: Cluster) -> None:
+    both.publish("a", 21)
+    await until(lambda: both.all_serve("a", 21), "weights 21 everywhere", both)
+    node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
+    node.engine().kill()
+    await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", both)
+    starting = node.engine()
+    starting.suspend()  # long before it reads anything
+    store = both.directory / "rollout" / "rollout-server-1" / "weights"
+    for version in (22, 23, 24, 25):
+        both.publish("a", version)
+        await until(lambda path=store / f"v{version:06d}": path.is_dir(), f"weights {version} here", both)  # type: ignore[misc]
+    starting.resume()
+    await until(lambda: both.all_serve("a", 25), "weights 25 everywhere", both)
+    assert node.status()["engine_starts"] == starts + 1
+    assert "v000021" in " ".join(node.engine().cmdline())
+    both.publish("a", 26)
+    await until(lambda: both.all_serve("a", 26), "weights 26 everywhere", both)
+    assert sorted(path.name for path in store.iterdir()) == ["v000025", "v000026"]
+
+
+async def test_killed_router_comes_back_with_its_workers(both: Cluster, rollout: RolloutClient) -> None:
+    both.publish("a", 27)
+    await until(lambda: both.all_serve("a", 27), "weights 27 everywhere", both)
+    old = both.nodes[0].status()["router_pid"]
+    psutil.Process(old).children()[0].kill()
+    await until(lambda: both.nodes[0].status()["router_pid"] not in (None, old), "another router", both)
+    await until(lambda: both.all_serve("a", 27), "both registered again", both)
+    assert await generate(rollout) == 27
+
+
+async def test_new_run_replaces_the_weights_though_its_version_is_lower(both: Cluster, rollout: RolloutClient) -> None:
+    both.publish("a", 30)
+    await until(lambda: both.all_serve("a", 30), "weights 30 everywhere", both)
+    both.publish("b", 0)
+    await until(lambda: both.all_serve("b", 0), "weights 0 of the new run", both)
+    assert {await generate(rollout) for _ in range(4)} == {0}
+
+
+async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(both: Cluster, rollout: RolloutClient) -> None:
+    good = both.tensors
+    both.tensors = {name: tensor[:1] for name, tensor in good.items()}
+    both.publish("b", 1)
+    both.tensors = good
+    await until(lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both)
+    assert all("load of weights 1 failed" in report.detail for report in both.reports())
+    await until(lambda: both.routed() == set(), "both fenced", both)
+    both.publish("b", 2)
+    await until(lambda: both.all_serve("b", 2), "weights 2 everywhere", both)
+    assert await generate(rollout) == 2
+
+
+async def test_ending_leaves_no_process_behind(both: Cluster) -> None:
+    """Last: it ends the nodes, one by SIGKILL and one by SIGTERM."""
+    killed, ended = both.nodes[1], both.nodes[0]
+    families = [*killed.family(), *ended.family()]
+    assert len(families) == 6
+    killed.process.kill()
+    killed.process.wait(30)
+    ended.process.send_signal(signal.SIGTERM)
+    assert ended.process.wait(60) == 0
+    _, alive = psutil.wait_procs(families, timeout=30)
+    assert alive == []
+    assert "Traceback" not in ended.output.read_text()

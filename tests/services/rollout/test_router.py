@@ -1,0 +1,325 @@
+"""What this system relies on in the router: the real ones, with an agent's command line, before recording and real engines."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from common.clients import Client
+from common.logs import REQUEST_HEADER, request, usable_id
+from common.rollout_client import RolloutClient
+from common.schemas import Completion, Prompt
+from services.rollout.router import RouterClient
+from tests.support.engines import ROUTERS, engine_process, routed, router_process, write_model
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.recording_engines import recorders
+from trainer.api.generators import ChatGenerator
+from trainer.rollouts.evaluation import GenerationSettings
+
+CONTROL = [
+    *("pause_generation", "continue_generation", "abort_request", "weights_checker"),
+    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor", "update_weight_version"),
+    *("init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "end_weight_update"),
+    *("load_lora_adapter", "unload_lora_adapter", "release_memory_occupation", "resume_memory_occupation"),
+]
+pytestmark = pytest.mark.parametrize("router", ROUTERS, scope="module")
+
+
+async def generate(client: RolloutClient, n: int = 2, tokens: int = 4) -> list[Completion]:
+    return await client.generate([5, 6, 7], n=n, max_new_tokens=tokens, temperature=0.7, stop_token_ids=[1])
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + 180
+    while not condition():
+        assert time.monotonic() < limit, f"never: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
+    while not await registry.reconcile(url, wanted):  # noqa: ASYNC110 - remote
+        await asyncio.sleep(0.05)
+
+
+# ------------------------------------------------------------ before engines that record
+
+
+def watched(client: Client) -> list[dict[str, Any]]:
+    """Gets every body that the client sends."""
+    sent: list[dict[str, Any]] = []
+
+    async def keep(request: httpx.Request) -> None:
+        if request.method == "POST":
+            sent.append(json.loads(request.content))
+
+    client.http.event_hooks["request"].append(keep)
+    return sent
+
+
+def arrived(sent: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
+    """What is left of a body that was sent."""
+    found = {key: received[key] for key in sent if key in received}
+    if "sampling_params" in found:
+        found["sampling_params"] = {
+            key: value for key, value in found["sampling_params"].items() if key in sent["sampling_params"]
+        }
+    return found
+
+
+async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> None:
+    """The router writes every body anew and drops what it does not know, without a word."""
+    common: dict[str, Any] = {"n": 3, "max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [1, 2], "sampling_seed": 11}
+    with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
+        async with RolloutClient("router", url, deadline_s=60) as client, Client("router", url, deadline_s=60) as plain:
+            sent, asked = watched(client), watched(plain)
+            await client.generate([5, 6, 7], **common)
+            await client.answers([5, 6, 7], **common, logprobs=False, lora_path="run-2")
+            client.adapter = ("run-3", 3)
+            await client.generate([5, 6, 7], **common)
+            client.repeats_prompt = True
+            await client.generate([5, 6, 7], **common)
+            assert [arrived(*pair) for pair in zip(sent, engine.bodies, strict=True)] == sent
+            assert sent[-1]["input_ids"] == [[5, 6, 7]] * 3
+
+            chat = ChatGenerator(
+                plain, "m", GenerationSettings("Think.", max_new_tokens=8, temperature=0.7, seed=0, timeout_s=60)
+            )
+            await chat.generate(Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False)
+            engine.bodies[-1].setdefault("max_tokens", engine.bodies[-1].get("max_completion_tokens"))  # its newer name
+            assert arrived(asked[0], engine.bodies[-1]) == asked[0]
+
+            lost = {"input_ids": [5], "sampling_params": {"n": 1, "logit_bias": {"5": 1.0}, "temprature": 1}}
+            await client.request("POST", "/generate", json=lost)
+            assert arrived(lost, engine.bodies[-1])["sampling_params"] == {"n": 1}  # what the lines above would notice
+
+
+@pytest.mark.parametrize("count", [2, 4])
+async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str, count: int, tmp_path: Path) -> None:
+    with recorders(count) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
+        async with RolloutClient("router", url, deadline_s=120) as client:
+            groups = await asyncio.gather(*(generate(client, n=8) for _ in range(256)))
+        assert [len(group) for group in groups] == [8] * 256
+        assert [len(engine.bodies) for engine in engines] == [256 // count] * count  # round robin: exactly
+        assert {body["sampling_params"]["n"] for engine in engines for body in engine.bodies} == {8}
+
+
+async def test_the_request_id_reaches_the_engine_and_comes_back(router: str, tmp_path: Path) -> None:
+    with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
+        async with RolloutClient("router", url, deadline_s=60) as client:
+            returned: list[str] = []
+
+            async def keep(response: httpx.Response) -> None:
+                returned.append(response.headers.get(REQUEST_HEADER, ""))
+
+            client.http.event_hooks["response"].append(keep)
+            with request("4f1c3a52-group"):
+                await generate(client)
+            await generate(client)
+        assert engine.ids[0] == "4f1c3a52-group"
+        assert usable_id(engine.ids[1] or "")
+        assert returned == engine.ids
+
+
+async def test_control_calls_are_not_forwarded(router: str, tmp_path: Path) -> None:
+    """One engine of several would obey: whoever sends one here by mistake has to hear of it."""
+    with recorders(2) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
+        fresh = httpx.Limits(max_keepalive_connections=0)  # smg may close a connection whose body it did not read
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=fresh) as client:
+            statuses = {path: (await client.post(f"/{path}", json={})).status_code for path in CONTROL}
+        assert statuses == dict.fromkeys(CONTROL, 404)
+        assert [engine.other for engine in engines] == [[], []]
+
+
+async def test_a_request_waits_for_the_first_engine(router: str, tmp_path: Path) -> None:
+    with recorders(1) as ((engine,), (engine_url,)), router_process([], tmp_path / "log", router=router) as url:
+        statuses: list[int] = []
+
+        async def keep(response: httpx.Response) -> None:
+            statuses.append(response.status_code)
+
+        async with RolloutClient("router", url, deadline_s=120) as client, RouterClient("router", url) as registry:
+            client.http.event_hooks["response"].append(keep)
+            group = asyncio.create_task(generate(client))
+            await until(lambda: len(statuses) > 1, "refused without an engine")
+            await asyncio.gather(*(registry.reconcile(engine_url, wanted=True) for _ in range(5)))  # at once: 409 from smg
+            assert len(await group) == 2
+            await reconciled(registry, engine_url, wanted=True)
+        assert statuses[0] == {"sglang-router": 503, "smg": 404}[router]
+        assert len(engine.bodies) == 1
+
+
+# ------------------------------------------------------------ before real engines
+
+
+@dataclass
+class Engine:
+    """An embedded engine; `client` asks it directly."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    client: httpx.Client
+
+    def waiting(self) -> int:
+        """Completions that it has begun or queued."""
+        return int(self.client.get("/v1/loads").json()["aggregate"]["num_total_reqs"])
+
+    def answered(self, route: str = "/generate") -> int:
+        """Requests since its start."""
+        lines = [line for line in self.client.get("/metrics").text.splitlines() if "http_requests_total{" in line]
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'route="{route}"' in line))
+
+    def kill(self) -> None:
+        """kill -9."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def control(self, path: str, **body: Any) -> None:
+        self.client.post(path, json=body).raise_for_status()
+
+
+@dataclass
+class Pool:
+    """Engines of one model behind a router."""
+
+    directory: Path
+    stack: ExitStack
+    router_url: str = ""
+    starts: int = 0
+    engines: list[Engine] = field(default_factory=list)
+
+    def start(self, port: int | None = None) -> Engine:
+        """On the port of one that was killed, if any."""
+        self.starts += 1
+        words = ("--weight-version", "3", "--max-context-tokens", "64")
+        log = self.directory / f"engine-{self.starts}.log"
+        url, process = self.stack.enter_context(engine_process(self.directory / "model", log, *words, port=port))
+        client = self.stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60))
+        return Engine(url, process, client)
+
+    def routed(self) -> set[str]:
+        return routed(self.router_url)
+
+
+@pytest.fixture(scope="module")
+def pool(router: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two engines and the router; a test that stops one puts another one in its place."""
+    directory = tmp_path_factory.mktemp(router)
+    write_model(directory / "model", seed=0)
+    with ExitStack() as stack:
+        made = Pool(directory, stack)
+        made.engines = [made.start(), made.start()]
+        urls = [engine.url for engine in made.engines]
+        made.router_url = stack.enter_context(router_process(urls, directory / "router.log", router=router))
+        yield made
+
+
+@pytest.fixture
+async def client(pool: Pool) -> AsyncIterator[RolloutClient]:
+    async with RolloutClient("router", pool.router_url, deadline_s=240) as made:
+        yield made
+
+
+def groups(client: RolloutClient, count: int) -> list["asyncio.Task[list[Completion]]"]:
+    """So many requests at once, of two completions each."""
+    return [asyncio.create_task(generate(client)) for _ in range(count)]
+
+
+async def whole(requests: list["asyncio.Task[list[Completion]]"]) -> None:
+    assert [len(group) for group in await asyncio.gather(*requests)] == [2] * len(requests)
+
+
+async def test_a_paused_engine_stays_and_its_requests_wait(pool: Pool, client: RolloutClient) -> None:
+    paused, _ = pool.engines
+    paused.control("/pause_generation", mode="retract")
+    before = paused.answered("/health")
+    running = groups(client, 8)
+    await until(lambda: paused.answered("/health") >= before + 5, "five health checks")  # three failures would be too many
+    assert pool.routed() == {engine.url for engine in pool.engines}
+    running += groups(client, 8)  # nor is it left out for having finished nothing
+    await until(lambda: paused.waiting() == 16, "half of the requests, of two completions each, wait in the paused engine")
+    paused.control("/continue_generation")
+    await whole(running)
+
+
+async def test_engines_come_and_go_while_requests_run(pool: Pool, client: RolloutClient) -> None:
+    first, second = pool.engines
+    begun = second.answered()
+    first.control("/pause_generation", mode="retract")
+    running = groups(client, 8)
+    await until(lambda: first.waiting() == 8, "four requests of two completions wait in the first engine")
+    third = pool.start()
+    async with RouterClient("router", pool.router_url) as registry:
+        await reconciled(registry, third.url, wanted=True)
+        running += groups(client, 12)
+        await until(lambda: (second.answered(), third.answered()) == (begun + 8, 4), "every third request in the third engine")
+
+        await reconciled(registry, first.url, wanted=False)
+    await until(lambda: pool.routed() == {second.url, third.url}, "the first engine is out")
+    before = (first.waiting(), second.answered(), third.answered())
+    await whole(groups(client, 8))
+    assert (first.waiting(), second.answered(), third.answered()) == (before[0], before[1] + 4, before[2] + 4)
+    first.control("/continue_generation")
+    await whole(running)
+    assert first.answered() >= 8  # it has finished its own, though it was out
+    assert second.answered() + third.answered() == before[1] + before[2] + 8
+    pool.engines = [second, third]
+
+
+async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(pool: Pool, client: RolloutClient) -> None:
+    kept, killed = pool.engines
+    killed.control("/pause_generation", mode="retract")
+    running = groups(client, 32)
+    await until(lambda: killed.waiting() == 32, "sixteen requests of two completions in the engine that is killed")
+    killed.kill()
+    await whole(running + groups(client, 32))
+
+    back = pool.start(port=httpx.URL(killed.url).port)
+    pool.engines = [kept, back]
+    await until(lambda: pool.routed() == {kept.url, back.url}, "both are healthy again")
+    await whole(groups(client, 8))
+    assert back.answered() == 4
+
+
+async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(pool: Pool, client: RolloutClient) -> None:
+    """The circuit breaker, by default, would open at the tenth failure, and for a minute both engines would get nothing."""
+    refused: list[httpx.Response] = []
+
+    async def keep(response: httpx.Response) -> None:
+        if response.status_code == 500:
+            refused.append(response)
+
+    client.http.event_hooks["response"].append(keep)
+    for engine in pool.engines:
+        engine.kill()
+    running = groups(client, 20)
+    await until(lambda: len(refused) >= 20, "each of 20 requests failed, after six tries of the router")
+    pool.engines = [pool.start(port=httpx.URL(engine.url).port) for engine in pool.engines]
+    await until(lambda: pool.routed() == {engine.url for engine in pool.engines}, "both are healthy again")
+    before = [engine.answered() for engine in pool.engines]
+    await whole(running)
+    await whole(groups(client, 8))
+    assert all(engine.answered() > count for engine, count in zip(pool.engines, before, strict=True))
+
+
+async def test_an_answer_about_an_engine_that_is_lost_changes_nothing(pool: Pool) -> None:
+    """Last, since it changes the list of engines that the other tests share."""
+    first, second = (engine.url for engine in pool.engines)
+    proxy = LossyProxy(int(pool.router_url.rpartition(":")[2]))
+    async with proxy.running() as url, RouterClient("router", url) as registry:
+        await reconciled(registry, first, wanted=False)
+        await until(lambda: pool.routed() == {second}, "the first engine is out")
+        await reconciled(registry, first, wanted=True)
+        await until(lambda: pool.routed() == {first, second}, "the first engine is in")
+    removals = [count for call, count in proxy.forwarded.items() if call.startswith("DELETE /workers/")]
+    assert removals[0] >= 2
+    assert proxy.forwarded["POST /workers"] >= 2

@@ -1,0 +1,75 @@
+"""The command and the environment of SGLang on a CPU, and the settings file of its demo."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.config import Config
+from common.errors import ConfigError
+from common.sections import LoraSection, ModelSection, RolloutSection
+from common.topology import Topology
+from services.rollout.engine_client import engine_command, engine_env
+from tests.support.paths import ROOT
+
+CONFIGS = ROOT / "jobgroup" / "configs"
+
+
+def rollout(tmp_path: Path, **settings: object) -> RolloutSection:
+    python = tmp_path / "python"
+    python.touch()
+    return RolloutSection.model_validate({"engine_python": str(python), **settings})
+
+
+def test_on_a_cpu_the_arguments_that_need_no_gpu_are_there_and_a_person_has_the_last_word(tmp_path: Path) -> None:
+    section = rollout(tmp_path, device="cpu", max_running_requests=10, max_context_tokens=20, engine_args=["--page-size", "1"])
+    command = engine_command(Config(rollout=section), Topology(), "m", "3")
+    options = {word: command[i + 1] for i, word in enumerate(command[:-1]) if word.startswith("--")}
+    assert (options["--device"], options["--attention-backend"]) == ("cpu", "torch_native")
+    assert options["--dtype"] == "float32"  # whatever model.dtype says: that is for GPUs
+    assert command.count("--dtype") == 1
+    assert options["--max-total-tokens"] == "200"
+    assert {"--skip-server-warmup", "--sleep-on-idle"} <= set(command)
+    assert command[-2:] == ["--page-size", "1"]
+
+
+def test_on_a_gpu_nothing_of_that_is_there(tmp_path: Path) -> None:
+    config = Config(rollout=rollout(tmp_path))
+    assert "--device" not in engine_command(config, Topology(), "m", "3")
+    quiet = {"TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"}
+    assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"} | quiet
+
+
+def test_for_adapters_sglang_is_told_their_size_and_starts_with_the_model(tmp_path: Path) -> None:
+    lora = LoraSection(rank=16)
+    command = engine_command(Config(rollout=rollout(tmp_path), lora=lora), Topology(), "m", "default")
+    options = {word: command[i + 1] for i, word in enumerate(command[:-1]) if word.startswith("--")}
+    assert {"--enable-lora", "--lora-strict-loading"} <= set(command)
+    assert (options["--max-lora-rank"], options["--lora-target-modules"]) == ("16", "all")
+    assert options["--max-loras-per-batch"] == "3"  # the newest, the one before, and the model without any
+    assert "--lora-backend" not in command
+    on_cpu = engine_command(Config(rollout=rollout(tmp_path, device="cpu"), lora=lora), Topology(), "m", "default")
+    assert on_cpu[on_cpu.index("--lora-backend") + 1] == "torch_native"
+    merged = Config(rollout=rollout(tmp_path), lora=LoraSection(rank=16, publish="merged"))
+    assert "--enable-lora" not in engine_command(merged, Topology(), "m", "3")
+
+
+def test_the_environment_on_a_cpu_names_the_platform_and_keeps_local_models_off_the_hub(tmp_path: Path) -> None:
+    local = engine_env(Config(model=ModelSection(name=str(tmp_path)), rollout=rollout(tmp_path, device="cpu")))
+    assert (local["SGLANG_PLATFORM"], local["SGLANG_USE_CPU_ENGINE"], local["HF_HUB_OFFLINE"]) == ("torch_cpu", "0", "1")
+    assert "HF_HUB_OFFLINE" not in engine_env(Config(rollout=rollout(tmp_path, device="cpu")))
+
+
+def test_tensor_parallelism_on_a_cpu_and_a_missing_python_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    parallel = Config(rollout=rollout(tmp_path, device="cpu", tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size"):
+        engine_command(parallel, Topology(), "m", "3")
+    missing = Config(rollout=RolloutSection(device="cpu", engine_python=str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match="make sglang-cpu"):
+        engine_command(missing, Topology(), "m", "3")
+
+
+def test_the_two_demos_differ_in_the_engine_alone() -> None:
+    embedded, sglang = (yaml.safe_load((CONFIGS / name).read_text()) for name in ("tiny-cpu.yaml", "tiny-sglang-cpu.yaml"))
+    assert sglang["rollout"] == embedded["rollout"] | {"engine": "sglang", "device": "cpu"}
+    assert sglang | {"rollout": None} == embedded | {"rollout": None}

@@ -1,0 +1,60 @@
+"""The app of every service, as its process makes it."""
+
+from pathlib import Path
+
+import torch
+from fastapi import FastAPI
+
+from common.config import Config, load
+from common.observe import Metrics
+from common.topology import Topology
+from services.critic.app import create_critic_app
+from services.data.app import create_data_app
+from services.data.loaders import load_split
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
+from services.replay.app import create_replay_app
+from services.reward.app import create_reward_app
+from services.rollout.agent import Agent
+from services.rollout.app import create_agent_app
+from tests.support.paths import ROOT
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.server import create_trainer_app
+from trainer.weights.publisher import WeightBoard, write_version
+
+SERVICES = ("data", "reward", "replay", "critic", "engine", "agent", "trainer")
+
+
+def tiny(model: Path, directory: Path, *more: str) -> Config:
+    """A run of two small steps on the built-in task."""
+    words = [
+        *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(model)),
+        *("--trainer.run_dir", str(directory / "run"), "--state_dir", str(directory / "state")),
+        *("--trainer.batch_size", "4", "--trainer.max_steps", "2", "--sampling.group_size", "4"),
+        *("--trainer.eval_samples", "0", "--reward.workers", "1"),
+    ]
+    return load([*words, *more], {})
+
+
+def make(service: str, config: Config) -> FastAPI:
+    """The app of one service, not started. The agent's node has not begun; the trainer's has one version of one tensor."""
+    body = config.max_body_mb << 20
+    if service == "data":
+        return create_data_app(config, *(load_split(config.data, split, config.seed)[:50] for split in ("train", "eval")))
+    if service == "reward":
+        return create_reward_app(config.reward, body)
+    if service == "replay":
+        return create_replay_app(config.replay, config.state_dir, body)
+    if service == "critic":
+        return create_critic_app(config)
+    if service == "engine":
+        return make_app(Engine(Model(Path(config.model.name), 64), max_running=8))
+    if service == "agent":
+        metrics = Metrics("rollout-server")
+        return create_agent_app(Agent(config, Topology(), metrics), metrics)
+    board = WeightBoard(config.state_dir / "weights")
+    board.announce(write_version([("weight", torch.zeros(4))], [], board.directory, "run", 1))
+    metrics = Metrics("ppo-trainer")
+    TrainerMetrics(metrics)
+    return create_trainer_app(board, metrics)

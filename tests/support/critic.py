@@ -1,0 +1,60 @@
+"""Random token sequences and targets for critics."""
+
+import subprocess
+from collections.abc import Callable
+
+import numpy as np
+
+from common.schemas import TokenSequence, ValueTargets
+from trainer.algorithms.batch import Batch, Row
+
+VOCABULARY = 300
+Start = Callable[[], subprocess.Popen[bytes]]
+"""Starts the service as a process."""
+
+
+def make_sequences(count: int, seed: int = 0) -> list[TokenSequence]:
+    """Random prompts and completions of different lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        TokenSequence(
+            rng.integers(3, VOCABULARY, int(rng.integers(3, 9))).astype(np.int32),
+            rng.integers(3, VOCABULARY, int(rng.integers(1, 12))).astype(np.int32),
+        )
+        for _ in range(count)
+    ]
+
+
+def make_rows(count: int, seed: int = 0) -> list[ValueTargets]:
+    """Random targets; old values around 0 and weights around 1."""
+    rng = np.random.default_rng(seed + 1)
+    return [
+        ValueTargets(
+            sequence.prompt_ids,
+            sequence.completion_ids,
+            rng.normal(0, 0.1, len(sequence.completion_ids)).astype(np.float32),
+            rng.normal(0.5, 1, len(sequence.completion_ids)).astype(np.float32),
+            float(rng.uniform(0.5, 1.5)),
+        )
+        for sequence in make_sequences(count, seed)
+    ]
+
+
+def make_batch(count: int, seed: int = 0) -> Batch:
+    """A batch of the same rows, with the columns that a critic reads."""
+    targets = make_rows(count, seed)
+    rows = [
+        Row(
+            each.prompt_ids,
+            each.completion_ids,
+            rollout_logprobs=np.zeros_like(each.returns),
+            reward=0.0,
+            weight=each.weight,
+            current=True,
+            counts=True,
+            corrected=True,
+        )
+        for each in targets
+    ]
+    values, returns = [each.old_values for each in targets], [each.returns for each in targets]
+    return Batch([], rows, group_size=1, values=values, returns=returns)

@@ -1,0 +1,25 @@
+"""Calls to an engine that several tests of the contract make."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+PROMPT = [20, 21, 22, 23]
+
+
+def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None) -> "Future[Any]":
+    """A request of 240 tokens that has begun on `worker`; `asked`: another way to it."""
+    body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
+    body["sampling_params"] = {"max_new_tokens": 240, "ignore_eos": True}
+    future = pool.submit(lambda: (asked or worker).post("/generate", json=body).json())
+    limit = time.monotonic() + 60
+    while worker.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
+        assert time.monotonic() < limit, "the request does not start"
+        assert not future.done(), "the request was over too soon"
+    return future
+
+
+def version(worker: httpx.Client) -> str:
+    return str(worker.get("/model_info").json()["weight_version"])

@@ -1,0 +1,73 @@
+"""Services as real processes, watched while they are fuzzed."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.support.paths import ROOT
+
+SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
+"""Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of examples."""
+
+
+class Service:
+    """A service that answers on a free port."""
+
+    def __init__(self, name: str, directory: Path, model: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        self.name = name
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / f"{name}.log"
+        command = [sys.executable, "-m", "tests.support.served_app", name, str(self.port), str(directory / name), str(model)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": str(ROOT)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
+
+    def ready(self) -> bool:
+        """Whether it is healthy; an agent whose node has not begun never is."""
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
+        try:
+            return self.http.get("/health").status_code == (503 if self.name == "agent" else 200)
+        except httpx.TransportError:
+            return False
+
+    def wait(self) -> None:
+        limit = time.monotonic() + 240
+        while not self.ready():
+            assert time.monotonic() < limit, self.log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def memory_mb(self) -> float:
+        """Resident, of the process and its children."""
+        main = psutil.Process(self.process.pid)
+        return float(sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))) / 1e6
+
+    def close(self) -> None:
+        self.http.close()
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@contextmanager
+def served(name: str, directory: Path, model: Path) -> Iterator[Service]:
+    """The service `name`, ready."""
+    service = Service(name, directory, model)
+    try:
+        service.wait()
+        yield service
+    finally:
+        service.close()

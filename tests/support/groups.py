@@ -1,0 +1,121 @@
+"""Random groups, and batches and checkpoints of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from common.algorithm import AlgorithmSection
+from common.config import Config
+from common.schemas import Completion, Group
+from learning.ranks import Ranks
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.algorithms.compute_advantages import compute_advantages
+from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
+
+_T = TypeVar("_T")
+VOCABULARY = 300
+
+
+def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0, position: int = 0) -> Group:
+    """A group of random completions of different lengths with the given rewards."""
+    completions = []
+    for reward in rewards:
+        length = int(rng.integers(2, 12))
+        completions.append(
+            Completion(
+                token_ids=rng.integers(3, VOCABULARY, length).astype(np.int32),
+                logprobs=np.log(rng.uniform(1e-3, 1e-2, length)).astype(np.float32),
+                text="x",
+                finish_reason="stop",
+                weight_versions=[(version, 0, length)],
+                reward=reward,
+                correct=reward > 0,
+            )
+        )
+    return Group(
+        id=f"group-{position}-{rng.integers(1 << 30)}",
+        prompt_id=f"prompt-{position}",
+        prompt="How many?",
+        ground_truth="1",
+        prompt_token_ids=rng.integers(3, VOCABULARY, int(rng.integers(3, 9))).astype(np.int32),
+        completions=completions,
+        position=position,
+    )
+
+
+def off_policy_groups() -> list[Group]:
+    """Four groups of four, one of equal rewards, sampled by another policy than a new one."""
+    rng = np.random.default_rng(1)
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
+    for group in groups:
+        for completion in group.completions:
+            noise = rng.normal(0, 0.3, len(completion.logprobs)).astype(np.float32)
+            completion.logprobs = (np.log(1 / VOCABULARY) + noise).astype(np.float32)
+    return groups
+
+
+def with_algorithm(config: Config, **settings: Any) -> Config:
+    """A copy with these settings of the algorithm and defaults for the rest."""
+    changed = config.model_copy(deep=True)
+    changed.algorithm = AlgorithmSection.model_validate({"rollout_correction": "none", **settings})
+    return changed
+
+
+def batch_of(groups: Sequence[Group], config: Config, step: int = 0) -> Batch:
+    """The batch of fresh groups, without columns."""
+    return Batch.of([TrainingGroup(group) for group in groups], config, step)
+
+
+def known(column: list[_T] | None) -> list[_T]:
+    """A column of a batch, which was computed."""
+    assert column is not None
+    return column
+
+
+def prepared(
+    policy: Policy, groups: Sequence[Group], weights: list[float] | None = None, reference: Reference | None = None
+) -> Batch:
+    """The batch of these groups as the training loop prepares it for `policy`; a critic's values are random.
+
+    Without `reference` it is the model that the run began with.
+    """
+    items = zip(groups, weights or [1.0] * len(groups), strict=True)
+    batch = Batch.of([TrainingGroup(group, weight) for group, weight in items], policy.config, policy.step)
+    fill(batch, policy, reference or Reference(policy))
+    return batch
+
+
+def fill(batch: Batch, policy: Policy, reference: Reference) -> None:
+    """Computes the columns of a batch."""
+    batch.old_logprobs = policy.logprobs(batch)
+    batch.ref_logprobs = reference.logprobs(batch)
+    if policy.config.algorithm.needs_critic:
+        rng = np.random.default_rng(5)
+        batch.values = [rng.normal(0, 0.3, length).astype(np.float32) for length in batch.lengths]
+    batch.advantages, batch.returns = compute_advantages(batch, policy.config, policy.kl_coef)
+
+
+def whole(groups: list[Group], config: Config) -> Batch:
+    """The batch of these groups for a new policy."""
+    return prepared(Policy(config, Ranks()), groups)
+
+
+def save(
+    policy: Policy,
+    directory: Path,
+    keep: int = 3,
+    accuracy: float | None = None,
+    static: Sequence[Path] = (),
+    reference: Reference | None = None,
+) -> Path:
+    """A complete checkpoint of the policy and a refreshed `reference`. A collective."""
+    checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
+    parts = policy.snapshots(checkpoints.alone) | (reference.snapshots(checkpoints.alone) if reference else {})
+    path = checkpoints.save(TrainerState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy), parts)
+    checkpoints.wait()
+    return path

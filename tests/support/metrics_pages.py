@@ -1,0 +1,108 @@
+"""The real `/metrics` pages of every app, and the table of docs/reference/metrics.md that is made of them.
+
+`python -m tests.support.metrics_pages` writes the table into the document.
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+
+from tests.support.apps import SERVICES, make, tiny
+from tests.support.paths import ROOT
+
+DOCUMENT = ROOT / "docs" / "reference" / "metrics.md"
+TITLES = {
+    "data": "data-server",
+    "reward": "reward-server",
+    "replay": "replay-buffer",
+    "critic": "critic-server",
+    "agent": "rollout-server (the agent of each node)",
+    "engine": "rollout-engine (the embedded one)",
+    "trainer": "ppo-trainer (rank 0)",
+}
+_TABLE = re.compile(r"(<!-- table -->\n).*(<!-- end of table -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric of a page."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> set[str]:
+        """The names that a query may use."""
+        return {f"{self.name}{end}" for end in ("_bucket", "_sum", "_count")} if self.kind == "histogram" else {self.name}
+
+
+def parse(page: str) -> dict[str, Family]:
+    """The metrics of a page by name, from its HELP and TYPE lines, without the times at which counters began (`_created`)."""
+    texts = dict(re.findall(r"^# HELP (\S+) ?(.*)$", page, re.MULTILINE))
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
+    return {name: Family(name, kinds[name], texts.get(name, "")) for name in kinds if not name.endswith("_created")}
+
+
+async def page(service: str, model: Path, directory: Path) -> dict[str, Family]:
+    """The metrics of a service's own page, with their labels."""
+    app = make(service, tiny(model, directory / service))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        found = parse((await client.get("/metrics")).raise_for_status().text)
+    labels: Mapping[str, list[str]] = app.state.metrics.labels
+    return {name: Family(name, family.kind, family.text, tuple(labels.get(name, ()))) for name, family in found.items()}
+
+
+async def pages(model: Path, directory: Path) -> dict[str, dict[str, Family]]:
+    """The metrics of every service."""
+    return {service: await page(service, model, directory) for service in SERVICES}
+
+
+def table(found: Mapping[str, Mapping[str, Family]]) -> str:
+    """All metrics in Markdown: first those that every service has, then the others of each."""
+    common = set.intersection(*(set(families) for families in found.values()))
+    lines = ["### Every service\n", *_rows([found["data"][name] for name in common])]
+    for service, title in TITLES.items():
+        own = [family for name, family in found[service].items() if name not in common]
+        lines += [f"\n### {title}\n", *_rows(own)]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(families: list[Family]) -> list[str]:
+    rows = [
+        f"| `{each.name}` | {each.kind} | {', '.join(f'`{label}`' for label in each.labels)} | {_cell(each.text)} |"
+        for each in sorted(families, key=lambda each: each.name)
+    ]
+    return ["| metric | type | labels | what it says |", "|---|---|---|---|", *rows]
+
+
+def _cell(text: str) -> str:
+    return text.rstrip(".").replace("|", "\\|")
+
+
+def documented() -> str:
+    """The table as it stands in the document."""
+    match = _TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
+    assert match, f"{DOCUMENT} has no table"
+    return match[0]
+
+
+def framed(text: str) -> str:
+    return f"<!-- table -->\n{text}<!-- end of table -->"
+
+
+def main() -> None:
+    """Writes the table into the document."""
+    with TemporaryDirectory() as directory:
+        made = table(asyncio.run(pages(ROOT / ".cache" / "tiny-base", Path(directory))))
+    DOCUMENT.write_text(_TABLE.sub(lambda _: framed(made), DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Rollout nodes as real processes, on loopback addresses of their own."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.rollout_client import RolloutClient
+from common.schemas import WeightFile, WeightManifest, WorkerReport
+from common.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
+from tests.support.paths import ROOT
+from trainer.cli.tiny_model import make_model, make_tokenizer
+from trainer.weights.publisher import WeightBoard
+
+GROUP = "test"
+TRAINER_PORT = 8004
+
+
+def names(count: int) -> dict[str, LocalHost]:
+    """Loopback addresses that no other run on this machine has."""
+    block = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 256}"
+    hosts = {f"{ROLLOUT}-{i}.{GROUP}": LocalHost(f"{block}.{10 + i}") for i in range(count)}
+    return hosts | {f"{TRAINER}-0.{GROUP}": LocalHost(f"{block}.20"), f"{REWARD}-0.{GROUP}": LocalHost(f"{block}.30")}
+
+
+def environment(rank: int, count: int, state_dir: Path, model: Path) -> dict[str, str]:
+    hosts = names(count)
+    ips = "\n".join(hosts[f"{ROLLOUT}-{i}.{GROUP}"].address for i in range(count))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "SKYPILOT_", "RUN_CONFIG"))}
+    return clean | {
+        "SKYPILOT_JOBGROUP_NAME": GROUP,
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_NODES": str(count),
+        "SKYPILOT_NODE_IPS": ips,
+        "JOBGROUP_HOSTS": format_hosts(hosts),
+        "STATE_DIR": str(state_dir),
+        "MODEL_NAME": str(model),
+        "OMP_NUM_THREADS": "1",
+        "RLHF_ROLLOUT__ENGINE": "embedded",
+        "RLHF_ROLLOUT__MAX_CONTEXT_TOKENS": "128",
+        "RLHF_SAMPLING__MAX_NEW_TOKENS": "32",
+    }
+
+
+class Node:
+    """`python -m services.rollout` with its agent's HTTP."""
+
+    def __init__(self, rank: int, count: int, state_dir: Path, model: Path, **settings: str) -> None:
+        self.rank = rank
+        self.url = f"http://{names(count)[f'{ROLLOUT}-{rank}.{GROUP}'].address}:30002"
+        self.engine_url = self.url.replace(":30002", ":30001")
+        self.router_url = self.url.replace(":30002", ":30000")
+        self.output = state_dir / f"output-{rank}"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.rollout"],
+                env=environment(rank, count, state_dir, model) | settings,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10, trust_env=False)
+
+    def status(self) -> dict[str, Any]:
+        answer = self.get("/status").json()
+        assert isinstance(answer, dict)
+        return answer
+
+    def healthy(self) -> bool:
+        assert self.process.poll() is None, f"node {self.rank} ended: {self.output.read_text()[-3000:]}"
+        with contextlib.suppress(httpx.TransportError):
+            return self.get("/health").is_success
+        return False
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def engine(self) -> psutil.Process:
+        return psutil.Process(self.status()["engine_pid"]).children()[0]
+
+    def end(self) -> None:
+        """Whatever the test left."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Cluster:
+    """Two nodes, the trainer's weight server, and versions to publish."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.directory = directory
+        self.model = directory / "model"
+        torch.manual_seed(0)
+        tokenizer = make_tokenizer(iter(["1 + 2 = 3", "4 + 5 = 9"]))
+        make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(self.model)
+        tokenizer.save_pretrained(self.model)
+        self.tensors = load_file(self.model / "model.safetensors")
+        self.board = WeightBoard(directory / "published")
+        self.nodes = [Node(rank, 2, directory, self.model, **settings) for rank in (0, 1)]
+
+    def publish(self, run_id: str, version: int, spoil: bool = False) -> WeightManifest:
+        """Random weights of the same shapes; with `spoil` one byte differs from what the manifest says."""
+        target = self.board.directory / f"v{version:06d}"
+        shutil.rmtree(self.board.directory, ignore_errors=True)
+        shutil.copytree(self.model, target)
+        weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in self.tensors.items()}
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+        files = [
+            WeightFile(name=file.name, size=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+            for file in sorted(target.iterdir())
+        ]
+        if spoil:
+            self.flip_byte(version)
+        manifest = WeightManifest(version=version, run_id=run_id, files=files)
+        self.board.announce(manifest)
+        return manifest
+
+    def flip_byte(self, version: int) -> None:
+        """Spoils the weights, or repairs them."""
+        with (self.board.directory / f"v{version:06d}" / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+
+    def reports(self) -> list[WorkerReport]:
+        return sorted(self.board.workers(), key=lambda report: report.name)
+
+    def all_serve(self, run_id: str, version: int) -> bool:
+        """Both nodes said so to the trainer and are in the router."""
+        said = [(report.state, report.run_id, report.version) for report in self.reports()]
+        return said == [("ready", run_id, version)] * 2 and self.routed() == {node.engine_url for node in self.nodes}
+
+    def routed(self) -> set[str]:
+        """Engines that the router sends traffic to."""
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.get(self.nodes[0].router_url + "/workers", timeout=5, trust_env=False).json()
+            return {worker["url"] for worker in answer["workers"] if worker["is_healthy"]}
+        return set()
+
+
+async def until(condition: Callable[[], bool], what: str, cluster: Cluster) -> None:
+    limit = time.monotonic() + 180
+    while not condition():
+        output = "".join(node.output.read_text()[-3000:] for node in cluster.nodes)
+        assert time.monotonic() < limit, f"never: {what}; reports: {cluster.reports()}\n{output}"
+        await asyncio.sleep(0.1)
+
+
+async def generate(rollout: RolloutClient) -> int:
+    """The weight version of a short completion, asked for through the router."""
+    completions = await rollout.generate([5, 6, 7], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[])
+    return completions[0].weight_version
+
+
+def requests_served(node: Node) -> int:
+    text = httpx.get(node.engine_url + "/metrics", timeout=10, trust_env=False).text
+    lines = [line for line in text.splitlines() if "http_requests_total{" in line and 'route="/generate"' in line]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))

@@ -1,0 +1,29 @@
+"""`python -m tests.support.screenshots URL FILE.png [--dark] [--size 1360x900]`: a picture of the page, for the docs."""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from tests.support.browser import chromium
+
+
+def main() -> None:
+    """Takes the picture once charts are there and the services were asked twice, so that rates are known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--size", default="1360x900")
+    arguments = parser.parse_args()
+    width, height = (int(part) for part in arguments.size.split("x"))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, chromium(Path(profile)) as page:
+        page.open(arguments.url, width, height, arguments.dark)
+        page.until(page.charts, "charts")
+        time.sleep(4)
+        page.screenshot(arguments.file)
+        print(*page.errors(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

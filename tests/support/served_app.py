@@ -1,0 +1,33 @@
+"""`python -m tests.support.served_app SERVICE PORT DIRECTORY MODEL`: a service alone in a process, until SIGTERM."""
+
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from fastapi import FastAPI
+
+from services.http.app import serve
+from tests.support.apps import make, tiny
+
+SMALL = ("--algorithm.name", "ppo", "--reward.math_timeout_s", "0.5", "--max_body_mb", "1", "--data.curriculum", "difficulty")
+
+
+def fuzzed(service: str, directory: Path, model: Path) -> FastAPI:
+    """The app with small limits; state is in `directory`."""
+    app = make(service, tiny(model, directory, *SMALL, "--replay.capacity", "2000"))
+    if service == "agent":  # of a node that never begins: its engine and router have tests of their own
+
+        @asynccontextmanager
+        async def life(_: FastAPI):  # type: ignore[no-untyped-def]
+            app.state.draining = False
+            yield
+
+        app.router.lifespan_context = life
+    return app
+
+
+if __name__ == "__main__":
+    service, port, directory, model = sys.argv[1:]
+    torch.set_num_threads(1)
+    serve(fuzzed(service, Path(directory), Path(model)), "127.0.0.1", int(port))

@@ -1,0 +1,65 @@
+"""Runs cases of `tests.support.workers.sharded_policies` and compares them with one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from common.config import Config
+from learning.ranks import Ranks
+from tests.support.groups import save
+from tests.support.ranks import run_ranks
+from tests.support.workers.sharded_policies import learned
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
+
+SETTINGS = {
+    "trainer.learning_rate": "1e-3",
+    "trainer.warmup_steps": "0",
+    "trainer.weight_decay": "0.1",
+    "trainer.max_grad_norm": "0.5",
+    "trainer.micro_batch_size": "2",
+    "algorithm.kl_coef": "0.1",
+    "algorithm.reference_refresh": "2",
+}
+
+
+def arguments(policy_dir: Path, **more: Any) -> list[str]:
+    settings = SETTINGS | {"model.name": str(policy_dir)} | {f"trainer.{name}": str(value) for name, value in more.items()}
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def run_cases(count: int, directory: Path, cases: dict[str, dict[str, Any]]) -> None:
+    run_ranks(count, "sharded_policies", str(directory), json.dumps(cases), limit_s=570)
+
+
+class One:
+    """What one process comes to in three updates, and the checkpoint after two of them."""
+
+    def __init__(self, policy_dir: Path, directory: Path) -> None:
+        config = Config.model_validate(nested(SETTINGS | {"model.name": str(policy_dir)}))
+        policy = Policy(config, Ranks())
+        reference = Reference(policy)
+        self.metrics = learned(policy, 2, reference)
+        save(policy, directory / "one" / "checkpoints", reference=reference)
+        self.metrics += learned(policy, 1, reference)
+        self.weights = {name: tensor.clone() for name, tensor in policy.weights()}
+
+    def check(self, directory: Path, name: str, ranks: int) -> None:
+        found = json.loads((directory / f"{name}.json").read_text())
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(self.metrics[-len(found) :]), atol=1e-5, rtol=1e-5)
+        for rank in range(ranks):
+            weights = load_file(directory / f"{name}-{rank}.safetensors")
+            assert weights.keys() == self.weights.keys()
+            for key, expected in self.weights.items():
+                torch.testing.assert_close(weights[key], expected, atol=1e-5, rtol=0, msg=f"{name} {rank} {key}")
+
+
+def nested(settings: dict[str, str]) -> dict[str, dict[str, str]]:
+    content: dict[str, dict[str, str]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        content.setdefault(section, {})[field] = value
+    return content

@@ -1,0 +1,16 @@
+"""Settings of a small run."""
+
+from pathlib import Path
+
+from common.config import Config
+
+
+def small_run(policy_dir: Path, directory: Path) -> Config:
+    """Settings that train the model of `policy_dir` and keep everything in `directory`."""
+    config = Config()
+    config.model.name = str(policy_dir)
+    config.trainer.learning_rate = 1e-3
+    config.trainer.warmup_steps = 0
+    config.trainer.run_dir = directory / "run"
+    config.state_dir = directory / "state"
+    return config

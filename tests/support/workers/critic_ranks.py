@@ -1,0 +1,37 @@
+"""Run by torchrun: two updates of a critic; rank 0 writes the new weights, every rank its values."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from common.config import load
+from learning.ranks import Ranks, end
+from learning.sharding import full, named_tensors
+from services.critic.critic import Critic
+from tests.support.critic import make_rows, make_sequences
+
+
+def main(directory: Path, settings: list[str]) -> None:
+    torch.set_num_threads(1)
+    config = load(settings, {})
+    with Ranks.from_env(60, shard_size=config.trainer.shard_size) as ranks:
+        critic = Critic(config, ranks)
+        critic.update(make_rows(9, seed=0), seed=0)
+        saved = directory / "saved"
+        critic.save(saved)
+        critic = Critic(config, ranks, saved if ranks.first else None)  # only rank 0 has the checkpoint
+        assert critic.step == 1
+        critic.update(make_rows(9, seed=1), seed=1)
+        np.save(directory / f"values{ranks.rank}.npy", np.concatenate(critic.values(make_sequences(7))))
+        new = {name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()}
+        if ranks.first:
+            save_file(new, directory / "new.safetensors")
+        ranks.barrier()  # as the trainer does: a rank that ends before the others takes their connections with it
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
+    end()

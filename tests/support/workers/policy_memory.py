@@ -1,0 +1,39 @@
+"""Run by torchrun: `python memory_worker.py DIRECTORY MODEL`. One update; each rank writes what it holds after it, in bytes."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from common.config import load
+from learning.ranks import Ranks, end
+from learning.sharding import local
+from tests.support.groups import off_policy_groups, prepared
+from trainer.policy.policy import Policy
+
+
+def held(policy: Policy) -> dict[str, int]:
+    """Bytes of weights, gradients and the optimiser's tensors (without its step counts) on this rank."""
+    parameters = list(policy.model.parameters())
+    moments = [tensor for name, tensor in policy.optimizer.state_dict().items() if not name.endswith(".step")]
+    return {
+        "weights": sum(local(parameter).nbytes for parameter in parameters),
+        "gradients": sum(local(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None),
+        "optimizer": sum(local(tensor).nbytes for tensor in moments),
+    }
+
+
+def main(directory: Path, model: str) -> None:
+    torch.set_num_threads(1)
+    config = load(["--model.name", model], {})
+    with Ranks.from_env(timeout_s=100) as ranks:
+        policy = Policy(config, ranks)
+        policy.update(prepared(policy, off_policy_groups()))
+        (directory / f"{ranks.rank}.json").write_text(json.dumps(held(policy)))
+        ranks.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
+    end()

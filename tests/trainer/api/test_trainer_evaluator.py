@@ -1,0 +1,270 @@
+"""ModelEvaluator: on a local model, and over a real socket with both kinds of server."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clients import Unreachable
+from common.errors import ConfigError
+from common.rollout_client import GenerationFailed
+from common.schemas import Prompt
+from services.data.tiny import problems
+from tests.support.engines import engine_process
+from tests.support.ports import free_port
+from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def test_data() -> list[Prompt]:
+    made = itertools.islice(problems("test"), 12)
+    return [Prompt(id=f"p{i}", prompt=p.question, ground_truth=str(p.answer)) for i, p in enumerate(made)]
+
+
+@pytest.fixture(scope="module")
+def engine(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The embedded engine in a process of its own, which answers both APIs over a socket."""
+    with engine_process(base_model, tmp_path_factory.mktemp("engine") / "log", "--max-context-tokens", "256") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[MathRewardFunction]:
+    with contextlib.closing(MathRewardFunction()) as function:
+        yield function
+
+
+@contextlib.contextmanager
+def server(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server whose chat completions are `answers`, one after the other and the last one for ever; yields URL and bodies."""
+    bodies: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            cards = {"data": [{"id": "small"}, {"id": "large"}]}
+            known, allowed = self.path == "/v1/models", self.headers["authorization"] in (None, "Bearer right")
+            self._send(200 if known and allowed else 401 if known else 404, cards if allowed else {})
+
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self._send(*answers[min(len(bodies), len(answers)) - 1])
+
+        def _send(self, status: int, content: Any) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}", bodies
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+def chat(text: str | None, finish: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]}
+
+
+def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    results = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=4)
+    assert results["num_samples"] == len(results["rewards"]) == len(results["responses"]) == 12
+    assert results["ground_truths"] == [prompt.ground_truth for prompt in test_data]
+    assert results["accuracy"] == sum(reward or 0 for reward in results["rewards"]) / 12 == results["mean_reward"]
+    low, high = results["confidence_interval"]
+    assert low < results["accuracy"] < high
+    assert results["standard_error"] == pytest.approx((results["accuracy"] * (1 - results["accuracy"]) / 12) ** 0.5)
+    for response, score, truth, answer in zip(
+        results["responses"], results["rewards"], results["ground_truths"], results["extracted_answers"], strict=True
+    ):
+        assert response.endswith(f"#### {truth}") == (score == 1)
+        assert response.endswith(f"#### {answer}")
+    assert [len(row) for row in results["samples"]] == [4] * 12
+    shares = [sum(sample["correct"] for sample in row) / 4 for row in results["samples"]]
+    assert results["avg_at_k"] == pytest.approx(sum(shares) / 12)
+    assert results["pass_at_k"] == pytest.approx(sum(share > 0 for share in shares) / 12)
+    assert results["pass_at"] is not None
+    assert list(results["pass_at"]) == [1, 2, 4]
+    assert results["pass_at"][1] == pytest.approx(results["avg_at_k"])
+    assert results["maj_at_k"] is not None
+    assert results["pass_at_k"] is not None
+    assert 0 <= results["maj_at_k"] <= results["pass_at_k"]
+    assert results["lengths"] is not None
+    assert 0 < results["lengths"]["mean"] <= results["lengths"]["longest"] <= 24
+    json.dumps(results)  # nothing but plain data
+
+
+def test_an_evaluation_repeats(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    first, again = (ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, 2) for _ in "ab")
+    assert first == again
+    other = ModelEvaluator(base_model, max_new_tokens=24, seed=1).evaluate(test_data, reward, 2)
+    assert other["responses"] == first["responses"]  # greedy
+    assert other["samples"] != first["samples"]
+
+
+def test_the_same_model_behind_a_socket(
+    engine: str, base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    """OpenAI's chat completions, SGLang's native call and the local model give the same answers."""
+    local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
+    native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
+    assert {**native, "model": ""} == {**local, "model": ""}
+    for url in (engine, f"{engine}/v1"):
+        served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(test_data, reward, k=2)
+        assert served["responses"] == local["responses"]
+        assert served["lengths"] == local["lengths"]
+        assert len({sample["response"] for row in served["samples"] for sample in row}) > 1
+
+
+def test_a_model_whose_context_is_short_writes_less(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    results = ModelEvaluator(base_model, max_new_tokens=100_000).evaluate(test_data[:2], reward)
+    assert results["num_samples"] == 2
+    long = [{"prompt": "apples and eggs " * 200, "answer": 1}]
+    with pytest.raises(ConfigError, match=r"the problem dataset-0 has \d+ tokens, and the model's context is 512"):
+        ModelEvaluator(base_model).evaluate(long, reward)
+
+
+def test_the_system_prompt_is_sent(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    with server((200, chat("#### 1"))) as (url, bodies):
+        ModelEvaluator(url, model_id="small", system_prompt="Think.").evaluate(test_data[:1], reward)
+    assert bodies[0]["messages"] == [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": test_data[0].prompt},
+    ]
+    assert (bodies[0]["model"], bodies[0]["temperature"], bodies[0]["max_tokens"]) == ("small", 0, 512)
+
+
+def test_a_busy_server_is_asked_again(test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    with server((503, {}), (429, {}), (200, chat(f"#### {test_data[0].ground_truth}"))) as (url, bodies):
+        results = ModelEvaluator(url, model_id="small").evaluate(test_data[:1], reward)
+    assert len(bodies) == 3
+    assert results["accuracy"] == 1
+    assert results["lengths"] is None  # this server says nothing of tokens
+
+
+def test_a_server_that_does_not_answer_is_named(
+    test_data: list[Prompt], monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
+) -> None:
+    monkeypatch.setattr("trainer.api.generators._FIRST_ANSWER_S", 0.5)
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(Unreachable, match=r"did not answer.*field: model.*value: http://127.*remedy: check that the server"):
+        ModelEvaluator(url).evaluate(test_data, reward)
+
+
+def test_what_a_server_refuses_is_told(test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    with server((200, chat(None, "content_filter"))) as (url, _):
+        with pytest.raises(ConfigError, match=r"has the models small, large.*field: model_id.*name one"):
+            ModelEvaluator(url).evaluate(test_data, reward)
+        with pytest.raises(ConfigError, match=r"field: api_key.*--api-key-env"):
+            ModelEvaluator(url, model_id="small", api_key="wrong").evaluate(test_data, reward)
+        with pytest.raises(GenerationFailed, match="the answer to p0 ended with content_filter"):
+            ModelEvaluator(url, model_id="small", api_key="right").evaluate(test_data[:1], reward)
+    with server((200, {"choices": []})) as (url, _), pytest.raises(GenerationFailed, match="no answer of a chat completion"):
+        ModelEvaluator(url, model_id="small").evaluate(test_data[:1], reward)
+
+
+class Unsure(RewardFunction):
+    """Cannot score the first problem."""
+
+    name = "unsure"
+
+    def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        return [float("nan") if prompt.endswith("?first") else 1.0 for prompt in kwargs["prompt"]]
+
+
+def test_what_cannot_be_graded_is_counted_and_left_out(base_model: Path) -> None:
+    rows = [{"prompt": "1+1?first"}, {"prompt": "1+1?second"}, {"prompt": "1+1?third"}]
+    results = ModelEvaluator(base_model, max_new_tokens=8).evaluate(rows, Unsure(), k=2)
+    assert (results["accuracy"], results["num_samples"], results["num_ungraded"]) == (1, 3, 3)
+    assert results["rewards"] == [None, 1, 1]
+    assert results["correct"] == [None, True, True]
+    assert results["pass_at_k"] == 1
+    with pytest.raises(GenerationFailed, match="no answer could be graded"):
+        ModelEvaluator(base_model, max_new_tokens=8).evaluate(rows[:1], Unsure())
+
+
+def test_an_empty_data_set_is_an_error(base_model: Path, reward: MathRewardFunction) -> None:
+    with pytest.raises(ConfigError, match=r"the data set is empty.*field: dataset"):
+        ModelEvaluator(base_model).evaluate([], reward)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("m", {"max_new_tokens": 0}, r"field: max_new_tokens.*value: 0"),
+        ("m", {"temperature": 0}, r"samples at this temperature are all the same.*field: temperature"),
+        ("m", {"api_key": "x"}, r"a local model has no api_key"),
+        ("m", {"tokenizer": "x"}, r"a local model has no tokenizer"),
+        ("http://h", {"tokenizer": "x", "model_id": "y"}, r"SGLang's native call knows no model_id"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(model: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelEvaluator(model, **arguments)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*nothing"):
+        ModelEvaluator(tmp_path / "nothing").evaluate(test_data, reward)
+
+
+def test_a_model_of_the_hub(
+    base_model: Path, test_data: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
+) -> None:
+    """From a cache of the hub as `huggingface_hub` lays it out, without network."""
+    home = tmp_path / "models--org--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0" * 40)
+    (home / "snapshots").mkdir()
+    (home / "snapshots" / ("0" * 40)).symlink_to(base_model.resolve())
+    code = (
+        "import sys; from trainer import MathRewardFunction, ModelEvaluator\n"
+        "rows = [{'prompt': sys.argv[1], 'answer': 1}]\n"
+        "print(ModelEvaluator('org/tiny', max_new_tokens=24).evaluate(rows, MathRewardFunction())['responses'][0])"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, test_data[0].prompt], env=environment, capture_output=True, text=True, check=True
+    )
+    local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:1], reward)
+    assert done.stdout.strip() == local["responses"][0]
+
+
+def test_in_a_notebook_a_loop_runs_already(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    async def cell() -> float:
+        return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], reward)["accuracy"]
+
+    assert 0 <= asyncio.run(cell()) <= 1
+
+
+def test_two_evaluations_are_compared_problem_by_problem(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    long, short = (ModelEvaluator(base_model, max_new_tokens=limit).evaluate(test_data, reward) for limit in (24, 1))
+    found = compare_evaluations(long, short)
+    assert found.difference == pytest.approx(long["accuracy"] - short["accuracy"])
+    assert found.gained == [i for i in range(12) if long["correct"][i] and not short["correct"][i]]
+    other = ModelEvaluator(base_model, max_new_tokens=1).evaluate(test_data[:5], reward)
+    with pytest.raises(ConfigError, match="not about the same problems"):
+        compare_evaluations(long, other)

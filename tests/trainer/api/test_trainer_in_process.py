@@ -1,0 +1,370 @@
+"""The whole loop over the real services and the real engine in one process, with faults injected at the transport."""
+
+import io
+import itertools
+import json
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from rich.console import Console
+
+from common.config import Config, load
+from common.errors import ConfigError
+from common.schemas import Group
+from common.wire import decode_groups
+from tests.support.paths import ROOT
+from trainer import train_in_process
+from trainer.observe.run_dir import read_lines
+from trainer.rollouts.collector import CollectFailed
+from trainer.rollouts.priorities import load_priority
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
+    """A run of a few small steps on the built-in task, in a directory of its own."""
+    numbers = itertools.count()
+
+    def make(*more: str, directory: Path | None = None) -> Config:
+        place = directory or tmp_path / f"run{next(numbers)}"
+        words = [
+            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+            *("--trainer.run_dir", str(place), "--state_dir", str(place / "state")),
+            *("--trainer.batch_size", "4", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
+            *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+        ]
+        return load([*words, *more], {})
+
+    return make
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def metrics(config: Config) -> list[dict[str, Any]]:
+    assert config.trainer.run_dir is not None
+    return read_lines(config.trainer.run_dir / "metrics.jsonl")
+
+
+def stored(config: Config) -> list[Group]:
+    """Every group in the replay store, in the order of its prompt."""
+    with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
+        blobs = [row[0] for row in db.execute("SELECT data FROM blobs")]
+    groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
+    return sorted(groups, key=lambda group: group.position)
+
+
+class Faulty(httpx.AsyncBaseTransport):
+    """Calls to `/generate` numbered in `failing` get `response` instead of the engine's answer."""
+
+    def __init__(self, app: FastAPI, failing: set[int], response: Callable[[], httpx.Response]) -> None:
+        self.inner, self.failing, self.response, self.calls = httpx.ASGITransport(app), failing, response, 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/generate":
+            self.calls += 1
+            if self.calls in self.failing:
+                return self.response()
+        return await self.inner.handle_async_request(request)
+
+
+def test_a_run_is_the_same_twice_and_another_one_on_another_seed(settings: Callable[..., Config]) -> None:
+    first, second, other = settings(), settings(), settings("--seed", "1")
+    for config in (first, second, other):
+        train_in_process(config, quiet())
+    for a, b in zip(stored(first), stored(second), strict=True):
+        assert a.prompt_id == b.prompt_id
+        assert [c.token_ids.tolist() for c in a.completions] == [c.token_ids.tolist() for c in b.completions]
+    for x, y in zip(metrics(first), metrics(second), strict=True):
+        assert x["reward"] == y["reward"]
+        assert x["update"] == pytest.approx(y["update"], abs=1e-4)
+    assert [g.prompt_id for g in stored(other)] != [g.prompt_id for g in stored(first)]
+
+
+def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config], tmp_path: Path) -> None:
+    unbroken = settings("--trainer.max_steps", "4")
+    train_in_process(unbroken, quiet())
+    place = tmp_path / "broken"
+    train_in_process(settings("--trainer.max_steps", "2", directory=place), quiet())
+    resumed = settings("--trainer.max_steps", "4", directory=place)
+    train_in_process(resumed, quiet())
+    assert [line["step"] for line in metrics(resumed)] == [1, 2, 3, 4]
+    for a, b in zip(metrics(unbroken), metrics(resumed), strict=True):
+        assert a["reward"] == b["reward"]
+        assert a["update"] == pytest.approx(b["update"], abs=1e-4)
+    assert [g.position for g in stored(resumed)] == list(range(16))
+
+
+def test_a_resumed_run_with_a_curriculum_draws_the_prompts_of_an_unbroken_one(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
+    words = ("--data.curriculum", "difficulty", "--data.num_samples", "8", "--trainer.num_epochs", "3")
+    unbroken = settings(*words, "--trainer.max_steps", "6")
+    train_in_process(unbroken, quiet())
+    place = tmp_path / "broken"
+    train_in_process(settings(*words, "--trainer.max_steps", "3", directory=place), quiet())
+    resumed = settings(*words, "--trainer.max_steps", "6", directory=place)
+    train_in_process(resumed, quiet())
+    assert [g.prompt_id for g in stored(resumed)] == [g.prompt_id for g in stored(unbroken)]
+    reports = []
+    for config in (unbroken, resumed):
+        with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db:
+            reports.append(db.execute("SELECT position, body FROM reports ORDER BY serial").fetchall())
+    assert reports[0] == reports[1]
+    assert [position for position, _ in reports[0]] == [4, 8, 12, 16, 20, 24]
+    groups = stored(unbroken)[:4]
+    rates = {g.prompt_id: sum(c.correct for c in g.completions) / 4 for g in groups}
+    assert sorted(rate for _, rate in json.loads(reports[0][0][1])) == sorted(rates.values())
+
+
+def test_every_prompt_is_trained_on_once_and_on_policy(settings: Callable[..., Config]) -> None:
+    config = settings()
+    train_in_process(config, quiet())
+    groups = stored(config)
+    assert [group.position for group in groups] == list(range(12))
+    assert len({group.prompt_id for group in groups}) == 12
+    assert [group.weight_version for group in groups] == [0] * 4 + [1] * 4 + [2] * 4
+    assert all(line["staleness"] == 0 for line in metrics(config))
+    assert all(line["update"]["delta_logprob"] < 1e-4 for line in metrics(config))
+
+
+def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., Config]) -> None:
+    config = settings()
+
+    class Losing(Faulty):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            first = self.calls == 0
+            response = await super().handle_async_request(request)
+            if first:
+                with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db, db:
+                    db.execute("UPDATE cursors SET position = 0")
+                    db.execute("DELETE FROM answers")
+            return response
+
+    train_in_process(config, quiet(), lambda app: Losing(app, set(), lambda: httpx.Response(500)))
+    assert [group.position for group in stored(config)] == list(range(12))
+    assert len({group.prompt_id for group in stored(config)}) == 12
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_staleness_is_bounded(settings: Callable[..., Config], staleness: int) -> None:
+    config = settings("--trainer.max_staleness", str(staleness), "--trainer.max_steps", "5")
+    train_in_process(config, quiet())
+    lines = metrics(config)
+    assert len(lines) == 5
+    assert 0 < max(line["staleness"] for line in lines) <= staleness
+    assert len({group.prompt_id for group in stored(config)}) >= 20
+
+
+def test_reused_groups_carry_importance_weights(settings: Callable[..., Config]) -> None:
+    config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "4")
+    train_in_process(config, quiet())
+    assert [line["reused_groups"] for line in metrics(config)] == [0, 2, 2, 2]
+    assert [group.position for group in stored(config)] == list(range(8))
+
+
+def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config], tmp_path: Path) -> None:
+    state = ("--state_dir", str(tmp_path / "shared"), "--trainer.max_steps", "1")
+    train_in_process(settings(*state), quiet())
+    with pytest.raises(ConfigError, match=r"holds 4 groups of another run.*POST /clear"):
+        train_in_process(settings(*state, "--replay.reuse_ratio", "0.5"), quiet())
+
+
+@pytest.mark.parametrize("priority", ["reward", f"{__name__}:longest"])
+def test_every_priority_reuses_groups(settings: Callable[..., Config], priority: str) -> None:
+    config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "3", "--replay.priority", priority)
+    train_in_process(config, quiet())
+    assert [line["reused_groups"] for line in metrics(config)] == [0, 2, 2]
+    with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
+        priorities = dict(db.execute("SELECT id, priority FROM groups"))
+    expected = load_priority(priority)
+    for group in stored(config):
+        assert priorities[group.id] == pytest.approx(expected(group, [0.0] * 4))  # none of these reads the advantages
+
+
+def longest(group: Group, advantages: Sequence[float]) -> float:
+    """A priority of one's own."""
+    return float(max(len(completion.token_ids) for completion in group.completions))
+
+
+@pytest.mark.parametrize("location", ["trainer", "server"])
+def test_ppo_learns_a_critic_and_resumes_with_it(settings: Callable[..., Config], tmp_path: Path, location: str) -> None:
+    words = ["--algorithm.name", "ppo", "--critic.learning_rate", "1e-3", "--critic.warmup_steps", "1"]
+    words += ["--critic.location", location]
+    unbroken = settings(*words, "--trainer.max_steps", "4", "--sampling.group_size", "1", "--trainer.batch_size", "16")
+    train_in_process(unbroken, quiet())
+    lines = metrics(unbroken)
+    assert [line["update"]["updates"] for line in lines] == [0, 4, 4, 4]  # first the critic learns alone
+    assert lines[0]["critic"]["value_mean"] == 0
+    assert lines[3]["critic"]["value_mean"] > 0
+    place = tmp_path / "broken"
+    for steps in ("2", "4"):
+        resumed = settings(
+            *(*words, "--trainer.max_steps", steps, "--sampling.group_size", "1", "--trainer.batch_size", "16"),
+            directory=place,
+        )
+        train_in_process(resumed, quiet())
+    for a, b in zip(lines, metrics(resumed), strict=True):
+        assert a["reward"] == b["reward"]
+        assert a["critic"] == pytest.approx(b["critic"], abs=1e-4)
+        assert a["update"] == pytest.approx(b["update"], abs=1e-3)
+    saved = place / ("state/critic" if location == "server" else "checkpoints") / "step_000004"
+    assert (saved if location == "server" else saved / "critic").joinpath("config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        lambda: httpx.Response(400, json={"error": {"message": "refused"}}),
+        lambda: httpx.Response(200, json=[{"text": "", "output_ids": [], "meta_info": {}}] * 4),
+        lambda: httpx.Response(
+            200,
+            json=[
+                {
+                    "text": "",
+                    "output_ids": [5],
+                    "meta_info": {
+                        "finish_reason": {"type": "abort", "message": "gone"},
+                        "output_token_logprobs": [[-1.0, 5, None]],
+                        "weight_version": "0",
+                    },
+                }
+            ]
+            * 4,
+        ),
+    ],
+    ids=["refused", "empty", "aborted"],
+)
+def test_trap_a_failed_generation_is_dropped_never_trained_on(
+    settings: Callable[..., Config], response: Callable[[], httpx.Response]
+) -> None:
+    """Trap: a failed generation trained on as "". Here its group is dropped and counted, and its prompt tried again."""
+    config = settings()
+    train_in_process(config, quiet(), lambda app: Faulty(app, {2, 6, 7}, response))
+    assert metrics(config)[-1]["dropped"] == {"generation": 3}
+    groups = stored(config)
+    assert len(groups) == 12
+    assert all(len(completion.token_ids) > 0 for group in groups for completion in group.completions)
+    assert [group.position for group in groups] == list(range(12))
+
+
+def test_a_prompt_that_always_fails_is_left_out_and_its_place_taken_by_another(
+    settings: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Faulty):
+        """Refuses the first prompt that it is asked for, whenever it is asked for it."""
+
+        refused: list[int] | None = None
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/generate":
+                prompt = json.loads(await request.aread())["input_ids"]
+                self.refused = self.refused or prompt
+                if prompt == self.refused:
+                    return httpx.Response(400, json={"error": {"message": "refused"}})
+            return await super().handle_async_request(request)
+
+    config = settings()
+    train_in_process(config, quiet(), lambda app: Refusing(app, set(), lambda: httpx.Response(500)))
+    assert metrics(config)[-1]["dropped"] == {"generation": 3}
+    positions = [group.position for group in stored(config)]
+    [left_out] = set(range(13)) - set(positions)
+    assert len(set(positions)) == len(positions) == 12
+    assert f"at {left_out} is left out after 3 tries" in caplog.text
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_an_engine_that_computes_another_policy_raises_an_alarm(settings: Callable[..., Config], off: float) -> None:
+    class Off(Faulty):
+        """Its log-probabilities are off by `off` on average, as with weights in another precision."""
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if request.url.path != "/generate":
+                return response
+            answers = json.loads(await response.aread())
+            for answer in answers:
+                for i, pair in enumerate(answer["meta_info"]["output_token_logprobs"]):
+                    pair[0] += off if i % 2 else -off
+            return httpx.Response(200, json=answers)
+
+    config, said = settings(), io.StringIO()
+    train_in_process(config, Console(file=said, width=400), lambda app: Off(app, set(), lambda: httpx.Response(500)))
+    assert all(("delta_logprob" in line["alarms"]) == (off > 0) for line in metrics(config))
+    assert said.getvalue().count("alarm: mean |Δ logprob| between rollout engine and trainer") == (off > 0)  # said once
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Callable[..., Config]) -> None:
+    config = settings("--algorithm.name", "dapo", "--trainer.max_steps", "2")
+    train_in_process(config, quiet())
+    lines = metrics(config)
+    assert [line["zero_variance_groups"] for line in lines] == [0, 0]
+    replaced = lines[-1]["dropped"].get("zero_variance", 0)
+    assert len(stored(config)) == 8 + replaced
+    assert [group.position for group in stored(config)] == list(range(8 + replaced))
+
+
+def test_dynamic_sampling_stops_when_no_group_differs(settings: Callable[..., Config]) -> None:
+    """One token is never enough for an answer: every reward is 0."""
+    words = ("--algorithm.name", "dapo", "--algorithm.dynamic_sampling_rounds", "2", "--sampling.max_new_tokens", "1")
+    with pytest.raises(CollectFailed, match=r"2 rounds of dynamic sampling.*too easy or too hard"):
+        train_in_process(settings(*words), quiet())
+
+
+def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., Config]) -> None:
+    config = settings("--trainer.max_failed_groups", "5")
+
+    def response() -> httpx.Response:
+        return httpx.Response(400, json={"error": {"message": "the engine is out of order"}})
+
+    with pytest.raises(CollectFailed, match=r"5 groups in a row were dropped.*the engine is out of order"):
+        train_in_process(config, quiet(), lambda app: Faulty(app, set(range(1, 1000)), response))
+
+
+def test_trap_tokens_are_kept_and_never_retokenised(settings: Callable[..., Config]) -> None:
+    """Trap: text re-tokenised and logprobs not kept. The stored tokens are the engine's, end of sequence included."""
+    answers: dict[tuple[int, ...], list[float]] = {}  # prompt and completion -> logprobs
+
+    class Watching(Faulty):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if request.url.path == "/generate":
+                prompt = json.loads(await request.aread())["input_ids"]
+                for answer in json.loads(await response.aread()):
+                    pairs = answer["meta_info"]["output_token_logprobs"]
+                    answers[*prompt, *answer["output_ids"]] = [pair[0] for pair in pairs]
+            return response
+
+    config = settings()
+    train_in_process(config, quiet(), lambda app: Watching(app, set(), lambda: httpx.Response(500)))
+    groups = stored(config)
+    assert len(groups) == 12
+    for group in groups:
+        for completion in group.completions:
+            expected = answers[*group.prompt_token_ids.tolist(), *completion.token_ids.tolist()]
+            assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_group_size_is_used(settings: Callable[..., Config]) -> None:
+    config = settings("--sampling.group_size", "6", "--trainer.max_steps", "1")
+    train_in_process(config, quiet())
+    assert {len(group.completions) for group in stored(config)} == {6}
+
+
+def test_a_batch_larger_than_the_data_is_refused(settings: Callable[..., Config]) -> None:
+    config = settings("--data.num_samples", "3", "--trainer.num_epochs", "1")
+    with pytest.raises(ConfigError, match=r"3 prompts over all epochs do not make one batch.*trainer\.batch_size"):
+        train_in_process(config, quiet())
+
+
+def test_a_model_that_is_not_there(settings: Callable[..., Config], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*model\.name.*nothing-here.*remedy"):
+        train_in_process(settings("--model.name", str(tmp_path / "nothing-here")), quiet())

@@ -1,0 +1,101 @@
+"""TrainerConfig by itself: what is refused, presets, and the system's configuration that follows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from trainer.api.presets import PRESETS
+from trainer.api.settings import TrainerConfig
+
+OUT = Path("out")
+
+
+def test_the_defaults_are_those_that_the_docs_promise() -> None:
+    config = TrainerConfig()
+    assert config.num_generations == 4
+    assert config.learning_rate == 5e-6
+    assert config.num_train_epochs == 1
+    assert config.kl_coef == 0.1
+    assert config.clip_range == 0.2
+    assert config.use_gpu is False
+    assert config.bf16 is False
+    assert config.problems_per_step == 8  # 8 answers × 4 passes / 4 answers to a problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beta": 0.1}, r"no field beta.*remedy: it is called kl_coef here"),
+        ({"learning_rat": 1}, r"no field learning_rat.*the fields are trainer_type, "),
+        ({"learning_rate": -1}, r"greater than 0.*field: learning_rate.*value: -1.*remedy: Learning rate of the policy"),
+        ({"trainer_type": "dpo"}, r"'grpo', 'rloo' or 'ppo'.*field: trainer_type.*value: dpo"),
+        ({"max_steps": 0}, r"field: max_steps.*value: 0"),
+        ({"num_generations": 1}, r"grpo compares the answers.*field: num_generations.*value: 1.*trainer_type='ppo'"),
+        ({"num_generations": 5}, r"= 32 answers a step are not a multiple of num_generations = 5.*change one of the three"),
+        ({"critic_learning_rate": 1e-4}, r"grpo has no critic.*field: critic_learning_rate"),
+        ({"kl_coef": 0, "ref_model_name_or_path": "x"}, r"no reference model.*field: ref_model_name_or_path.*value: x"),
+        ({"bf16": True}, r"computed in float32.*field: bf16.*remedy: set use_gpu=True"),
+        (
+            {"trainer_type": "ppo", "num_generations": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+            r"two mini-batches.*field: gradient_accumulation_steps",
+        ),
+        ({"settings": {"seed": 1}}, r"seed follows from the other fields.*field: settings.*set the field of TrainerConfig"),
+        ({"settings": {"trainer": {"max_grad_norm": 1}}}, r"trainer is a section.*write \{'trainer\.name': value\}"),
+        ({"settings": {"data.source": "tiny"}}, r"data\.source is not for a run in one process with your own data"),
+        ({"settings": {"reward.functions": ["math"]}}, r"reward\.functions is not for a run.*field: settings"),
+        ({"settings": {"rollout.router_port": 1}}, r"rollout\.router_port is not for a run"),
+        ({"settings": {"trainer.port": 1}}, r"trainer\.port is not for a run"),
+        ({"settings": {"trainer.nope": 1}}, r"there is no setting trainer\.nope"),
+        ({"settings": {"algorithm.gamma": 0.9}}, r"algorithm\.gamma is set but not read"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_field_value_and_remedy(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**fields)
+
+
+def test_ppo_may_have_one_answer_to_a_problem() -> None:
+    assert TrainerConfig(trainer_type="ppo", num_generations=1).problems_per_step == 32
+
+
+def test_minus_one_means_all_steps_as_in_trl() -> None:
+    assert TrainerConfig(max_steps=-1).max_steps is None
+
+
+@pytest.mark.parametrize(("epochs", "max_steps", "steps"), [(1, None, 12), (2, None, 25), (1, 5, 5), (1, 50, 12)])
+def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
+    """100 problems, 8 in a step."""
+    assert TrainerConfig(num_train_epochs=epochs, max_steps=max_steps).total_steps(100) == steps
+
+
+def test_the_warm_up_is_a_share_of_all_steps_rounded_up() -> None:
+    assert TrainerConfig(warmup_ratio=0.1).to_config(100, 0, OUT).trainer.warmup_steps == 2
+    assert TrainerConfig(warmup_ratio=0.1, max_steps=30, num_train_epochs=9).to_config(100, 0, OUT).trainer.warmup_steps == 3
+    assert TrainerConfig().to_config(100, 0, OUT).trainer.warmup_steps == 0
+
+
+def test_bf16_is_the_precision_of_the_update_on_a_gpu() -> None:
+    low = TrainerConfig(use_gpu=True, bf16=True).to_config(100, 0, OUT)
+    assert (low.trainer.device, low.model.dtype) == ("cuda", "bfloat16")
+    high = TrainerConfig(use_gpu=True).to_config(100, 0, OUT)
+    assert (high.trainer.device, high.model.dtype) == ("cuda", "float32")
+
+
+def test_presets() -> None:
+    small, medium, rloo = TrainerConfig.grpo_math_small(), TrainerConfig.grpo_math_medium(), TrainerConfig.rloo_math()
+    assert (small.trainer_type, small.model_name_or_path) == ("grpo", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert (medium.trainer_type, medium.model_name_or_path) == ("grpo", "Qwen/Qwen2.5-1.5B-Instruct")
+    assert (medium.num_generations, medium.problems_per_step) == (8, 16)
+    assert (rloo.trainer_type, rloo.kl_coef) == ("rloo", 0.05)
+    for name, fields in PRESETS.items():
+        made = TrainerConfig.preset(name)
+        assert made == getattr(TrainerConfig, name)()
+        assert all(getattr(made, field) == value for field, value in fields.items())
+
+
+def test_a_preset_takes_changes() -> None:
+    assert TrainerConfig.grpo_math_small(learning_rate=1e-6, max_steps=3).learning_rate == 1e-6
+    with pytest.raises(ConfigError, match=r"no such preset.*value: grpo_huge.*grpo_math_small, grpo_math_medium, rloo_math"):
+        TrainerConfig.preset("grpo_huge")

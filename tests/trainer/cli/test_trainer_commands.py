@@ -1,0 +1,239 @@
+"""The commands, and the code of the documentation, as a user runs them: processes, files, exit statuses, Ctrl-C."""
+
+import ast
+import itertools
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError, ServiceError
+from services.data.tiny import Split, problems
+from tests.support.hub import data_set, hub
+from tests.support.paths import ROOT
+from trainer.cli import evaluate_model, train_math
+from trainer.cli.commands import setting
+
+pytestmark = pytest.mark.timeout(240)
+EXAMPLE = """
+from trainer import TrainerConfig, OnlineRLTrainer, MathRewardFunction, GSM8KLoader
+train_data = GSM8KLoader().load("train", num_samples=100)
+config = TrainerConfig(trainer_type="grpo", model_name_or_path="Qwen/Qwen2.5-0.5B-Instruct", num_generations=4, learning_rate=5e-6)
+trainer = OnlineRLTrainer(config, MathRewardFunction(), train_data)
+trainer.train(); trainer.save_model("./outputs/my_model")
+
+from trainer import ModelEvaluator
+results = ModelEvaluator("./outputs/my_model").evaluate(GSM8KLoader().load("test", num_samples=50), MathRewardFunction())
+print(f"Accuracy: {results['accuracy']:.2%}")
+"""  # noqa: E501
+QUICK = ("--dataset", "tiny", "--per-device-train-batch-size", "8", "--max-new-tokens", "24", "--eval-samples", "4")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def command(*words: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=environment(), capture_output=True, text=True)
+
+
+def test_the_example_of_the_documentation_runs_as_it_is(base_model: Path, tmp_path: Path) -> None:
+    """Only the model is a smaller one; GSM8K comes from a hub on this machine, by the library's own code."""
+
+    def rows(split: Split, count: int) -> list[dict[str, Any]]:
+        return [{"question": p.question, "answer": p.solution} for p in itertools.islice(problems(split), count)]
+
+    code = EXAMPLE.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base_model.resolve()))
+    assert code != EXAMPLE
+    with hub({"openai/gsm8k": data_set("main", rows("train", 150), rows("test", 60))}) as address:
+        words = environment(HF_ENDPOINT=address, HF_HOME=str(tmp_path / "hf"))
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, env=words, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    accuracy = float(done.stdout.rpartition("Accuracy: ")[2].strip().removesuffix("%"))
+    assert 0 < accuracy < 100
+    assert "step   12/12" in done.stdout  # 100 problems, 8 in a step
+    assert (tmp_path / "outputs" / "my_model" / "config.json").exists()
+
+
+def test_the_example_is_the_one_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "how-to" / "python-api.md").read_text()
+    block = page.partition("```python\n")[2].partition("```")[0]
+    assert ast.dump(ast.parse(block)) == ast.dump(ast.parse(EXAMPLE))
+
+
+def test_training_and_evaluation_on_the_built_in_task(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twenty steps are enough to learn to show the working: the comparison says so, and which problems changed."""
+    out, report = tmp_path / "run", tmp_path / "r.json"
+    train_math.main(
+        [
+            *("--model", str(base_model), "--dataset", "tiny", "--num-samples", "256", "--num-train-epochs", "3"),
+            *("--max-steps", "20", "--num-generations", "8", "--per-device-train-batch-size", "64"),
+            *("--max-new-tokens", "24", "--learning-rate", "5e-4", "--eval-samples", "50", "--output-dir", str(out)),
+        ]
+    )
+    said = capsys.readouterr().out
+    assert "step   20/20" in said
+    assert f"model:      {out}/final" in said
+    evaluate_model.main(
+        [
+            *("--model", str(out / "final"), "--compare", str(base_model), "--dataset", "tiny", "--num-samples", "100"),
+            *("--max-new-tokens", "24", "--k", "4", "--output-file", str(report)),
+        ]
+    )
+    said = capsys.readouterr().out
+    for word in ("pass@4", "avg@4", "maj@4", "more than chance", "right by the first only:", "95 % interval", "tokens"):
+        assert word in said
+    found = json.loads(report.read_text())
+    assert found["num_samples"] == found["compare"]["num_samples"] == 100
+    assert found["comparison"]["low"] > 0.1
+    assert found["comparison"]["difference"] == pytest.approx(found["accuracy"] - found["compare"]["accuracy"])
+    gained = found["comparison"]["gained"][0]
+    assert found["correct"][gained]
+    assert not found["compare"]["correct"][gained]
+    assert found["prompts"][gained] in said
+
+
+@pytest.mark.parametrize("kind", ["rloo", "ppo"])
+def test_other_trainers_presets_and_settings(base_model: Path, tmp_path: Path, kind: str) -> None:
+    train_math.main(
+        [
+            *("--preset", "rloo_math", "--model", str(base_model), "--trainer", kind, *QUICK, "--max-steps", "1"),
+            *("--output-dir", str(tmp_path / "run"), "--save-to", str(tmp_path / "saved"), "--quiet"),
+            *("--set", "algorithm.entropy_coef=0.01", "--set", "data.curriculum=difficulty"),
+        ]
+    )
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["algorithm"]["name"] == kind
+    assert config["algorithm"]["kl_coef"] == 0.05  # of the preset
+    assert config["algorithm"]["entropy_coef"] == 0.01
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_problems_of_ones_own_and_resuming(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question": p.question, "answer": p.answer} for p in itertools.islice(problems("train"), 40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model", str(base_model), "--dataset", str(file), *QUICK[2:], "--output-dir", str(tmp_path / "run")]
+    train_math.main([*words, "--max-steps", "1"])
+    with pytest.raises(ConfigError, match="a run in the output directory already"):
+        train_math.main([*words, "--max-steps", "2"])
+    capsys.readouterr()
+    train_math.main([*words, "--max-steps", "2", "--resume"])
+    said = capsys.readouterr().out
+    assert "step    2/2" in said
+    assert "step    1/2" not in said
+
+
+def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"question": "1+1?", "answer": 2}\n{"question": "1+2?", "answer": 3}\n')
+    evaluate_model.main(["--model", str(base_model), "--dataset", str(file), "--split", "all", "--max-new-tokens", "8"])
+    with pytest.raises(ConfigError, match=r"has only 2 problems.*field: --num-samples.*value: 3"):
+        evaluate_model.main(["--model", str(base_model), "--dataset", str(file), "--split", "all", "--num-samples", "3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("trainer.train_math", "--model", "x", "--trainer", "dpo"), "error: argument --trainer: invalid choice: 'dpo'"),
+        (("trainer.train_math", "--num-generations", "1"), "error: grpo compares the answers"),
+        (("trainer.train_math", "--set", "seed"), "error: argument --set: 'seed' is not NAME=VALUE"),
+        (("trainer.train_math", "--dataset", "nothing.jsonl"), "error: "),
+        (("trainer.train_math", "--resume"), "error: there is no run to go on with"),
+        (("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK), "error: torch finds no GPU"),
+        (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: the tokenizer cannot be loaded"),
+        (("trainer.evaluate_model",), "error: the following arguments are required: --model"),
+        (("trainer.evaluate_model", "--model", "x", "--output-file", "/no/r.json"), "error: there is no such directory"),
+    ],
+)
+def test_an_error_is_one_line_and_status_2(words: tuple[str, ...], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert "remedy: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_teaches_and_does_not_wait_for_torch() -> None:
+    for name in ("train_math", "evaluate_model"):
+        done = command(f"trainer.{name}", "--help")
+        assert done.returncode == 0
+        assert "examples:" in done.stdout
+        assert f"python -m trainer.{name} --model" in done.stdout
+    code = "import sys, trainer, trainer.train_math, trainer.evaluate_model; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(base_model: Path, tmp_path: Path) -> None:
+    words = ["--model", str(base_model), *QUICK, "--save-steps", "1", "--output-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.train_math", *words],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    limit = time.monotonic() + 60
+    while not (tmp_path / "run" / "checkpoints" / "step_000001").exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted; the same command with --resume" in said
+    assert "Traceback" not in said
+
+
+def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(base_model: Path) -> None:
+    words = ["--model", str(base_model), "--dataset", "tiny", "--num-samples", "1000", "--k", "64", "--max-new-tokens", "400"]
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.evaluate_model", *words, "--temperature", "5"],
+        cwd=ROOT,
+        env=environment(TERM="xterm"),
+        stdout=subprocess.DEVNULL,
+        stderr=end,
+    )
+    os.close(end)
+    said = ""
+    with suppress(OSError):  # a terminal whose other end is closed
+        while part := os.read(terminal, 4096).decode(errors="replace"):
+            seen = "0/1000" in said
+            said += part  # what is looked for may come in two parts
+            if not seen and "0/1000" in said:
+                process.send_signal(signal.SIGINT)
+    os.close(terminal)
+    assert process.wait(60) == 130, said
+    assert "evaluating" in said
+    assert "interrupted; nothing was written" in said
+    assert "Traceback" not in said
+
+
+def test_settings_are_read_as_yaml() -> None:
+    assert setting("a.b=1e-3") == ("a.b", "1e-3")  # a text to YAML, a number to the setting
+    assert setting("a.b=[1, 2]") == ("a.b", [1, 2])
+    assert setting("a.b=true") == ("a.b", True)
+
+
+def test_a_key_that_is_not_in_the_environment(base_model: Path) -> None:
+    with pytest.raises(ServiceError, match=r"no such environment variable.*--api-key-env.*NOT_SET_HERE"):
+        evaluate_model.main(["--model", "http://127.0.0.1:1", "--dataset", "tiny", "--api-key-env", "NOT_SET_HERE"])

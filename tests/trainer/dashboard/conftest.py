@@ -1,0 +1,33 @@
+"""A browser, and a run that was really trained."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from tests.support.apps import tiny
+from trainer import train_in_process
+
+if TYPE_CHECKING:
+    from tests.support.browser import Page
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
+    """A tab of a headless Chromium, the same one for all tests."""
+    from tests.support.browser import chromium
+
+    with chromium(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest.fixture(scope="session")
+def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of four steps with a critic and evaluations on the built-in task."""
+    directory = tmp_path_factory.mktemp("tiny")
+    more = ("--trainer.max_steps", "4", "--trainer.eval_samples", "8", "--trainer.eval_every", "2", "--trainer.eval_k", "2")
+    config = tiny(base_model, directory, *more, "--algorithm.name", "ppo", "--trainer.warmup_steps", "0")
+    train_in_process(config, Console(quiet=True))
+    return directory / "run"

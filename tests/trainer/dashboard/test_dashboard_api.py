@@ -1,0 +1,138 @@
+"""The dashboard's calls, its files, and who gets them."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.config import Config
+from common.topology import Topology
+from services.http.app import create_app
+from tests.support.apps import make, tiny
+from tests.support.ports import free_port
+from tests.support.reward_process import reward_server
+from tests.support.run_files import make_run
+from trainer.dashboard.app import PAGES, STATIC, create_dashboard_app
+from trainer.dashboard.health import PATIENCE_S, Health
+from trainer.dashboard.runs import RunReader
+from trainer.server import BackgroundServer
+
+
+@pytest.fixture
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_dashboard_app([RunReader(make_run(tmp_path / "first", 5)), RunReader(make_run(tmp_path / "second", 7))])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        yield client
+
+
+async def test_runs_are_known_by_their_index(http: httpx.AsyncClient) -> None:
+    runs = (await http.get("/dashboard/api/runs")).json()
+    assert [(run["run"], run["name"], run["live"], run["step"]) for run in runs] == [
+        (0, "first", False, 5),
+        (1, "second", False, 7),
+    ]
+    series = (await http.get("/dashboard/api/series", params={"run": 1, "points": 3})).json()
+    assert (series["newest"], len(series["steps"]), len(series["low"]["reward"])) == (7, 3, 3)
+    assert series["times"][-1] == 1.8e9 + 7
+    answer = await http.get("/dashboard/api/steps/2", params={"run": 2})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (404, "run")
+
+
+async def test_the_page_allows_nothing_from_elsewhere(http: httpx.AsyncClient) -> None:
+    for path in sorted(PAGES):
+        answer = await http.get(path, follow_redirects=True)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+    assert (await http.get("/dashboard/static/..%2Fapp.py")).status_code == 404
+    own = [file for file in STATIC.iterdir() if not file.name.startswith("uPlot")]
+    assert len(own) > 8
+    for file in own:
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in text, file
+        assert "https:" not in text, file
+
+
+async def test_files_are_open_and_data_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "correct-horse-battery-staple")
+    app = create_dashboard_app([RunReader(make_run(tmp_path, 2))])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        for path in sorted(PAGES):
+            assert (await client.get(path, follow_redirects=True)).status_code == 200, path
+            assert (await client.post(path)).status_code == 401, path
+        for call in ("runs", "facts", "series", "steps/1", "health"):
+            assert (await client.get(f"/dashboard/api/{call}")).status_code == 401, call
+            header = {"authorization": "Bearer correct-horse-battery-staple"}
+            assert (await client.get(f"/dashboard/api/{call}", headers=header)).status_code == 200, call
+
+
+def ports(config: Config, **ports: int) -> Config:
+    """With these ports; there is no rollout node."""
+    for section, port in ports.items():
+        getattr(config, section).port = port
+    config.rollout.agent_port = config.rollout.router_port = free_port()
+    return config
+
+
+async def test_a_service_is_well_then_hangs_then_is_dead(base_model: Path, tmp_path: Path) -> None:
+    config, port = tiny(base_model, tmp_path), free_port()
+    with (
+        BackgroundServer(make("data", config), "127.0.0.1", 0) as data,
+        BackgroundServer(make("replay", config), "127.0.0.1", 0) as replay,
+        reward_server(port, tmp_path) as process,
+    ):
+        health = Health(ports(config, data=data.port, replay=replay.port, reward=port), Topology(), lambda: 1, lambda: 12)
+        async with health.running():
+            states = await until(health, "reward-server", "healthy")
+            well = {name for name, (state, _) in states.items() if state == "healthy"}
+            assert well == {"ppo-trainer", "data-server", "reward-server", "replay-buffer"}
+            assert states["rollout-server-0"][0] == states["router"][0] == "dead"
+            assert states["replay-buffer"][1] == "0 of 100,000 completions"
+            process.send_signal(signal.SIGSTOP)
+            states = await until(health, "reward-server", "dead")
+            assert states["reward-server"][1] == "no answer within 2 s"
+            process.send_signal(signal.SIGCONT)
+            await until(health, "reward-server", "healthy")
+            process.kill()
+            states = await until(health, "reward-server", "dead")
+            assert "no answer" not in states["reward-server"][1]
+
+
+async def until(health: Health, name: str, state: str) -> dict[str, tuple[str, str]]:
+    """State and text of all, once this one is in that state."""
+    for _ in range(200):
+        found: dict[str, tuple[str, str]] = {service.name: (service.state, service.text) for service in await health.ask()}
+        if found[name][0] == state:
+            return found
+        await asyncio.sleep(0.3)
+    raise AssertionError(f"{name} is never {state}: {found}")
+
+
+async def test_a_service_that_wants_another_token_is_dead_and_one_that_drains_is_not_serving(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(base_model, tmp_path)
+    monkeypatch.setenv("API_TOKEN", "another-token-of-20-characters")
+    with ExitStack() as stack:
+        first = stack.enter_context(BackgroundServer(create_app("data-server"), "127.0.0.1", 0))
+        monkeypatch.delenv("API_TOKEN")
+        unwell = create_app("reward-server", not_ready=lambda: "its workers are starting")
+        second = stack.enter_context(BackgroundServer(unwell, "127.0.0.1", 0))
+        health = Health(ports(config, data=first.port, reward=second.port), Topology(), lambda: 0, lambda: None)
+        async with health.running():
+            found = {service.name: service for service in await health.ask()}
+    assert (found["data-server"].state, found["reward-server"].state) == ("dead", "warning")
+    assert found["reward-server"].text == "its workers are starting"
+    assert "401" in found["data-server"].text
+
+
+def test_what_is_dead_is_red_within_five_seconds() -> None:
+    """The two clocks that it depends on: how long a service may take to answer, and how often the page asks."""
+    page = (STATIC / "page.js").read_text()
+    value = {line.split()[1]: int(line.split("=")[1].split(";")[0]) / 1000 for line in page.splitlines() if "_MS = " in line}
+    assert PATIENCE_S + value["HEALTH_MS"] < 5
+    assert value["HEALTH_PATIENCE_MS"] + value["HEALTH_MS"] < 5
+    assert value["HEALTH_PATIENCE_MS"] > PATIENCE_S

@@ -1,0 +1,70 @@
+"""The report: one file that needs nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from tests.support.browser import Page
+from tests.support.paths import ROOT
+from tests.support.run_files import line, make_run, write
+from trainer.cli.report import main
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_report_of_a_real_run_shows_what_the_page_does(page: Page, tiny_run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "elsewhere" / "report.html"
+    path.parent.mkdir()
+    main([str(tiny_run), "--output", str(path)])
+    page.open(path.as_uri())
+    page.until(lambda: "Reward" in page.charts(), "charts")
+    assert {"A step", "Accuracy", "Value loss"} <= page.charts().keys()
+    assert all(chart["drawn"] > 30 for chart in page.charts().values())
+    assert "4 steps" in page.text("header")
+    assert "Evaluations" in page.text("#tables")
+    assert "Answers before and after" in page.text("#tables")
+    assert "trainer.batch_size\t4" in page.text("#settings")
+    page.press("HOME")
+    page.until(lambda: "Step 1" in page.text(".details h2"), "the first step")
+    assert page.errors() == []
+
+
+def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(page: Page, tmp_path: Path) -> None:
+    make_run(tmp_path, 20)
+    alarm = {"kl_rollout": "</script><img src=x onerror=alert(1)>"}
+    write(tmp_path / "metrics.jsonl", [line(21, alarms=alarm)], "a")
+    main([str(tmp_path)])
+    text = (tmp_path / "report.html").read_text()
+    assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)", text) == []
+    assert text.count("</script>") == 3
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', text)[0])
+    assert data["notes"] == [{"step": 21, "kind": "alarm", "text": alarm["kl_rollout"]}]
+    page.open((tmp_path / "report.html").as_uri())
+    page.until(lambda: alarm["kl_rollout"] in page.text("#tables"), "the alarm as text")
+    assert "</script>2" in page.text("#tables")
+    assert page.errors() == []
+
+
+def test_a_run_without_anything_has_a_report_that_says_so(page: Page, tmp_path: Path) -> None:
+    main([str(tmp_path)])
+    page.open((tmp_path / "report.html").as_uri())
+    page.until(lambda: "metrics.jsonl is missing" in page.text("#tables"), "what is missing")
+    assert "no step" in page.text("header")
+    assert page.errors() == []
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run directory"):
+        main([str(tmp_path / "absent")])
+    for module in ("trainer.report", "trainer.dashboard"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(tmp_path / "absent")], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 2
+        assert "absent" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,187 @@
+"""Run directories are read as they grow, and whatever state they are in."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import ConfigError, NotFound
+from tests.support.run_files import evaluation, line, make_run, write
+from trainer.dashboard.columns import numbers
+from trainer.dashboard.runs import RunReader
+from trainer.dashboard.verdict import verdict
+from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
+
+
+def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:
+    run = RunReader(make_run(tmp_path, 3))
+    first = run.series()
+    assert (first["whole"], first["steps"].tolist(), len(first["evaluations"])) == (True, [1, 2, 3], 2)
+    write(tmp_path / "metrics.jsonl", [line(4), line(5)], "a")
+    more = run.series(after=3, generation=first["generation"], evaluations=2)
+    assert (more["whole"], more["steps"].tolist(), more["evaluations"]) == (False, [4, 5], [])
+    assert more["columns"]["reward"].tolist() == [np.float32(line(step)["reward"]) for step in (4, 5)]
+    assert run.series(after=5, generation=first["generation"])["steps"].tolist() == []
+    assert [line["step"] for line in run.steps(after=3)] == [4, 5]
+
+
+def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunReader(make_run(tmp_path, 2000))
+    run.series()
+    write(tmp_path / "metrics.jsonl", [line(2001)], "a")
+    parsed: list[int] = []
+    real = json.loads
+
+    def counting(text: bytes) -> object:
+        parsed.append(len(text))
+        return real(text)
+
+    monkeypatch.setattr(json, "loads", counting)
+    assert run.series(after=2000, generation=0)["steps"].tolist() == [2001]
+    assert len(parsed) == 1
+
+
+def test_ten_thousand_steps_are_as_many_as_a_chart_has_room_for_and_a_spike_stays(tmp_path: Path) -> None:
+    make_run(tmp_path, 10_000)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines[6999] = json.dumps(line(7000, reward=50.0, alarms={"kl_rollout": "far away"}))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    run = RunReader(tmp_path)
+    series = run.series(points=600)
+    assert len(series["steps"]) == 600
+    assert series["steps"][-1] == 10_000
+    at = int(np.searchsorted(series["steps"], 7000))
+    assert series["high"]["reward"][at] == 50
+    assert series["low"]["reward"][at] <= 1 < series["columns"]["reward"][at] < 50
+    assert series["columns"]["alarm.kl_rollout"][at] == 1
+    assert np.nansum(series["columns"]["alarm.kl_rollout"]) == 1
+    near = run.series(first=6990, last=7010, points=600)
+    assert near["steps"].tolist() == list(range(6990, 7011))
+    assert "high" not in near
+    detail = run.step(7000)
+    assert (detail["numbers"]["reward"], detail["notes"]) == (50, [{"kind": "alarm", "text": "far away"}])
+
+
+def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
+    run = RunReader(make_run(tmp_path, 30))
+    before = run.series()
+    (tmp_path / "again").write_text("")
+    write(tmp_path / "again", [line(step, reward=-1.0) for step in range(1, 41)])
+    (tmp_path / "again").replace(tmp_path / "metrics.jsonl")  # as the recorder does; it has even more lines than before
+    after = run.series(after=30, generation=before["generation"], evaluations=2)
+    assert after["whole"]
+    assert after["generation"] != before["generation"]
+    assert after["steps"].tolist() == list(range(1, 41))
+    assert set(after["columns"]["reward"].tolist()) == {-1.0}
+    assert len(after["evaluations"]) == 2
+
+
+def test_lines_of_an_attempt_that_was_undone_do_not_count(tmp_path: Path) -> None:
+    run = RunReader(make_run(tmp_path, 5))
+    generation = run.series()["generation"]
+    write(tmp_path / "metrics.jsonl", [line(3, reward=7.0)], "a")
+    series = run.series(after=5, generation=generation)
+    assert (series["whole"], series["steps"].tolist(), series["columns"]["reward"][-1]) == (True, [1, 2, 3], 7)
+    assert run.step(3)["numbers"]["reward"] == 7
+    with pytest.raises(NotFound):
+        run.step(4)
+
+
+def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> None:
+    run = RunReader(tmp_path)
+    assert run.problems == [
+        "config.json is missing: the settings of this run are not known",
+        "metrics.jsonl is missing: no step was recorded",
+    ]
+    assert run.series()["steps"].tolist() == []
+    assert run.summary().step is None
+    assert run.facts()["config"] is None
+    make_run(tmp_path, 2)  # it begins to write
+    assert run.problems == []
+    assert run.series()["steps"].tolist() == [1, 2]
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such run directory.*absent.*name one"):
+        RunReader(tmp_path / "absent")
+
+
+def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) -> None:
+    make_run(tmp_path, 2)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "rew\n' + b"[1]\n" + b"\xff\xfe\n" + json.dumps(line(4)).encode() + b'\n{"step": 5')
+    (tmp_path / "config.json").write_text('{"seed": ')
+    run = RunReader(tmp_path)
+    assert run.series()["steps"].tolist() == [1, 2, 4]
+    problems = run.problems
+    assert problems[0].startswith("config.json cannot be read")
+    assert problems[1].startswith("line 3 of metrics.jsonl is damaged and left out: ")
+    assert problems[2] == "line 4 of metrics.jsonl is damaged and left out: it is not an object"
+    assert problems[3].startswith("line 5 of metrics.jsonl")
+    assert len(problems) == 4
+    write(tmp_path / "metrics.jsonl", [], "a")
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b', "reward": 0.5}\n')
+    assert run.series(after=4, generation=0)["columns"]["reward"].tolist() == [0.5]
+
+
+def test_lines_of_another_version_are_read_as_far_as_they_are_numbers(tmp_path: Path) -> None:
+    make_run(tmp_path, 1)
+    strange = {"step": 2, "reward": "high", "update": 3, "new": {"deep": 1.5, "flag": True}, "alarms": ["x"], "huge": 1e300}
+    nothing = float("nan")
+    write(tmp_path / "metrics.jsonl", [strange, {"no": "step"}, {"step": nothing}, {"step": 3, "reward": nothing}], "a")
+    columns = RunReader(tmp_path).series()["columns"]
+    assert columns["new.deep"].tolist()[1] == 1.5
+    assert "new.flag" not in columns
+    assert "huge" not in columns
+    assert np.isnan(columns["reward"][1:]).all()
+    assert columns["update"].tolist()[1] == 3
+    assert RunReader(tmp_path).series()["steps"].tolist() == [1, 2, 3]
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl cannot be read: Is a directory" in RunReader(tmp_path).problems
+
+
+def test_sums_are_added_to_a_line() -> None:
+    found = numbers(line(1, dropped={"generation": 2, "stale": 3}, alarms={"kl_rollout": "text"}))
+    assert (found["seconds"], found["dropped"], found["tokens_per_s"]) == (3.5, 5, 200)
+    assert (found["alarms"], found["alarm.kl_rollout"]) == (1, 1)
+
+
+def test_limits_are_those_of_the_alarms(tmp_path: Path) -> None:
+    make_run(tmp_path, 1)
+    limit = RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]
+    assert limit == {"alarm": "kl_rollout", "value": MAX_KL_CURRENT_POLICY, "above": True}
+    (tmp_path / "config.json").write_text(json.dumps({"trainer": {"max_staleness": 2}}))
+    assert RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]["value"] == MAX_KL
+
+
+def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:
+    make_run(tmp_path, 3)
+    run = RunReader(tmp_path)
+    assert [sorted(each) for each in run.series()["evaluations"]] == [
+        ["accuracy", "k", "num_samples", "pass_at_k", "standard_error", "step", "time"]
+    ] * 2
+    write(tmp_path / "evaluations.jsonl", [evaluation(4, 0.95)], "a")
+    assert [each["step"] for each in run.series(after=3, generation=0, evaluations=2)["evaluations"]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("reward", "level"),
+    [
+        (np.linspace(0.1, 0.9, 60), "good"),
+        (np.full(60, 0.25), "warn"),
+        (np.zeros(60), "warn"),
+        (np.full(60, 1.0), "good"),
+        (np.concatenate([np.linspace(0.1, 0.9, 40), np.full(20, 0.15)]), "bad"),
+        (np.linspace(0.1, 0.9, 5), "none"),
+        (np.array([]), "none"),
+        (np.full(60, np.nan), "none"),
+    ],
+)
+def test_one_sentence_says_whether_it_learns(reward: np.ndarray, level: str) -> None:
+    noise = 0.02 * np.random.default_rng(0).standard_normal(len(reward)) if len(set(reward)) > 1 else 0
+    assert verdict(reward + noise, reward)["level"] == level

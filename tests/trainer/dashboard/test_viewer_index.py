@@ -1,0 +1,176 @@
+"""The index of groups: filters, order, pages, what is new, what is damaged, and how many there may be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ServiceError
+from common.schemas import Group
+from tests.support.recorded_groups import entry, write_lines
+from trainer.dashboard.group_index import GroupIndex, Query
+from trainer.observe.group_files import LINES
+
+
+def found(index: GroupIndex, **query: Any) -> list[int]:
+    """Numbers of the groups, in order."""
+    total, rows = index.search(Query(**query), 1000, 0)
+    assert total == len(rows)
+    return [int(row["id"].removeprefix("group-")) for row in rows]
+
+
+def write(directory: Path, *lines: object) -> None:
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    (directory / LINES).write_text(text, encoding="utf-8")
+
+
+def test_every_filter_finds_its_groups_and_no_others(tmp_path: Path) -> None:
+    dropped = entry(9, reason="reward", detail="no grader", reward=None, rewards=[None], marks=["timeout"], tokens=[400])
+    write(
+        tmp_path,
+        {
+            "step": 1,
+            "groups": [entry(1, reward=0.25, tokens=[5, 50]), entry(2, reward=0.5, prompt="Straße", marks=["truncated"])],
+        },
+        {"step": 2, "groups": [entry(3, reward=1.0, tokens=[70]), entry(4, reward=0.0, reused=True)], "dropped": [dropped]},
+    )
+    index = GroupIndex(tmp_path)
+    assert found(index, sort="step") == [1, 2, 3, 4, 9]
+    assert found(index, step_from=2, sort="step") == [3, 4, 9]
+    assert found(index, step_to=1, sort="step") == [1, 2]
+    assert found(index, reward_min=0.5, sort="-reward") == [3, 2]
+    assert found(index, reward_max=0.25, sort="reward") == [4, 1]
+    assert found(index, length_min=50, sort="length") == [1, 3, 9]
+    assert found(index, length_max=50, step_to=1, length_min=20) == [1]
+    assert found(index, prompt="STRASSE") == [2]
+    assert found(index, prompt="prompt-4") == [4]
+    assert found(index, prompt="group-3") == [3]
+    assert found(index, prompt="% _ ' \" ;--") == []
+    assert found(index, error="truncated") == [2]
+    assert found(index, error="timeout") == found(index, error="dropped") == found(index, error="reward") == [9]
+    assert found(index, error="any", sort="step") == [2, 9]
+    assert found(index, error="none", sort="step") == [1, 3, 4]
+    assert found(index, error="reused") == [4]
+    row = index.find("group-9")
+    assert row is not None
+    assert (row["step"], row["place"], row["reason"], row["detail"], row["rewards"]) == (2, 2, "reward", "no grader", [None])
+    assert (row["lengths"], row["marks"]) == ([400], ["timeout", "dropped", "reward"])
+
+
+def test_pages_follow_each_other(tmp_path: Path) -> None:
+    write_lines(tmp_path, 1, 10)
+    index = GroupIndex(tmp_path)
+    everything = found(index, sort="-reward")
+    pages = [index.search(Query(sort="-reward"), 50, offset)[1] for offset in range(0, 320, 50)]
+    assert [len(page) for page in pages] == [50] * 6 + [20]
+    assert [int(row["id"].removeprefix("group-")) for page in pages for row in page] == everything
+    assert index.search(Query(), 50, 10_000) == (320, [])
+
+
+def test_one_group_may_be_trained_on_in_several_steps(tmp_path: Path) -> None:
+    write(tmp_path, *({"step": step, "groups": [entry(1, reused=step > 2)]} for step in (2, 5, 9)))
+    index = GroupIndex(tmp_path)
+    newest, middle = index.find("group-1"), index.find("group-1", 5)
+    assert newest is not None
+    assert middle is not None
+    assert (newest["step"], middle["step"], index.find("group-1", 3)) == (9, 5, None)
+    assert [row["step"] for row in index.of_prompt("prompt-1", 10)] == [2, 5, 9]
+    assert [row["step"] for row in index.of_prompt("prompt-1", 2)] == [5, 9]
+
+
+def test_only_what_is_new_is_read_and_a_run_that_goes_back_is_read_again(tmp_path: Path) -> None:
+    write_lines(tmp_path, 1, 3, each=2)
+    index = GroupIndex(tmp_path)
+    assert found(index, sort="position") == list(range(6))
+    with (tmp_path / LINES).open("a") as file:
+        file.write(json.dumps({"step": 4, "groups": [entry(6)]})[:-5])
+    assert len(found(index)) == 6  # the line is not complete
+    with (tmp_path / LINES).open("a") as file:
+        file.write(json.dumps({"step": 4, "groups": [entry(6)]})[-5:] + "\n")
+    assert len(found(index)) == 7
+    write(tmp_path, {"step": 1, "groups": [entry(0), entry(1)]}, {"step": 2, "groups": [entry(50)]})
+    assert found(index, sort="position") == [0, 1, 50]
+    (tmp_path / LINES).unlink()
+    assert found(index) == []
+    assert index.problems() == ["groups.jsonl is missing: which groups a step trained on is not known"]
+
+
+OLD = {"id": "group-7", "prompt_id": "p", "position": 3, "versions": [1, 2], "reward": 0.5, "correct": 2, "reused": False}
+
+
+def test_damaged_lines_are_named_and_lines_of_another_version_shown_as_far_as_they_go(tmp_path: Path) -> None:
+    strange = [5, {"id": 5}, {}, entry(1, reward="high", tokens={"a": 1}, versions=[], prompt=["x"], marks=3, position=2**70)]
+    write(
+        tmp_path,
+        *("{", "[1]", {"step": "one", "groups": [entry(2)]}, {"step": 3}, {"step": 4, "groups": "none"}),
+        *({"step": 5, "groups": strange}, {"step": 6, "groups": [OLD]}),
+    )
+    index = GroupIndex(tmp_path)
+    assert found(index, sort="step") == [1, 7]
+    assert [problem.partition(":")[0] for problem in index.problems()] == [
+        "line 1 of groups.jsonl is damaged and left out",
+        "line 2 of groups.jsonl is damaged and left out",
+    ]
+    old, odd = index.find("group-7"), index.find("group-1")
+    assert old is not None
+    assert odd is not None
+    assert (old["reward"], old["correct"], old["completions"], old["prompt"], old["tokens"]) == (0.5, 2, None, None, None)
+    assert (old["oldest"], old["newest"]) == (1, 2)
+    assert (odd["place"], odd["reward"], odd["oldest"], odd["position"], odd["prompt"]) == (3, None, None, None, None)
+
+
+class Store:
+    """A replay store of these rows."""
+
+    def __init__(self, *rows: dict[str, Any]) -> None:
+        self.rows, self.error = list(rows), ""
+
+    def listing(self) -> list[dict[str, Any]] | None:
+        if self.error:
+            raise ServiceError(self.error)
+        return self.rows
+
+    def group(self, group_id: str) -> Group | None:
+        return None
+
+
+def stored(number: int, state: str) -> dict[str, Any]:
+    return {
+        **{"id": f"group-{number}", "prompt_id": "prompt-1", "state": state, "version": 3, "position": number},
+        **{"completions": 4, "correct": 1, "mean_reward": 0.25},
+    }
+
+
+def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.dashboard.group_index._REPLAY_EVERY_S", 0.0)
+    write(tmp_path, {"step": 1, "groups": [entry(1)]})
+    store = Store(stored(1, "consumed"), stored(2, "leased"), stored(3, "consumed"))
+    index = GroupIndex(tmp_path, store)
+    assert found(index) == [2, 3, 1] or found(index) == [3, 2, 1]
+    assert found(index, error="waiting") == [2]
+    assert found(index, error="unrecorded") == [3]
+    assert found(index, prompt="1 + 1", sort="position") == [1, 2, 3]  # its text is that of the group that has one
+    with (tmp_path / LINES).open("a") as file:
+        file.write(json.dumps({"step": 2, "groups": [entry(2)]}) + "\n")
+    assert found(index, error="waiting") == []
+    assert found(index, sort="step") == [1, 2, 3]
+    store.error = "it does not answer"
+    assert found(index, sort="step") == [1, 2]
+    assert index.problems() == ["groups that only the replay store has are not shown: it does not answer"]
+
+
+def test_a_hundred_thousand_groups_are_searched(tmp_path: Path) -> None:
+    """`python -m benchmarks.groups` says how fast."""
+    write_lines(tmp_path, 1, 3125)
+    index = GroupIndex(tmp_path)
+    total, rows = index.search(Query(), 50, 99_950)
+    assert (total, len(rows), rows[-1]["step"], rows[-1]["id"]) == (100_000, 50, 1, "group-31")
+    total, rows = index.search(Query(prompt="is 123 +", error="none", sort="-length"), 50, 0)
+    assert total == 100 - sum(number % 7 == 0 for number in range(123, 100_000, 1000))
+    assert {row["prompt"] for row in rows} == {"What is 123 + 1?"}
+    assert [row["tokens"] for row in rows] == sorted((row["tokens"] for row in rows), reverse=True)
+    write_lines(tmp_path, 3126, 1)
+    assert index.search(Query(step_from=3126), 50, 0)[0] == 32

@@ -1,0 +1,212 @@
+"""Hints: each from a history made by hand with its numbers and settings; none in a healthy run."""
+
+import re
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from tests.support.paths import ROOT
+from trainer.observe.hints import FIRST, WINDOW, hints, remember
+from trainer.observe.run_dir import read_lines
+
+HEALTHY: dict[str, Any] = {
+    "reward": 0.5,
+    "accuracy": 0.5,
+    "zero_variance_groups": 1,
+    "solved_groups": 1,
+    "failed_groups": 0,
+    "staleness": 0.0,
+    "truncated": 0.02,
+    "unparsable": 0.05,
+    "dropped": {},
+    "generating": 0.5,
+    "seconds": {
+        **{"update": 4.0, "publish": 1.0, "evaluation": 100.0, "generation": 4.0, "reward": 0.5},
+        **{"replay": 0.3, "waiting": 0.2},
+    },
+    "update": {"kl_reference": 0.01, "ratio": 1.0, "clip_fraction": 0.01, "entropy": 0.5, "skipped": 0},
+}
+SECTIONS = "|".join(name for name in Config.model_fields if name not in ("seed", "state_dir", "max_body_mb"))
+
+
+def history(*changes: dict[str, Any], healthy: int = FIRST) -> list[dict[str, Any]]:
+    """Healthy steps, then a window of steps that differ from them: `changes` in turn, the last one until the end."""
+    lines: list[dict[str, Any]] = [HEALTHY] * healthy
+    for i in range(WINDOW):
+        change = dict(changes[min(i, len(changes) - 1)])
+        for section in ("seconds", "update"):
+            if section in change:
+                change[section] = HEALTHY[section] | change[section]
+        lines.append(HEALTHY | change)
+    return lines
+
+
+def config(**settings: Any) -> Config:
+    """With settings by dotted names, `__` for the dot."""
+    sections: dict[str, dict[str, Any]] = {"trainer": {"batch_size": 10}}
+    for name, value in settings.items():
+        section, key = name.split("__")
+        sections.setdefault(section, {})[key] = value
+    return Config(**sections)  # type: ignore[arg-type]
+
+
+def only(name: str, lines: list[dict[str, Any]], **settings: Any) -> str:
+    """The one hint that there is."""
+    found = hints(lines, config(**settings))
+    assert set(found) == {name}
+    return found[name]
+
+
+def settings_in(text: str) -> set[str]:
+    return set(re.findall(rf"\b(?:{SECTIONS})\.[a-z_]+", text))
+
+
+KL_RISES = [{"update": {"kl_reference": kl}} for kl in (0.004, 0.004, 0.005, 0.01, 0.02, 0.03, 0.05, 0.06, 0.08, 0.09)]
+ASYNC = {"trainer__max_staleness": 1}
+CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = [
+    (
+        "zero_variance_groups",
+        [{"zero_variance_groups": 8, "solved_groups": 8, "accuracy": 0.93}],
+        {},
+        (
+            "80% of the groups",
+            "right (accuracy 0.93)",
+            "too easy",
+            "data.curriculum",
+            "algorithm.dynamic_sampling",
+        ),
+    ),
+    (
+        "zero_variance_groups",
+        [{"zero_variance_groups": 9, "solved_groups": 0, "failed_groups": 9, "accuracy": 0.02}],
+        {},
+        ("90% of the groups", "wrong (accuracy 0.02)", "too hard", "model.name", "sampling.group_size"),
+    ),
+    (
+        "format",
+        [{"unparsable": 0.6, "reward": 0.1, "accuracy": 0.55}],
+        {},
+        ("in 60% of the completions", "does not rise (mean 0.100)", "sampling.system_prompt", "reward.format_required"),
+    ),
+    (
+        "truncated",
+        [{"truncated": 0.4, "accuracy": 0.2}],
+        {"sampling__max_new_tokens": 300},
+        ("40% of the completions are cut at sampling.max_new_tokens (300)", "accuracy is 0.20", "algorithm.overlong_buffer"),
+    ),
+    (
+        "policy_moves",
+        KL_RISES,
+        {"algorithm__kl_coef": 0.01},
+        ("rose from 0.00433 to 0.0767 nats", "trainer.learning_rate (1e-06)", "algorithm.kl_coef 0.01"),
+    ),
+    ("policy_moves", [{"update": {"kl_reference": 0.8}}], {}, ("KL to the reference is 0.8 nats", "trainer.learning_rate")),
+    (
+        "policy_moves",
+        [{"update": {"ratio": 1.5, "clip_fraction": 0.45}}],
+        {"algorithm__update_epochs": 4, **ASYNC},
+        ("ratio is 1.50", "45% of the tokens are clipped", "algorithm.early_stop_kl", "trainer.max_staleness 1"),
+    ),
+    ("not_finite", [{"update": {"skipped": 1}}], {}, ("10 updates were skipped", "trainer.max_grad_norm")),
+    (
+        "entropy",
+        [{"update": {"entropy": 0.04}}],
+        {},
+        ("from 0.5 to 0.04 nats", "accuracy stays at 0.50", "algorithm.entropy_coef", "sampling.temperature"),
+    ),
+    (
+        "generation_bound",
+        [{"seconds": {"generation": 40.0}}],
+        {},
+        ("87% of the time", "rollout.max_running_requests", "trainer.max_staleness 1 lets"),
+    ),
+    ("generation_bound", [{"seconds": {"generation": 7.0}}], ASYNC, ("54% of the time", "sampling.max_new_tokens")),
+    (
+        "rollout_idle",
+        [{"seconds": {"update": 40.0}, "generating": 0.05}],
+        {},
+        ("idle in 95% of the time", "takes 87%", "trainer.max_staleness 1", "trainer.micro_batch_tokens"),
+    ),
+    (
+        "rollout_idle",
+        [{"seconds": {"update": 40.0}, "generating": 0.3, "staleness": 1.0}],
+        ASYNC,
+        ("idle in 70% of the time", "as old as trainer.max_staleness (1)"),
+    ),
+    ("reward_bound", [{"seconds": {"reward": 8.0}}], {}, ("46% of the time", "reward.workers", "reward.math_timeout_s")),
+    ("replay_bound", [{"seconds": {"replay": 4.0}}], {}, ("29% of the time", "state_dir", "replay.reuse_ratio")),
+    ("publish_bound", [{"seconds": {"publish": 8.0}}], {}, ("47% of the time", "trainer.weight_sync", "lora.rank")),
+    ("nothing_active", [{"seconds": {"waiting": 8.0}}], {}, ("45% of the time", "data-server", "trainer.num_threads")),
+    (
+        "dropped_generation",
+        [{"dropped": {"generation": 7 * i}} for i in range(1, WINDOW + 1)],
+        {},
+        ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
+    ),
+    ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.math_timeout_s")),
+    ("dropped_stale", [{"dropped": {"stale": 20}}], ASYNC, ("20 groups (17%)", "trainer.max_staleness")),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "settings", "phrases"), CASES, ids=[case[0] for case in CASES])
+def test_what_goes_wrong_is_said_with_its_numbers_and_what_to_turn(
+    name: str, changes: list[dict[str, Any]], settings: dict[str, Any], phrases: tuple[str, ...]
+) -> None:
+    text = only(name, history(*changes), **settings)
+    for phrase in phrases:
+        assert phrase in text
+    assert settings_in(text) or "state_dir" in text
+    for setting in settings_in(text):
+        section, key = setting.split(".")
+        assert key in type(getattr(Config(), section)).model_fields, f"{setting} is named and does not exist"
+    assert name in (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+
+
+def test_nothing_is_said_when_all_is_well_or_not_known_yet() -> None:
+    for settings in ({}, ASYNC):
+        assert hints(history({}), config(**settings)) == {}
+    worst = history({"truncated": 1.0, "accuracy": 0.0}, healthy=0)
+    assert hints(worst[: WINDOW - 1], config()) == {}
+    assert set(hints(worst, config())) == {"truncated"}
+
+
+def test_nothing_is_said_in_a_healthy_run() -> None:
+    """Lines of a real one: the tiny task on two busy cores (`jobgroup.local` with jobgroup/configs/tiny-cpu.yaml)."""
+    lines = read_lines(ROOT / "tests" / "golden" / "healthy_metrics.jsonl")
+    assert len(lines) > WINDOW
+    for count in range(1, len(lines) + 1):
+        assert hints(lines[:count], config(trainer__batch_size=32)) == {}
+
+
+def test_what_gets_better_by_itself_is_no_trouble() -> None:
+    rising = [{"unparsable": 0.6, "reward": 0.05 * i, "accuracy": 0.55} for i in range(WINDOW)]
+    assert hints(history(*rising), config()) == {}
+    learns = [{"update": {"entropy": 0.04}, "accuracy": 0.3 + 0.05 * i} for i in range(WINDOW)]
+    assert hints(history(*learns), config()) == {}
+    assert hints(history({"update": {"entropy": 0.01}, "accuracy": 0.95}), config()) == {}  # solved
+    assert hints(history({"truncated": 0.4, "accuracy": 0.7}), config()) == {}  # long answers, but right ones
+
+
+def test_replaced_groups_of_dynamic_sampling_count_too() -> None:
+    lines = history(
+        *({"zero_variance_groups": 0, "solved_groups": 0, "dropped": {"zero_variance": 40 * i}} for i in range(1, 11))
+    )
+    text = only("zero_variance_groups", lines, algorithm__dynamic_sampling=True)
+    assert text.startswith("80% of the groups")
+    assert "algorithm.dynamic_sampling" not in text
+
+
+def test_a_resumed_process_counts_drops_anew() -> None:
+    lines = history({"dropped": {"reward": 500}}, {"dropped": {"reward": 500}}, {"dropped": {"reward": 3}})
+    assert hints(lines, config()) == {}
+
+
+def test_a_history_stays_short_and_says_the_same() -> None:
+    whole = [HEALTHY] * 40 + history({"dropped": {"stale": 20}, "update": {"entropy": 0.04}}, healthy=0)
+    kept: list[Any] = []
+    for line in whole:
+        remember(kept, line)
+    assert len(kept) == FIRST + WINDOW + 1
+    assert hints(kept, config()) == hints(whole, config())
+    assert set(hints(kept, config())) == {"dropped_stale", "entropy"}

@@ -1,0 +1,140 @@
+"""How a batch is cut: every row once, budgets held, the same number of passes on every rank, balance."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
+from learning.layout import Packed, Padded
+from learning.ranks import Ranks
+from tests.support.groups import off_policy_groups, whole
+from trainer.policy.policy import Policy
+
+GROUPS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)), min_size=1, max_size=9)
+
+
+def sizes_of(groups: list[tuple[int, list[int]]], shared: bool) -> Sizes:
+    """Of groups of a prompt's length and its completions' lengths; no prompt is another's."""
+    rows = [(i, prompt, completion) for i, (prompt, completions) in enumerate(groups) for completion in completions]
+    columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
+    return Sizes(columns[1], columns[2], columns[0], shared)
+
+
+@given(GROUPS, st.booleans(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.none() | st.integers(1, 5))
+def test_a_batch_is_cut_into_disjoint_and_complete_parts(
+    groups: list[tuple[int, list[int]]], shared: bool, parts: int, world_size: int, max_tokens: int, max_rows: int | None
+) -> None:
+    """Mini-batches, the ranks' shares of them and micro-batches: every row exactly once, none over the budgets."""
+    sizes = sizes_of(groups, shared)
+    found: list[int] = []
+    for part in mini_batches(len(sizes.prompts), parts, seed=3):
+        cuts = [micro_batches(sizes, part, Ranks(rank, world_size), max_tokens, max_rows) for rank in range(world_size)]
+        assert len({len(cut) for cut in cuts}) == 1, "passes are of all ranks together"
+        for micro in (micro for cut in cuts for micro in cut):
+            assert len(micro) <= 1 or sizes.tokens(micro.tolist()) <= max_tokens
+            assert max_rows is None or len(micro) <= max_rows
+            found += micro.tolist()
+    assert sorted(found) == list(range(len(sizes.prompts)))
+
+
+@given(GROUPS, st.integers(1, 4))
+def test_ranks_have_nearly_the_same_work_and_whole_groups(groups: list[tuple[int, list[int]]], world_size: int) -> None:
+    sizes = sizes_of(groups, shared=True)
+    everything = np.arange(len(sizes.prompts))
+    parts = shares(sizes, everything, world_size)
+    alone = [float(sizes.costs(np.array([i])).sum()) for i in everything]
+    mean = sizes.costs(sizes.order(everything)).sum() / world_size
+    for part in parts:
+        assert sizes.costs(part).sum() <= mean + 2 * max(alone)  # half a row at each border, and a prompt that is split
+    split = sum(
+        len({rank for rank, part in enumerate(parts) if group in sizes.groups[part]}) - 1 for group in range(len(groups))
+    )
+    assert split <= world_size - 1
+
+
+@given(GROUPS, st.booleans(), st.integers(1, 200))
+def test_micro_batches_are_as_few_as_when_each_is_filled(
+    groups: list[tuple[int, list[int]]], shared: bool, max_tokens: int
+) -> None:
+    """Even parts, but no more of them than the budget asks for."""
+    sizes = sizes_of(groups, shared)
+    order = sizes.order(np.arange(len(sizes.prompts))).tolist()
+    filled: list[list[int]] = [[]]
+    for row in order:
+        if filled[-1] and sizes.tokens([*filled[-1], row]) > max_tokens:
+            filled.append([])
+        filled[-1].append(row)
+    assert len(micro_batches(sizes, np.array(order), Ranks(), max_tokens)) == len(filled)
+
+
+def test_cuts_by_hand() -> None:
+    """Of completions the last token is not computed."""
+    groups = [(10, [5, 7]), (20, [6, 6, 6])]
+    packed, padded = sizes_of(groups, shared=True), sizes_of(groups, shared=False)
+    everything = np.arange(5)
+    assert [packed.tokens([0, 1, 2, 3, 4]), packed.tokens([1, 2]), packed.tokens([])] == [55, 41, 0]
+    assert [padded.tokens([0, 1, 2, 3, 4]), padded.tokens([0, 1])] == [125, 32]
+    assert [cut.tolist() for cut in micro_batches(packed, everything, Ranks(), 36)] == [[0, 1], [2, 3, 4]]
+    assert [cut.tolist() for cut in micro_batches(padded, everything, Ranks(), 99)] == [[0, 1, 2], [3, 4]]
+    assert [cut.tolist() for cut in micro_batches(packed, everything, Ranks(), 55)] == [[0, 1, 2, 3, 4]]
+    assert [part.tolist() for part in shares(packed, everything, 2)] == [[0, 1], [2, 3, 4]]
+    one_row = [micro_batches(packed, np.array([3]), Ranks(rank, 2), 55) for rank in (0, 1)]
+    assert sorted([cut.tolist() for cut in cuts] for cuts in one_row) == [[[]], [[3]]]
+
+
+def test_tokens_are_those_that_a_layout_computes() -> None:
+    prompts = [np.arange(length, dtype=np.int32) for length in (3, 3, 7, 7, 7)]
+    completions = [np.arange(length, dtype=np.int32) for length in (4, 0, 9, 1, 2)]
+    for layout in (Packed, Padded):
+        sizes = Sizes.of(prompts, completions, layout.shared)
+        assert sizes.tokens([0, 1, 2, 3, 4]) == layout.of(prompts, completions).input_ids.numel()
+    assert sizes.groups.tolist() == [0, 0, 1, 1, 1]
+
+
+class Alone(Ranks):
+    """One of two ranks, the other of which is not there: what they add up is this one's part."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def sum_gradients(self, model: torch.nn.Module) -> None:
+        pass
+
+
+class Sharded(Alone):
+    @property
+    def sharded(self) -> bool:
+        return True
+
+
+def idle(kind: type[Ranks]) -> Ranks:
+    """The rank that has nothing of one row."""
+    one = sizes_of([(3, [2])], shared=True)
+    return kind(next(rank for rank in (0, 1) if not len(shares(one, np.arange(1), 2)[rank])), 2, shard_size=1)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Alone, []), (Sharded, [[0]])])
+def test_a_rank_without_rows_scores_only_where_models_are_spread(kind: type[Ranks], expected: list[list[int]]) -> None:
+    sizes, seen = sizes_of([(3, [2])], shared=True), []
+
+    def score(indices: Indices) -> torch.Tensor:
+        seen.append(indices.tolist())
+        return torch.ones(int(sizes.completions[indices].sum()))
+
+    assert score_shared(sizes, idle(kind), 100, score)[0].tolist() == [0, 0]
+    assert seen == expected
+
+
+@pytest.mark.parametrize("kind", [Alone, Sharded])
+def test_a_rank_without_rows_learns_nothing_but_takes_part_where_models_are_spread(config: Config, kind: type[Ranks]) -> None:
+    batch = whole(off_policy_groups()[:1], config)
+    policy = Policy(config, Ranks())
+    policy.ranks = idle(kind)
+    sums, _ = policy._accumulate(batch, np.zeros(1, np.int64), first=True)
+    gradients = [parameter.grad for parameter in policy.model.parameters()]
+    assert sums["tokens"] == 0
+    assert [gradient is not None for gradient in gradients] == [kind is Sharded] * len(gradients)
+    assert not any(gradient.any() for gradient in gradients if gradient is not None)

@@ -1,0 +1,271 @@
+"""The update: what it computes, and that it does not depend on how the batch is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.config import Config, load
+from common.errors import ConfigError
+from common.schemas import Float32, Group, Int32
+from common.sections import TrainerSection
+from common.wire import encode_groups
+from learning.batching import micro_batches
+from learning.layout import Packing, Padded
+from learning.optimizer import NonFiniteGradients
+from learning.ranks import Ranks
+from tests.support.groups import known, make_group, prepared, whole
+from tests.support.ranks import run_ranks
+from trainer.algorithms.batch import Batch, MicroBatch
+from trainer.policy.policy import Policy, learning_rate
+from trainer.policy.scorer import Scorer
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    rng = np.random.default_rng(0)
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    return [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
+
+
+def parameters(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+
+
+def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
+    policy = Policy(config, Ranks())
+    policy.update(batch)
+    return parameters(policy)
+
+
+def score(policy: Policy, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
+    """Log-probabilities and entropies of one completion, scored alone."""
+    padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
+    with torch.no_grad():
+        scores = Scorer(policy.model)(padded, targets, temperature)
+    return scores.logprobs.numpy(), scores.entropy.numpy()
+
+
+def on_policy(config: Config, groups: list[Group]) -> None:
+    """Makes the rollout logprobs those of the policy itself."""
+    policy = Policy(config, Ranks())
+    for group in groups:
+        for completion in group.completions:
+            completion.logprobs = score(policy, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
+
+
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
+    """Layout, selection before the head and temperature against the plain forward of every row alone."""
+    policy = Policy(config, Ranks())
+    batch = whole(groups, config)
+    scorer = Scorer(policy.model, packing)
+    micro = MicroBatch.of(batch, np.arange(len(batch.rows)), scorer.layout)
+    with torch.no_grad():
+        scores = scorer(micro.tokens, micro.targets, 0.7)
+        expected, entropies = [], []
+        for row in batch.rows:
+            ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
+            logits = policy.model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / 0.7
+            distribution = torch.distributions.Categorical(logits=logits)
+            expected.append(distribution.log_prob(torch.tensor(row.completion_ids).long()))
+            entropies.append(distribution.entropy())
+    torch.testing.assert_close(scores.logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores.entropy, torch.cat(entropies), atol=1e-4, rtol=0)
+
+
+def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
+    on_policy(config, groups)
+    metrics = Policy(config, Ranks()).update(whole(groups, config)).metrics
+    assert metrics.ratio == pytest.approx(1, abs=1e-5)
+    assert metrics.delta_logprob == pytest.approx(0, abs=1e-5)
+    assert metrics.delta_logprob_current == pytest.approx(0, abs=1e-5)
+    assert metrics.clip_fraction == 0
+    assert metrics.effective_sample_size == pytest.approx(1, abs=1e-5)
+    batch = whole(groups, config)
+    expected = -sum(float(advantages.sum()) for advantages in known(batch.advantages)) / sum(batch.lengths)
+    assert metrics.loss == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 100])
+def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Group], max_tokens: int) -> None:
+    one = updated(config, whole(groups, config))
+    config.trainer.micro_batch_tokens = max_tokens
+    batch = whole(groups, config)
+    assert len(micro_batches(batch.sizes(shared=True), np.arange(len(batch.rows)), Ranks(), max_tokens)) > 1
+    many = updated(config, batch)
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_micro_batch_has_at_most_so_many_completions(
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    one = updated(config, whole(groups, config))
+    config.trainer.micro_batch_size = size
+    passes: list[int] = []
+    backward = Policy._backward
+
+    def counted(policy: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
+        passes.append(micro.count)
+        return backward(policy, micro, *more)
+
+    monkeypatch.setattr(Policy, "_backward", counted)
+    batch = whole(groups, config)
+    many = updated(config, batch)
+    assert max(passes) == size
+    assert sum(passes) == sum(bool(advantages.any()) for advantages in known(batch.advantages))
+    for name, expected in one.items():
+        torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+def test_the_device_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Ranks().device.type == "cpu"
+    with pytest.raises(ConfigError, match=r"no GPU.*trainer\.device.*cuda.*remedy"):
+        Ranks(device_kind="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Ranks().device.type == "cuda"
+    assert Ranks(device_kind="cuda").device.type == "cuda"
+    assert Ranks(device_kind="cpu").device.type == "cpu"  # a GPU is there, and left alone
+
+
+def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
+    with_equal, without = Policy(config, Ranks()), Policy(config, Ranks())
+    assert [bool(row.any()) for row in known(whole(groups, config).advantages)] == [True] * 8 + [False] * 4 + [True] * 4
+    others = [*groups[:2], groups[3]]
+    both = [policy.update(prepared(policy, part)).metrics for policy, part in ((with_equal, groups), (without, others))]
+    assert both[0].trained_tokens == both[1].trained_tokens  # the equal group is left out of the forward pass
+    tokens = [sum(len(c.token_ids) for group in part for c in group.completions) for part in (groups, others)]
+    assert both[0].loss == pytest.approx(both[1].loss * tokens[1] / tokens[0], rel=1e-4)
+    policy = Policy(config, Ranks())
+    before = parameters(policy)
+    metrics = policy.update(whole([groups[2]], config)).metrics
+    assert metrics.grad_norm == 0
+    for name, value in parameters(policy).items():
+        torch.testing.assert_close(value, before[name], atol=0, rtol=0)
+
+
+SEVERAL = ["--algorithm.update_epochs", "2", "--algorithm.mini_batches", "3", "--algorithm.rollout_correction", "truncate"]
+IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.aggregation", "constant"]
+
+
+@pytest.mark.parametrize("settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"])
+def test_two_trainer_processes_give_the_update_of_one(
+    config: Config, groups: list[Group], tmp_path: Path, settings: list[str]
+) -> None:
+    """Trap: trainer nodes beyond the first slept. Here both ranks hold a share, and the result is that of one process."""
+    (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
+    words = ("--model.name", config.model.name, "--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings)
+    run_ranks(2, "policy_ranks", str(tmp_path), *words)
+    config.algorithm = load(settings, {}).algorithm
+    policy = Policy(config, Ranks())
+    metrics = policy.update(whole(groups, config)).metrics
+    loss, grad_norm, tokens = (tmp_path / "metrics.txt").read_text().split()
+    assert float(loss) == pytest.approx(metrics.loss, abs=1e-6)
+    assert float(grad_norm) == pytest.approx(metrics.grad_norm, rel=1e-4)
+    assert int(tokens) == metrics.trained_tokens
+    two = load_file(tmp_path / "new.safetensors")
+    for name, expected in parameters(policy).items():
+        torch.testing.assert_close(two[name], expected, atol=2e-5, rtol=0, msg=name)
+
+
+def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
+    """Trap: settings that nothing reads. Each of them changes the update."""
+    base = updated(config, whole(groups, config))
+
+    def differs(section: str, name: str, value: object) -> bool:
+        changed = config.model_copy(deep=True)
+        setattr(getattr(changed, section), name, value)
+        new = updated(changed, whole(groups, changed))
+        return any(not torch.equal(new[key], base[key]) for key in base)
+
+    assert differs("algorithm", "clip_high", 50.0)
+    assert differs("algorithm", "clip_low", 0.99)
+    assert differs("trainer", "learning_rate", 2e-3)
+    assert differs("trainer", "max_grad_norm", 1e-6)
+    assert differs("trainer", "weight_decay", 0.5)
+    assert differs("trainer", "warmup_steps", 10)
+    assert differs("sampling", "temperature", 0.5)
+    assert differs("algorithm", "advantage_eps", 1.0)
+
+
+def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]) -> None:
+    """Equal rewards leave the KL term alone; a policy that moved away has a gradient towards the reference."""
+    config.algorithm.kl_coef = 0.5
+    policy = Policy(config, Ranks())
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+    batch = prepared(policy, [groups[2]])
+    first = policy.update(batch).metrics.kl_reference
+    for _ in range(10):
+        last = policy.update(batch).metrics.kl_reference
+    assert 0 < last < first
+
+
+def test_importance_weights_scale_the_gradient(config: Config, groups: list[Group]) -> None:
+    config.trainer.max_grad_norm = 1e9
+    policies = [Policy(config, Ranks()), Policy(config, Ranks())]
+    pairs = zip(policies, (1.0, 0.5), strict=True)
+    full, half = (policy.update(prepared(policy, groups, [weight] * 4)).metrics for policy, weight in pairs)
+    assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
+
+
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_run(
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 1)
+    policy = Policy(config, Ranks())
+    good, bad = whole(groups, config), whole(groups, config)
+    known(bad.advantages)[0][:] = float("nan")
+    before = parameters(policy)
+    assert policy.update(bad).metrics.skipped == 1
+    assert policy.step == 1
+    for name, value in parameters(policy).items():
+        assert torch.equal(value, before[name])
+    assert policy.update(good).metrics.skipped == 0  # starts the count anew
+    policy.update(bad)
+    with pytest.raises(NonFiniteGradients, match="2 gradients in a row"):
+        policy.update(bad)
+
+
+def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]) -> None:
+    def entropy(coefficient: float) -> float:
+        changed = config.model_copy(deep=True)
+        changed.algorithm.entropy_coef = coefficient
+        policy = Policy(changed, Ranks())
+        with torch.no_grad():  # away from the uniform distribution, where there is nothing to raise
+            policy.model.get_output_embeddings().weight.mul_(8)
+        for _ in range(5):
+            metrics = policy.update(prepared(policy, [groups[2]])).metrics
+        return metrics.entropy
+
+    with_bonus = entropy(1.0)
+    config.algorithm.kl_coef = 1e-9  # keeps the rows of the equal group without moving anything
+    assert with_bonus > entropy(0.0) + 0.01
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 0, 0.1),
+        ("constant", 9, 1.0),
+        ("constant", 100, 1.0),
+        ("linear", 4, 0.5),
+        ("linear", 10, 1.0),
+        ("linear", 60, 0.5),
+        ("linear", 110, 0.0),
+        ("cosine", 10, 1.0),
+        ("cosine", 60, 0.5),
+        ("cosine", 35, 0.8535534),
+        ("cosine", 110, 0.0),
+    ],
+)
+def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) -> None:
+    settings = TrainerSection.model_validate({"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule})
+    assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)

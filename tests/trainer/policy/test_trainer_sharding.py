@@ -1,0 +1,205 @@
+"""Sharded policies: the same update on any number of ranks, from files that every rank or only rank 0 sees."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common.config import Config
+from common.errors import ConfigError
+from learning.loading import Pretrained, fill, materialise
+from learning.ranks import Ranks
+from learning.sharding import named_tensors
+from tests.support.groups import VOCABULARY, save
+from tests.support.paths import ROOT
+from tests.support.sharding import One, arguments, run_cases
+from tests.support.workers.sharded_policies import learned
+from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
+from trainer.policy.policy import Policy
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def one(policy_dir: Path, directory: Path) -> One:
+    return One(policy_dir, directory)
+
+
+def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, directory: Path, one: One) -> None:
+    """With weight decay, clipping, and a reference that is refreshed; the resumed ones go on with the third update."""
+    settings = arguments(policy_dir)
+    replicated = arguments(policy_dir, shard_size=1)
+    offload = arguments(policy_dir, offload_optimizer=True, offload_reference=True, activation_checkpointing=True)
+    cases: dict[str, dict[str, Any]] = {
+        "sharded": {"settings": settings},
+        "replicated": {"settings": replicated},
+        "offload": {"settings": offload},
+        "compiled": {"settings": arguments(policy_dir, compile=True, activation_checkpointing=True)},
+        "from_one": {"settings": settings, "resume": "one", "updates": 1},
+        "saves": {"settings": settings, "save": "two", "updates": 2},
+        "saves_replicated": {"settings": replicated, "save": "two_replicated", "updates": 2},
+        "saves_alone": {"settings": settings, "save": "alone", "updates": 2, "hidden": True},
+        "to_replicated": {"settings": replicated, "resume": "two", "updates": 1},
+        "from_replicated": {"settings": settings, "resume": "two_replicated", "updates": 1},
+        "hidden": {"settings": settings, "resume": "alone", "updates": 1, "hidden": True},
+        "hidden_replicated": {"settings": replicated, "resume": "two", "updates": 1, "hidden": True},
+    }
+    run_cases(2, directory, cases)
+    for name, case in cases.items():
+        if "save" not in case:
+            one.check(directory, name, 2)
+    shares = {path.name for path in (directory / "two" / "checkpoints" / "step_000002" / "state").iterdir()}
+    assert shares == {".metadata", "__0_0.distcp", "__1_0.distcp"}, "every rank writes its share"
+    assert not list((directory / "alone").rglob("__1_0.distcp"))
+    back = {"settings": settings, "updates": 1}
+    run_cases(1, directory, {f"back_{name}": back | {"resume": name} for name in ("two", "two_replicated", "alone")})
+    for name in ("two", "two_replicated", "alone"):
+        one.check(directory, f"back_{name}", 1)
+        path = newest(directory / name / "checkpoints")
+        assert path is not None
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, one: One) -> None:
+    run_cases(4, directory, {"hsdp": {"settings": arguments(policy_dir, shard_size=2)}})
+    one.check(directory, "hsdp", 4)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3), (2, 4)])
+def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be divided.*trainer\.shard_size"):
+        Ranks(world_size=ranks, shard_size=size)
+
+
+def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
+    config.trainer.offload_optimizer = True
+    with pytest.raises(ConfigError, match=r"cannot be offloaded.*trainer\.offload_optimizer"):
+        Policy(config, Ranks())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+    from learning.loading import SafetensorsReader
+    from trainer.cli.tiny_model import make_model
+
+    torch.manual_seed(3)
+    model = make_model(VOCABULARY, 1, 0)
+    model.config.tie_word_embeddings = tied
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    pretrained = Pretrained(AutoModelForCausalLM, str(tmp_path))
+    expected, found = pretrained.whole(), pretrained.empty()
+    assert all(parameter.is_meta for parameter in found.parameters())
+    materialise(found, torch.device("cpu"), torch.device("cpu"))
+    fill(named_tensors(found), SafetensorsReader(tmp_path), Ranks(), everywhere=True)
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    for ours, theirs in ((found.state_dict(), expected.state_dict()), (buffers(found), buffers(expected))):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert tensor.dtype == ours[name].dtype
+            assert torch.equal(ours[name], tensor), name
+
+
+def buffers(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers())
+
+
+def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
+    """A model of 120 MB on two ranks: what a rank needs beyond its start is far from the model, let alone twice of it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    run_cases(2, tmp_path, {"peak": {"settings": ["--model.name", str(tmp_path / "model")], "peak": True}})
+    for rank in (0, 1):
+        peak = int((tmp_path / f"peak-{rank}.txt").read_text())
+        assert size / 2 < peak < 1.5 * size, (peak, size)
+
+
+@pytest.mark.parametrize("kind", ["missing", "killed"])
+def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
+    """Killed in the middle of writing, or a disk that says no: then the next step says so."""
+    policy = Policy(config, Ranks())
+    first = save(policy, tmp_path)
+    policy.step = 1
+    if kind == "killed":
+        code = (
+            "import os, sys; from pathlib import Path; import learning.saving as saving;"
+            "from common.config import Config; from learning.ranks import Ranks;"
+            "from tests.support.groups import save; from trainer.policy.policy import Policy;"
+            "saving.Snapshot.write_state = lambda *_: os._exit(9);"
+            "c = Config(); c.model.name = sys.argv[1]; l = Policy(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
+        )
+        root = str(ROOT)
+        done = subprocess.run(
+            [sys.executable, "-c", code, config.model.name, str(tmp_path)], env={**os.environ, "PYTHONPATH": root}, timeout=100
+        )
+        assert done.returncode == 9
+        assert (tmp_path / "step_000001.partial").is_dir()
+    else:
+        checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=lambda: [tmp_path / "is not there"])
+        checkpoints.save(TrainerState(1, 7, "run", 0.0), policy.snapshots(alone=False))
+        with pytest.raises(CheckpointFailed, match=r"could not be written: FileNotFoundError.*remedy"):
+            checkpoints.wait()
+    assert newest(tmp_path) == first
+    second = save(policy, tmp_path)
+    assert newest(tmp_path) == second
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
+    policy = Policy(config, Ranks())
+    for policy.step, accuracy in enumerate([None, 0.2, 0.5, 0.4, None, 0.3], 1):
+        save(policy, tmp_path, keep=2, accuracy=accuracy)
+    assert (tmp_path / "best").resolve() == tmp_path / "step_000003"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best", "step_000003", "step_000005", "step_000006"]
+    policy.step = 7
+    save(policy, tmp_path, keep=2, accuracy=0.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_000006", "step_000007"]
+
+
+def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path) -> None:
+    """The thread writes a copy: updates that follow at once do not reach it."""
+    policy = Policy(config, Ranks())
+    expected = {name: tensor.clone() for name, tensor in policy.weights()}
+    gate = threading.Event()
+
+    def static() -> list[Path]:
+        gate.wait(60)
+        return []
+
+    checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=static)
+    path = checkpoints.save(TrainerState(0, 0, "run", 0.0), policy.snapshots(alone=False))
+    learned(policy, 1)
+    assert newest(tmp_path) is None
+    gate.set()
+    checkpoints.wait()
+    written = load_file(path / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights())

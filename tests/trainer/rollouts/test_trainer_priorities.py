@@ -1,0 +1,130 @@
+"""Priorities of groups against hand-computed numbers; functions of one's own, good and bad."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from common.schemas import Group
+from tests.support.groups import make_group
+from trainer.rollouts.priorities import MIN_PRIORITY, PRIORITIES, load_priority
+
+
+def group_of(rewards: list[float]) -> Group:
+    """Right where the reward is above 0."""
+    return make_group(np.random.default_rng(0), rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "advantages", "expected"),
+    [
+        ("advantage", [1, 0, 0, 1], [0.5, -1.5, 1.0, -2.0], 1.25),  # (0.5 + 1.5 + 1 + 2) / 4
+        ("advantage", [1, 1], [0.0, 0.0], MIN_PRIORITY),
+        ("advantage", [1, 0], [1e-3, -4e-3], 2.5e-3),
+        ("advantage", [1, 0], [math.nan, 1.0], MIN_PRIORITY),
+        ("advantage", [1, 0], [math.inf, 1.0], MIN_PRIORITY),
+        ("reward", [1, 0, 0, 1], [0, 0, 0, 0], 0.6),  # 0.1 + ½
+        ("reward", [3, 1.5], [0, 0], 2.35),
+        ("reward", [0, 0], [5, 5], 0.1),
+        ("reward", [-3, 1], [0, 0], 0.1),
+    ],
+)
+def test_hand_computed(name: str, rewards: list[float], advantages: list[float], expected: float) -> None:
+    assert load_priority(name)(group_of(rewards), advantages) == pytest.approx(expected, rel=1e-12)
+
+
+@given(
+    st.sampled_from(sorted(PRIORITIES)),
+    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats()), min_size=1, max_size=6),
+)
+def test_every_priority_can_be_stored(name: str, rows: list[tuple[float, float]]) -> None:
+    value = load_priority(name)(group_of([reward for reward, _ in rows]), [advantage for _, advantage in rows])
+    assert MIN_PRIORITY <= value < math.inf
+
+
+SOURCE = """
+import numpy as np
+
+print("imported")
+
+def right(group, advantages):
+    return sum(completion.correct for completion in group.completions) + max(advantages)
+
+def constant(value):
+    return lambda group, advantages: value
+
+zero, whole, single = constant(0), constant(7), constant(np.float32(0.5))
+nothing, text, negative, nan, infinite, huge = map(constant, (None, "1", -0.5, float("nan"), np.inf, 10**400))
+boolean = constant(True)
+number = 5
+
+def broken(group, advantages):
+    raise KeyError("mine")
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The import path of a module with SOURCE, in a package of this test's own."""
+    name = f"own_priorities_{abs(hash(request.node.name))}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    (tmp_path / name / "module.py").write_text(SOURCE)
+    (tmp_path / name / "raises.py").write_text("1 / 0")
+    (tmp_path / name / "garbled.py").write_text("def def")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_function_of_ones_own_is_imported_once(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    priority = load_priority(f"{package}.module:right")
+    assert [priority(group_of([1, 0, 1]), [0.5, -1, 0.25]) for _ in range(2)] == [2.5, 2.5]
+    assert capsys.readouterr().out == "imported\n"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("zero", MIN_PRIORITY), ("whole", 7.0), ("single", 0.5)])
+def test_numbers_that_are_taken(package: str, name: str, expected: float) -> None:
+    assert load_priority(f"{package}.module:{name}")(group_of([1]), [0]) == expected
+
+
+@pytest.mark.parametrize("name", ["nothing", "text", "negative", "nan", "infinite", "huge", "boolean"])
+def test_what_is_no_priority_is_refused_with_the_group(package: str, name: str) -> None:
+    group, path = group_of([1]), f"{package}.module:{name}"
+    with pytest.raises(ConfigError, match=f"the priority of group {group.id} is ") as error:
+        load_priority(path)(group, [0])
+    assert (error.value.field, error.value.value) == ("replay.priority", path)
+    assert error.value.remedy == "return a finite number of at least 0"
+
+
+def test_an_error_of_ones_own_function_comes_through(package: str) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        load_priority(f"{package}.module:broken")(group_of([1]), [0])
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("entropy", "there is no such priority"),
+        ("", "there is no such priority"),
+        (":right", "there is no such priority"),
+        ("{}.module:", "there is no such priority"),
+        ("nowhere.module:right", "No module named 'nowhere'"),
+        ("{}.missing:right", "cannot be imported"),
+        (".module:right", "cannot be imported"),
+        ("{}.raises:right", "ZeroDivisionError"),
+        ("{}.garbled:right", "SyntaxError"),
+        ("{}.module:wrong", "there is no such name"),
+        ("{}.module:number", "of type int"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(package: str, path: str, why: str) -> None:
+    path = path.format(package)
+    with pytest.raises(ConfigError, match=why) as error:
+        load_priority(path)
+    assert error.value.field == "replay.priority"
+    assert error.value.value == path
+    assert error.value.remedy

@@ -1,0 +1,147 @@
+"""The copy of published weights, what engines' checksums are compared with, and files on demand."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.config import Config
+from common.errors import Conflict, NotFound, ServiceError
+from common.observe import Metrics
+from common.schemas import WeightChecksums, WeightManifest, WorkerReport
+from learning.weight_group import digest, views
+from trainer.server import create_trainer_app
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.host_copy import HostCopy
+from trainer.weights.publisher import WeightBoard
+from trainer.weights.transfer import EngineGroup, Rendezvous
+
+
+def mixed() -> dict[str, Tensor]:
+    """Tensors of two dtypes, one of them with an odd number of elements."""
+    return {
+        "a": torch.randn(4, 8),
+        "b": torch.randn(3, dtype=torch.bfloat16),
+        "c": torch.randn(5, 5),
+        "d": torch.randn(()),
+        "e": torch.randn(40, 8),
+    }
+
+
+def test_buckets_hold_what_was_put_in_and_end_at_their_size_and_at_another_dtype() -> None:
+    snapshot, filled = HostCopy(bucket_bytes=250), list[int]()
+    for version in (1, 2):
+        weights = mixed()
+        filled.clear()
+        snapshot.fill(weights.items(), version, filled.append)
+        assert [bucket.names for bucket in snapshot.buckets] == [["a"], ["b"], ["c", "d"], ["e"]]
+        assert filled == [0, 1, 2, 3]
+        found = dict(item for pair in zip(snapshot.flats, snapshot.buckets, strict=True) for item in views(*pair))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        assert snapshot.size == sum(tensor.nbytes for tensor in weights.values())
+    with pytest.raises(NotFound), snapshot.reading(1):
+        pass
+
+
+@pytest.mark.parametrize("change", [{"c": torch.zeros(5, 4)}, {"f": torch.zeros(1)}, {"a": torch.zeros(4, 8).double()}])
+def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> None:
+    snapshot = HostCopy()
+    snapshot.fill(mixed().items(), 1)
+    with pytest.raises(ServiceError):
+        snapshot.fill((mixed() | change).items(), 2)
+    with pytest.raises(NotFound), snapshot.reading(1):  # half overwritten: nobody gets it
+        pass
+
+
+def test_fused_and_padded_names_are_compared_with_their_parts() -> None:
+    snapshot, layer = HostCopy(), "model.layers.0.self_attn."
+    weights = {f"{layer}{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
+    weights["model.embed_tokens.weight"] = torch.randn(70, 8)
+    snapshot.fill(weights.items(), 1)
+    *qkv, words = weights.values()
+    engine = {f"{layer}qkv_proj.weight": digest(torch.cat(qkv)), "rotary": "0"}
+    engine["model.embed_tokens.weight"] = digest(torch.cat([words, torch.zeros(58, 8)]))
+    assert snapshot.differing(1, engine) == ([], 4, 4)
+    spoiled = engine | {f"{layer}qkv_proj.weight": digest(torch.cat(qkv[::-1]))}
+    assert snapshot.differing(1, spoiled) == ([f"{layer}qkv_proj.weight"], 4, 4)
+
+
+def broadcaster(tmp_path: Path, exact: bool = True) -> tuple[Broadcaster, WeightBoard]:
+    board = WeightBoard(tmp_path / "weights")
+    static = tmp_path / "config.json"
+    static.write_text("{}")
+    return Broadcaster(board, [static], "run", 5.0, Rendezvous("127.0.0.1", exact=exact)), board
+
+
+async def test_files_are_written_when_somebody_asks_and_checksums_are_compared(tmp_path: Path) -> None:
+    sender, board = broadcaster(tmp_path)
+    transport = httpx.ASGITransport(create_trainer_app(board, Metrics("trainer")))
+    async with httpx.AsyncClient(base_url="http://trainer", transport=transport) as http:
+        sums = {name: digest(tensor) for name, tensor in mixed().items()}
+        body = {"worker": "rollout-server-0", "ranks": [sums]}
+        assert (await http.post("/weights/1/verify", json=body)).status_code == 404
+        weights = mixed()
+        sender.publish(weights.items(), 1)
+        latest = (await http.get("/weights/latest")).json()
+        assert (latest["files"], latest["broadcast"]) == ([], None)
+        assert not list(board.directory.glob("v*"))
+        asked = (await http.get("/weights/latest", params={"files": "true"})).json()
+        assert {file["name"] for file in asked["files"]} == {"config.json", "model.safetensors"}
+        written = load_file(board.directory / "v000001" / "model.safetensors")
+        assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
+        good = {name: digest(tensor) for name, tensor in weights.items()}
+        answer = await http.post("/weights/1/verify", json=body | {"ranks": [good]})
+        assert answer.json()["compared"] == "5 of 5 tensors with the trainer's"
+        for wrong in (good | {"c": sums["c"]}, {"other": "0"}):
+            answer = await http.post("/weights/1/verify", json=body | {"ranks": [wrong]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+        sender.publish(mixed().items(), 2)
+        assert (await http.post("/weights/1/verify", json=body | {"ranks": [good]})).status_code == 404
+
+
+async def test_engines_on_gpus_are_compared_with_each_other_once_all_have_reported(tmp_path: Path) -> None:
+    sender, board = broadcaster(tmp_path, exact=False)
+    names = ["rollout-server-0", "rollout-server-1"]
+    members = [WorkerReport(name=name, url=name, num_nodes=2, state="ready", version=0) for name in names]
+    for member in members:
+        board.report(member)
+    sender._group = EngineGroup(members, Rendezvous("127.0.0.1"), 5.0)
+    broadcast = sender._group.announcement([])
+    board.announce(WeightManifest(version=7, run_id="run", broadcast=broadcast))
+
+    async def verdicts(*checksums: str) -> list[object]:
+        sender._sums.clear()
+        sums = [WeightChecksums(worker=name, ranks=[{"w": text}]) for name, text in zip(names, checksums, strict=True)]
+        first = asyncio.create_task(sender.verify(7, sums[0]))
+        await asyncio.sleep(0.2)
+        assert not first.done()  # it waits for the other engine
+        return list(await asyncio.gather(first, sender.verify(7, sums[1]), return_exceptions=True))
+
+    equal = await verdicts("1", "1")
+    assert [getattr(verdict, "compared", verdict) for verdict in equal] == ["the engines of 2 nodes with each other"] * 2
+    assert [type(verdict) for verdict in await verdicts("1", "2")] == [Conflict, Conflict]
+    sender._group.close()
+
+
+def test_an_address_that_does_not_exist_is_loud_and_weights_go_as_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = WeightBoard(tmp_path / "weights")
+    board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
+    sender = Broadcaster(board, [], "run", 1.0, Rendezvous("nobody.invalid"))
+    manifest, size = sender.publish(mixed().items(), 1)
+    assert (manifest.broadcast, size) == (None, sum(tensor.nbytes for tensor in mixed().values()))
+    assert "no group can be formed at nobody.invalid" in caplog.text
+
+
+def test_an_engine_has_as_many_ranks_as_the_settings_say() -> None:
+    for words in (["--dp-size", "2"], ["--tp=2"], ["--nnodes", "2"]):
+        settings = {"trainer": {"weight_sync": "distributed"}, "rollout": {"engine_args": words}}
+        with pytest.raises(ValueError, match=r"rollout\.engine_args has --.*distributed"):
+            Config.model_validate(settings)
+        Config.model_validate(settings | {"trainer": {"weight_sync": "http"}})

@@ -1,0 +1,65 @@
+"""Text of single tokens."""
+
+import codecs
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import ServiceError
+
+_FILE = "tokenizer.json"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenTexts:
+    """Texts of the tokens of a `tokenizer.json`. Raises ServiceError when it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer  # slow to import, and only the detail of a group needs it
+
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ServiceError(f"the tokenizer cannot be read: {error}", field="trainer.run_dir", value=str(path)) from None
+        self._special = {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        space = self._tokenizer.token_to_id("Ġ")
+        self._byte_level = space is not None and self._tokenizer.decode([space]) == " "
+        self._bytes = cache(self._read)
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "TokenTexts":
+        """Reads the run's tokenizer, beside the model or in a checkpoint."""
+        places = [run_dir / "model" / _FILE, *sorted(run_dir.glob(f"checkpoints/*/{_FILE}"))]
+        return cls(next((path for path in places if path.is_file()), places[0]))
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token; a character made of several tokens is at the last one, the others are empty."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [decoder.decode(self._bytes(token)) for token in token_ids]
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
+
+    def _read(self, token: int) -> bytes:
+        text = self._special.get(token) or self._tokenizer.id_to_token(token)
+        if text is None:
+            return f"⟨{token}⟩".encode()  # a model may have more outputs than its tokenizer has tokens
+        if token in self._special:
+            return str(text).encode()
+        if self._byte_level and all(character in _ALPHABET for character in text):
+            return bytes(_ALPHABET[character] for character in text)
+        if match := _BYTE.fullmatch(text):
+            return bytes([int(match[1], 16)])
+        return str(text).replace("▁", " ").encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """Returns the byte of each character of byte-level BPE (GPT-2): itself when printable, the others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
