@@ -1,4 +1,4 @@
-"""What all command lines share: help, errors of arguments, and exit statuses."""
+"""Shared parts of all command lines: help, errors of arguments, and exit statuses."""
 
 import argparse
 import os

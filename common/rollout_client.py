@@ -29,7 +29,7 @@ _ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
 
 
 class SamplingOptions(TypedDict):
-    """How completions of one prompt are sampled."""
+    """Sampling options for the completions of one prompt."""
 
     n: int
     """Completions."""

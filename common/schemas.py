@@ -147,7 +147,7 @@ class WeightManifest(Wire):
     directory: str = ""
     """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: to be downloaded."""
     broadcast: "Broadcast | None" = None
-    """How to receive the tensors without files."""
+    """Set when the tensors are broadcast instead of downloaded."""
 
 
 def adapter_name(run_id: str, version: int) -> str:
@@ -194,7 +194,7 @@ class WeightVerdict(Wire):
     checksum: str
     """Checksum of all weights of the engine."""
     compared: str
-    """What they were compared with: the trainer's own tensors, or the other engines."""
+    """The reference of the comparison: the trainer's own tensors, or the other engines."""
 
 
 MAX_DETAIL_CHARS = 4000

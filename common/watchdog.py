@@ -34,7 +34,7 @@ _MAX_TASK_STACKS = 40
 
 @dataclass
 class _Stage:
-    """What the training loop is doing."""
+    """The current activity of the training loop."""
 
     limit_s: float
     text: str = "starting"

@@ -62,12 +62,12 @@ class SkyPilot:
         self.version: str = sky.__version__
         self.groups, self.yaml, self._schemas, self._common = dag_utils, yaml_utils, schemas, common_utils
         self.Task, self.Kubernetes = task.Task, clouds.Kubernetes
-        told = [*vars(constants).values(), *vars(job_constants).values()]
-        self.variables = {name for name in told if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
+        names = [*vars(constants).values(), *vars(job_constants).values()]
+        self.variables = {name for name in names if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
         # GPU names are looked up in a list that SkyPilot would download: here it holds the names the files use.
-        names = Path(catalog.get_catalog_path("common/accelerators.csv"))
-        names.parent.mkdir(parents=True)
-        names.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
+        known = Path(catalog.get_catalog_path("common/accelerators.csv"))
+        known.parent.mkdir(parents=True)
+        known.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
 
     def volume_problem(self, content: Any) -> str | None:
         """Returns what SkyPilot's schema rejects in a volume, or None."""
@@ -271,7 +271,7 @@ def _accelerators(text: str) -> set[str]:
     """Returns the names of the accelerators of a YAML, however they are written: `H100:8`, `{H100: 8}`, `[H100, A100]`."""
     try:
         nodes = list(yaml.safe_load_all(text))
-    except yaml.YAMLError:  # told by the check of that file
+    except yaml.YAMLError:  # reported by the check of that file
         return set()
     names: list[object] = []
     for node in nodes:  # grows

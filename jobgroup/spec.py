@@ -173,7 +173,7 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
     try:
         return model.model_validate({key: value for key, value in content.items() if value is not None})
     except ValidationError as error:
-        problems = error.errors()  # a misspelt field is told before the field that it leaves missing
+        problems = error.errors()  # a misspelt field comes before the field that it leaves missing
         first = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         where = content["name"] if isinstance(content.get("name"), str) and model is _TaskDocument else where
         field = ".".join([where, *(str(part) for part in first["loc"])])

@@ -74,7 +74,7 @@ class Packed(_Movable):
     predicts: Tensor
     """[C] positions in the line whose next token is a completion token; the end of a prompt once for each completion."""
     segments: Segments
-    """What attends to what."""
+    """Which tokens attend to which."""
 
     @classmethod
     def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:

@@ -35,9 +35,9 @@ _TICK_S = 0.2
 _OWN_ERROR_S = 5.0
 """One rank's error is often everyone's: each may report its own before it ends because of another's."""
 _VERDICT_S = 10.0
-"""How long a failed collective waits for the news that a rank is lost."""
+"""Seconds that a failed collective waits for the news that a rank is lost."""
 _SHUTDOWN_S = 1.0
-"""How long a rank that ends waits for the others to read why: closing a socket with unread input discards what was sent."""
+"""Seconds that a rank that ends waits for the others to read why: closing a socket with unread input discards what was sent."""
 _MAX_LINE_BYTES = 4096
 _MAX_UNAUTHENTICATED, _HANDSHAKE_S = 64, 10.0
 """Connections without a valid token: how many may be open, and for how many seconds."""

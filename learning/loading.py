@@ -104,7 +104,7 @@ class Pretrained:
 
     @property
     def source(self) -> str:
-        """Where this rank finds the model, or at least its configuration."""
+        """Name or directory of the model, or at least of its configuration, on this rank."""
         return str(self.directory) if self.directory and self.directory.is_dir() else self.name
 
     def config(self) -> Any:

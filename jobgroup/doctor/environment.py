@@ -81,7 +81,7 @@ def check_sglang(plan: Plan) -> Iterator[Result]:
 def check_skypilot(plan: Plan) -> Iterator[Result]:
     """Checks SkyPilot, if this machine launches the group."""
     pin = _pins(ROOT / "jobgroup/skypilot-requirements.txt")["skypilot"]
-    fix = f"uv tool install 'skypilot[kubernetes]=={pin}', an environment of its own"
+    fix = f"uv tool install 'skypilot[kubernetes]=={pin}', in a separate environment"
     if plan.topology is None and (sky := shutil.which("sky")):
         version = next(iter(re.findall(r"\d+\.\d+[\w.]*", ask(sky, "--version", fix=fix, timeout_s=30))), "no version")
         yield expect("skypilot", version == pin, f"{version}, tried was {pin}", fix, "warn")

@@ -86,7 +86,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of this process and of the first task here."""
     no_gpus: str = "not looked for"
-    """Why `gpus` is empty."""
+    """The reason for empty `gpus`."""
     shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The config.json of every model that could be read; `hub.check_model` fills it."""
 

@@ -106,7 +106,7 @@ def _parser() -> Parser:
     add("--num-nodes", action="append", default=[], metavar="TASK=N", help="nodes of a task, instead of the YAML's")
     add("--only", action="append", default=[], metavar="TASK,…", help="runs these tasks only")
     add("--log-dir", metavar="DIR", help="for one log file per node (runs/GROUP/logs/TIME when not given)")
-    add("--follow", metavar="TASK", help="shows node 0 of this task as it is, and the others in their log files only")
+    add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
     add("--quiet", action="store_true", help="shows only what this command itself has to say")
     add("--setup", action="store_true", help="runs every task's setup first")
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
