@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 5.0
-_SAY_EVERY_S = 10.0
+_WARN_EVERY_S = 10.0
 
 
 class Unreachable(ServiceError):
@@ -100,7 +100,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
-        self._said = 0.0
+        self._last_warning = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
         hooks: dict[str, list[Callable[..., Any]]] = {"request": [_with_id], "response": [_not_compressed]}
         self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network(), headers=sent, event_hooks=hooks)
@@ -129,7 +129,7 @@ class Client:
         limit = start + patience_s
         delay, reason = 0.05, "no attempt"
         while (left := limit - time.monotonic()) > 0:
-            asked_s = 0.0
+            retry_after_s = 0.0
             try:
                 response = await self.http.request(
                     method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
@@ -143,14 +143,14 @@ class Client:
                 if not self._is_passing(response):
                     raise self._error(response)
                 detail = _detail(response)
-                parts = [detail[name] for name in ("message", "value", "remedy") if detail.get(name)]
+                parts = [str(detail[name]) for name in ("message", "value", "remedy") if detail.get(name)]
                 reason = f"HTTP {response.status_code}: {shorten(' · '.join(parts), 600)}"
-                asked_s = _retry_after_s(response)
+                retry_after_s = _retry_after_s(response)
             now = time.monotonic()
-            if now - max(start, self._said) > _SAY_EVERY_S:  # one line, however many calls wait
+            if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line, however many calls wait
                 log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
-                self._said = now
-            pause = max(delay * random.uniform(0.5, 1.5), asked_s * random.uniform(1.0, 1.5))
+                self._last_warning = now
+            pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
         if patience_s >= watchdog.LONG_S:

@@ -5,7 +5,7 @@ Every step is linear in the length of any text: responses are untrusted.
 
 import re
 
-from common.marks import marked_answers
+from common.final_answers import marked_answers
 
 MAX_ANSWER_CHARS = 1024
 """Longer answers do not count: cutting one could turn it into another answer."""
