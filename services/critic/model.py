@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from common.config import Config
 from common.errors import ConfigError
 from learning.layout import Layout, Packing, layout_for
-from learning.loading import Added, Pretrained, load
+from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 
 _HEADS = ("score", "classifier")
@@ -50,7 +50,7 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         return values
 
 
-class _NewHead(Added):
+class _NewHead(AddedModules):
     """A head of zeros, whatever the files hold."""
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor | None:

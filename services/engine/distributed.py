@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import ServiceError
 from common.schemas import Bucket
-from learning.weight_group import digest, digest_all, join, leave, size_of, views
+from learning.weight_group import digest, digest_all, join, size_of, views
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import Refused
@@ -104,7 +104,7 @@ class WeightUpdates:
         group, left = self._groups.pop(name)
         left.set()
         if group is not None:
-            leave(group)
+            dist.destroy_process_group(group)
         return "Succeeded to destroy custom process group."
 
     async def begin(self) -> str:

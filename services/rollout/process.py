@@ -16,7 +16,7 @@ from typing import Self
 
 from common.errors import ServiceError
 from common.logs import structured
-from common.security import Hider
+from common.security import SecretRedactor
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
@@ -58,12 +58,12 @@ class Child:
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        rest, hider, ended = b"", Hider(), False
+        rest, redactor, ended = b"", SecretRedactor(), False
         while not ended:
             data = await self._process.stdout.read(65536)
             ended = not data
             # SGLang logs its arguments, the key among them.
-            chunk = hider.feed(data) if data else hider.end()
+            chunk = redactor.feed(data) if data else redactor.end()
             self._append(chunk)
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
             *lines, rest = (rest + chunk).split(b"\n")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.schemas import Broadcast, Bucket, WorkerReport
-from learning.weight_group import join, leave
+from learning.weight_group import join
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
@@ -95,7 +95,7 @@ class EngineGroup:
             return
         if not stuck:
             self._process_group = None
-            leave(group)
+            dist.destroy_process_group(group)
         elif self.rendezvous.backend == "nccl":
             group.abort()  # a broadcast by gloo ends by its own time limit; the transfer's thread then closes the group
 
