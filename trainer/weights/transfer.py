@@ -24,7 +24,7 @@ BackendName = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where engines find the trainer and how tensors travel.
+    """The address at which engines find the trainer, and the backend that carries the tensors.
 
     `exact`: engines compute on CPUs, where their checksums can be compared with the trainer's own.
     """
