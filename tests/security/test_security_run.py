@@ -84,4 +84,4 @@ def test_everything_listens_on_this_machine_alone(run: Run) -> None:
     said = [line for line in run.output.splitlines() if " listens on " in line]
     assert len(said) >= 5, run.output[-3000:]
     assert all("listens on https://127." in line for line in said)
-    assert "whoever reaches" not in run.output
+    assert "anyone who reaches" not in run.output

@@ -98,7 +98,7 @@ class Rig:
         httpx.post(f"{self.node.engine_url}{path}", json=body, timeout=30, trust_env=False).raise_for_status()
 
     def health_checks(self) -> int:
-        """Of agent and router, as SGLang has logged them."""
+        """Requests of agent and router that SGLang logged."""
         return (self.directory / "logs" / "rollout-server-0.engine.log").read_text().count("GET /health")
 
     def end(self) -> None:
