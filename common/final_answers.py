@@ -31,7 +31,7 @@ def marked_answers(text: str) -> list[tuple[int, int | None]]:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the content of the last balanced `\\boxed{…}` (or `\\fbox{…}`), stripped; None when there is none."""
+    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped; None when there is none."""
     for start, end in reversed(marked_answers(text)):
         if end is not None:
             return text[start:end].strip()

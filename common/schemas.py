@@ -102,6 +102,8 @@ MAX_BATCH_ITEMS = 4096
 
 
 class BatchRewardRequest(Wire):
+    """Body of `POST /batch_reward`."""
+
     items: list[RewardItem] = Field(min_length=1)
 
 
@@ -285,7 +287,7 @@ class Group(Struct, forbid_unknown_fields=True):
 
     @property
     def rewards(self) -> Float32:
-        """[n]"""
+        """The rewards of the completions, [n]."""
         return np.array([completion.reward for completion in self.completions], np.float32)
 
     @property

@@ -16,6 +16,8 @@ TrackerName = Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb|mlf
 
 
 class Section(BaseModel):
+    """A section of the settings; unknown names and numbers that are not finite are refused."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
 
 

@@ -67,6 +67,7 @@ def check_cores(plan: Plan) -> Iterator[Result]:
 
 
 def check_memory(plan: Plan) -> Iterator[Result]:
+    """Enough memory for the built-in task."""
     size, bound = available_memory()
     yield expect("memory", size >= 3e9, f"{gb(size)} {bound}", "end other programs, or ask for more", "warn")
 

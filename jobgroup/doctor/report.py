@@ -39,14 +39,17 @@ class Result:
 
 
 def ok(name: str, found: str) -> Result:
+    """A check that passed."""
     return Result(name, "ok", found)
 
 
 def warn(name: str, found: str, fix: str) -> Result:
+    """A check that found something to improve."""
     return Result(name, "warn", found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> Result:
+    """A check that found something that stops a run."""
     return Result(name, "fail", found, fix)
 
 

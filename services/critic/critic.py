@@ -59,10 +59,10 @@ class Critic:
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
         """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps over the rows.
 
-        A step's loss is the mean over the completion tokens of its mini-batch, each times its row's weight, so it does not
-        depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is not finite is skipped
-        and counted. Raises InvalidInput as `values` does and for no rows, and the optimiser's error after more than
-        `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic cannot be used any more.
+        The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight, so
+        the result does not depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is
+        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NonFiniteGradients after
+        more than `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic is of no further use.
         """
         if not rows:
             raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
@@ -79,7 +79,7 @@ class Critic:
         return _metrics(rows, self._ranks.sum(sums), norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
-        """Returns weights (a Hugging Face model), optimiser and step. Every rank calls it; see `Snapshot.take`."""
+        """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `Snapshot.take`."""
         snapshot = Snapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
         if self._ranks.first:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})

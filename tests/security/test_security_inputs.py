@@ -133,6 +133,7 @@ def test_settings_have_no_credentials(url: str) -> None:
     }
 
 
+@pytest.mark.process
 def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, other_certificates: Certificates) -> None:
     env = certificates.env()
     assert tls({}).scheme == "http"
@@ -146,6 +147,7 @@ def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, 
         check_certificate(tls(env | {"TLS_KEY": str(other_certificates.key)}))
 
 
+@pytest.mark.process
 def test_urls_follow_the_certificates(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Topology(group="g", local_hosts={})
     assert place.url("reward-server", 8002) == "http://reward-server-0.g:8002"

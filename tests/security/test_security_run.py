@@ -13,7 +13,9 @@ from tests.support.certificates import Certificates
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.process,
+]
 STEPS = 2
 
 

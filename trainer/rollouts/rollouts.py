@@ -24,7 +24,7 @@ from trainer.rollouts.services import Services
 from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
-_WARN_EVERY_S = 30.0
+_SAY_EVERY_S = 30.0
 
 
 class Rollouts:
@@ -176,7 +176,7 @@ class ServedRollouts(Rollouts):
         limit = self._config.trainer.wait_timeout_s
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < limit:
-            if now - said > _WARN_EVERY_S:
+            if now - said > _SAY_EVERY_S:
                 calls, active = "; ".join(watchdog.awaited()) or "no call is under way", self._clock.active()
                 log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
                 said = now

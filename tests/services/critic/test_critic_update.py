@@ -91,6 +91,7 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
     assert_same(parameters(trained(config)), whole, 2e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "cut", [["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"], ["--algorithm.mini_batches", "1"]]
 )
