@@ -1,12 +1,13 @@
 # Two commands do everything on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
-#   make test    the whole test suite
+#   make test    lint, types and tests, at most ten minutes on two cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.11")'
 SEED ?= 0
 ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
 SOAK_MINUTES ?= 30
+JOBS ?= 2
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
@@ -20,14 +21,16 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu test lint docs fuzz check-jobgroup bench bench-trl chaos soak audit clean
+.PHONY: help demo doctor sglang-cpu check test test-all lint docs fuzz check-jobgroup bench bench-trl chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
 	@echo '     ENGINE=sglang   the same with two real SGLang servers on this CPU; installs them first'
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
-	@echo 'make test            environment, lint, types, whole test suite'
+	@echo 'make check           lint, types and the tests that start no process; at most two minutes'
+	@echo 'make test            lint, types and tests; at most ten minutes on two cores [JOBS=2]'
+	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
@@ -69,8 +72,18 @@ lint: $(VENV)/.made
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# A file's tests share their fixtures, so a file stays in one process.
+PYTEST = OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+check: lint $(BASE)/config.json
+	$(PYTEST) -m 'not process and not slow'
+
 test: lint $(BASE)/config.json
-	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	$(PYTEST) -m 'not slow'
+
+test-all: lint $(BASE)/config.json
+	$(PYTEST)
+	$(MAKE) fuzz chaos soak
 
 $(VENV)/.docs-made: $(VENV)/.made
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,48 @@ settings.load_profile("repeatable")
 logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
 
 
+_running: list[pytest.Item] = []
+
+
+def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
+    """`make check` starts no processes, and stays quick: a test that does is marked."""
+    if event in ("subprocess.Popen", "os.fork") and _running and not _running[0].get_closest_marker("process"):
+        raise AssertionError(f"a test that starts a process ({arguments}) needs the marker `process`")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    _running[:] = [item]
+    try:
+        return (yield)
+    finally:
+        _running.clear()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders that take long come first, so that no worker is left alone with them at the end."""
+    first = ("tests/chaos", "tests/e2e", "tests/security", "tests/contract", "tests/services/rollout", "tests/trainer")
+    order = {folder: place for place, folder in enumerate(first)}
+
+    def place(item: pytest.Item) -> int:
+        name = item.nodeid
+        return next((order[folder] for folder in first if name.startswith(folder)), len(first))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def base_model() -> Path:
     """The cached tiny base model (`make test` makes it first); made here when it is not there."""
     path = ROOT / ".cache" / "tiny-base"
-    if not (path / "config.json").exists():
-        subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
+    path.parent.mkdir(exist_ok=True)
+    with (path.parent / "tiny-base.lock").open("w") as lock:
+        flock(lock, LOCK_EX)  # the processes of pytest-xdist
+        if not (path / "config.json").exists():
+            subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
     return path
 
 

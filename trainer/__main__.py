@@ -70,14 +70,14 @@ def run(config: Config, topology: Topology) -> None:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
     with watchdog.stalls(), ranks, Liveness(ranks, topology, settings.lost_after_s), ExitStack() as stack:
-        training = Run.build(config, ranks, run_dir, topology.group or "local", JobGroup(topology), stack)
+        training = Run.build(config, ranks, run_dir, topology.group or "local", JobGroupBackend(topology), stack)
         gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
         train(training)
         training.finish()
         ranks.barrier()
 
 
-class JobGroup:
+class JobGroupBackend:
     """The `Backend` of a job group: services by name, weights pulled by or broadcast to the rollout nodes."""
 
     _config: Config

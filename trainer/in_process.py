@@ -28,7 +28,6 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient, adapters_kept
-from services.rollout.weights.adapters import load_adapter
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.rollouts.services import Services
@@ -73,7 +72,7 @@ def train_in_process(
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
-    backend = InProcess(console or standard_console(), rollout_transport or httpx.ASGITransport, problems, rewards)
+    backend = InProcessBackend(console or standard_console(), rollout_transport or httpx.ASGITransport, problems, rewards)
     with ExitStack() as stack:
         run = Run.build(config, ranks, run_dir, "in-process", backend, stack)
         train(run)
@@ -81,7 +80,7 @@ def train_in_process(
 
 
 @dataclass
-class InProcess:
+class InProcessBackend:
     """The `Backend` of one process: the services' apps behind ASGI, the embedded engine, weights loaded from this disk.
 
     The fields are the arguments of `train_in_process`.
@@ -164,7 +163,7 @@ class DirectPublisher:
         assert self.engine is not None
         manifest, path = self.write(weights, version)
         if manifest.kind == "adapter":
-            load = load_adapter(self.engine, path, manifest, self._kept, self._timeout_s)
+            load = self.engine.load_adapter(path, manifest, self._kept, self._timeout_s)
         else:
             load = self.engine.load(path, str(version), self._timeout_s)
         self._opening.loop.call(load)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.marks import last_box
+from common.final_answers import last_box
 from common.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import final_answer, further_columns, id_of, stop, stop_at, text_of

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 from common.errors import ConfigError
-from common.marks import last_box
+from common.final_answers import last_box
 from common.schemas import Prompt
 
 Row = tuple[str, dict[str, Any]]

@@ -27,7 +27,7 @@ from common.schemas import (
 )
 from common.sections import ReplaySection
 from services.http.app import create_app
-from services.http.disconnect import while_wanted
+from services.http.disconnect import cancel_on_disconnect
 from services.http.openapi import JSON, described, errors, struct_schema
 from services.replay.buffer import Experience, ReplayBuffer, join, unpack_groups
 from services.replay.worker import Worker
@@ -120,7 +120,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
     @app.post("/groups/take", **described(answer=struct_schema(TakenGroups), writes=_KINDS))
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
-        taken = await while_wanted(request, worker.take(body), drain=True)
+        taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
     @app.post("/groups/ack", responses=errors(404))

@@ -57,6 +57,7 @@ def join(blobs: list[bytes], **extra: object) -> bytes:
 
 
 def unpack_groups(blobs: list[bytes]) -> list[Group]:
+    """Decodes stored groups."""
     return wire.decode_groups(join(blobs))
 
 

@@ -10,7 +10,7 @@ from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from common.sections import RewardSection
 from services.http.app import create_app
-from services.http.disconnect import while_wanted
+from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction
 from services.reward.scorer import RewardScorer
 
@@ -53,12 +53,12 @@ def create_reward_app(
     async def reward(item: RewardItem, request: Request) -> RewardResult:
         """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
         scorer.check(item)
-        return (await while_wanted(request, scorer.score([item])))[0]
+        return (await cancel_on_disconnect(request, scorer.score([item])))[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
         """Scores many answers, in order. The means are over those that have a reward."""
-        return await while_wanted(request, scorer.score_batch(body.items))
+        return await cancel_on_disconnect(request, scorer.score_batch(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:

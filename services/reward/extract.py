@@ -5,7 +5,7 @@ Every step is linear in the length of any text: responses are untrusted.
 
 import re
 
-from common.marks import marks
+from common.final_answers import marked_answers
 
 MAX_ANSWER_CHARS = 1024
 """Longer answers do not count: cutting one could turn it into another answer."""
@@ -78,7 +78,7 @@ def without_thoughts(text: str) -> str:
 
 def _last_marked(text: str) -> tuple[bool, str | None]:
     """Returns (whether there is a marked answer, the last one or None when it is too long)."""
-    for start, end in reversed(marks(text)):
+    for start, end in reversed(marked_answers(text)):
         if end is None:
             line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
             if _HEADING.match(line):

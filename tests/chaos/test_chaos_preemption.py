@@ -17,7 +17,9 @@ from tests.chaos.targets import health_url
 
 STEPS = 18
 FAULTS = [Fault(4, 0.3, "preempt", "rollout-server-1"), Fault(11, 0.3, "preempt", "ppo-trainer-1")]
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.process,
+]
 
 
 def test_preempted_nodes_come_back_where_the_run_is(base_model: Path, tmp_path: Path) -> None:

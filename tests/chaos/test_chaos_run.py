@@ -11,7 +11,9 @@ from tests.chaos.run import HANG_S, LOST_AFTER_S, chaos, report, settings
 STEPS, FAULTS, SEED = 40, 7, 14
 HOLD_S = (max(HANG_S, LOST_AFTER_S) + 2, max(HANG_S, LOST_AFTER_S) + 3)
 """A stop that lasts longer outlives `trainer.service_timeout_s` too: `make chaos`."""
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.process,
+]
 
 
 def test_every_invariant_holds_after_faults_of_every_kind(base_model: Path, tmp_path: Path) -> None:

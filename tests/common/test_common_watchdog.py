@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 HANGS = """
 import sys, threading
 from common import watchdog

@@ -20,6 +20,8 @@ from tests.support.engine_calls import long_request, version
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous
 
+pytestmark = pytest.mark.process
+
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 

@@ -11,6 +11,8 @@ import pytest
 from common.rollout_client import GenerationFailed, completion_from_answer
 from tests.support.engine_calls import PROMPT, long_request, version
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:

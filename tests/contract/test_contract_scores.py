@@ -16,6 +16,8 @@ from tests.support.groups import known, prepared
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 
+pytestmark = pytest.mark.process
+
 LENGTHS, COMPLETIONS = (3, 17, 9, 40), (24, 5, 1, 32)
 TOLERANCE = 1e-4
 

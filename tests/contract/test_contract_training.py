@@ -18,6 +18,8 @@ from common.rollout_client import RolloutClient, completion_from_answer
 from common.schemas import Completion, Float32
 from services.rollout.engine_client import EngineClient, LoadFailed
 
+pytestmark = pytest.mark.process
+
 PROMPT = [20, 21, 22, 23, 24, 25]
 TOLERANCE = 1e-4
 

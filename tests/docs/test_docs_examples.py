@@ -47,6 +47,7 @@ def test_the_own_reward_prefers_short_right_answers() -> None:
     assert 1 > short > long > 0 > wrong
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_every_reference_solution_passes_its_cases() -> None:
     lines = (ROOT / "examples" / "code_rewards" / "problems.jsonl").read_text(encoding="utf-8").splitlines()

@@ -21,7 +21,9 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 30
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.process,
+]
 
 
 @dataclass

@@ -16,7 +16,9 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 14
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.process,
+]
 
 
 def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 SERVICE = """
 import sys
 from fastapi import Request

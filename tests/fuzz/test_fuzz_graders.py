@@ -168,6 +168,7 @@ def math() -> Iterator[MathRewardFunction]:
     function.close()
 
 
+@pytest.mark.process
 @settings(max_examples=EXAMPLES // 10, deadline=None)
 @given(st.lists(texts, min_size=8, max_size=8))
 def test_the_math_reward_answers_for_any_texts(math: MathRewardFunction, responses: list[str]) -> None:
@@ -177,6 +178,7 @@ def test_the_math_reward_answers_for_any_texts(math: MathRewardFunction, respons
         assert (score.value is None) == (score.status in ("timeout", "died"))
 
 
+@pytest.mark.process
 def test_expressions_are_their_own_answer_and_not_another(math: MathRewardFunction) -> None:
     expressions = ["x^2+1", "\\sqrt{2}", "(1,2)", "[0,1)", "\\{1,2\\}", "\\frac{\\pi}{3}", "2^{10}", "\\text{east}", "x=3"]
     responses = [[{"role": "assistant", "content": f"\\boxed{{{text}}}"}] for text in expressions]

@@ -10,6 +10,8 @@ from services.http.openapi import EVERYWHERE
 from tests.support.apps import SERVICES
 from tests.support.served_app import fuzzed
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module", params=SERVICES)
 def description(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

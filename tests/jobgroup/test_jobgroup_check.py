@@ -153,6 +153,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
     return lambda name: re.findall(rf"(?m)^  PROBLEM {re.escape(str(folder / name))}\.yaml(?: \(volumes on\))?: .*$", output)
 
 
+@pytest.mark.process
 @needs_skypilot
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_file_and_task(name: str, told: Callable[[str], list[str]]) -> None:
@@ -162,6 +163,7 @@ def test_a_fault_is_named_with_file_and_task(name: str, told: Callable[[str], li
     assert ("(volumes on)" in problems[0]) == FAULTS[name].marked
 
 
+@pytest.mark.process
 @needs_skypilot
 def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     status, output = check(home=tmp_path / "home")
@@ -175,6 +177,7 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     assert re.search(r"ppo-trainer +2 × Kubernetes\(.*'H100': 1.*\), primary", output)
 
 
+@pytest.mark.process
 @needs_skypilot
 def test_a_warning_is_no_problem(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
@@ -195,6 +198,7 @@ def test_a_warning_is_no_problem(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.process
 @needs_skypilot
 def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
@@ -215,6 +219,7 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     assert (status, "no name of a variable · field: --env · value: 1" in output) == (2, True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("script", "missing"),
     [

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from tests.support.local_run import LocalRun
 

@@ -8,6 +8,8 @@ import pytest
 
 from common.topology import parse_hosts
 
+pytestmark = pytest.mark.process
+
 if TYPE_CHECKING:
     from tests.support.local_run import LocalRun
 

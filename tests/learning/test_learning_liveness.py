@@ -19,7 +19,8 @@ from learning.ranks import Ranks
 from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.process
+
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 

@@ -6,7 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.process
 
 
 def test_every_rank_says_where_it_is(tmp_path: Path) -> None:

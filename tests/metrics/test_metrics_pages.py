@@ -14,6 +14,8 @@ from trainer.policy.update_metrics import UpdateMetrics
 from trainer.rollouts.evaluation import Evaluation
 from trainer.timing import STAGES, WAITING, StageClock
 
+pytestmark = pytest.mark.process
+
 NOT_BASE_UNITS = re.compile(r"_(ms|millis\w*|us|micros\w*|minutes|hours|kb|mb|gb|kib|mib|gib|percent|pct)(_|$)")
 
 

@@ -12,6 +12,8 @@ import pytest
 from tests.support.installed_wheel import Installed
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 PACKAGES = ("common", "learning", "services", "trainer", "jobgroup")
 
 

@@ -26,7 +26,7 @@ from tests.support.engines import SGLANG, sglang_is_installed, write_model
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.process
 
 
 @dataclass
@@ -94,7 +94,7 @@ async def node(
 
 
 def command_lines() -> dict[str, bytes]:
-    """Of every process that there is, as anybody may read them."""
+    """Command lines of every process, as anybody may read them."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it ended meanwhile

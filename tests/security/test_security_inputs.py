@@ -20,7 +20,7 @@ from common.sections import RewardSection, RolloutSection
 from common.security import check_certificate, tls
 from common.topology import Topology
 from common.wire import unpack
-from learning.liveness import _MAX_STRANGERS, Liveness
+from learning.liveness import _MAX_UNAUTHENTICATED, Liveness
 from learning.loading import SafetensorsReader
 from learning.ranks import Ranks
 from services.engine.model import Model
@@ -133,6 +133,7 @@ def test_settings_have_no_credentials(url: str) -> None:
     }
 
 
+@pytest.mark.process
 def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, other_certificates: Certificates) -> None:
     env = certificates.env()
     assert tls({}).scheme == "http"
@@ -146,6 +147,7 @@ def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, 
         check_certificate(tls(env | {"TLS_KEY": str(other_certificates.key)}))
 
 
+@pytest.mark.process
 def test_urls_follow_the_certificates(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Topology(group="g", local_hosts={})
     assert place.url("reward-server", 8002) == "http://reward-server-0.g:8002"
@@ -167,8 +169,8 @@ def test_strangers_do_not_get_into_the_watch_over_ranks(monkeypatch: pytest.Monk
         talker.sendall(b"x" * 100_000)
         assert ended(liar)
         assert ended(talker)
-        silent = [socket.create_connection(place) for _ in range(3 * _MAX_STRANGERS)]
-        assert all(ended(sock) for sock in silent[: 2 * _MAX_STRANGERS])
+        silent = [socket.create_connection(place) for _ in range(3 * _MAX_UNAUTHENTICATED)]
+        assert all(ended(sock) for sock in silent[: 2 * _MAX_UNAUTHENTICATED])
         assert watch._gone == {}
         known = socket.create_connection(place)
         known.sendall(f"hello {token} 1\ngone 1 done \n".encode())

@@ -13,7 +13,9 @@ from tests.support.certificates import Certificates
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.process,
+]
 STEPS = 2
 
 
@@ -84,4 +86,4 @@ def test_everything_listens_on_this_machine_alone(run: Run) -> None:
     said = [line for line in run.output.splitlines() if " listens on " in line]
     assert len(said) >= 5, run.output[-3000:]
     assert all("listens on https://127." in line for line in said)
-    assert "whoever reaches" not in run.output
+    assert "anyone who reaches" not in run.output

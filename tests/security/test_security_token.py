@@ -18,7 +18,7 @@ from starlette.routing import Route
 from common.clients import Client, wait_healthy
 from common.errors import ConfigError, ServiceError
 from common.observe import setup_logging
-from common.security import Hider, accepts, authorization, is_loopback, token
+from common.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
 from tests.support.apps import SERVICES, make, tiny
 from trainer import train_in_process
@@ -53,6 +53,7 @@ def calls(app: FastAPI) -> Iterator[tuple[str, str]]:
     yield from [("OPTIONS", "/health"), ("POST", "/health"), ("GET", "/absent"), ("GET", "//health"), ("GET", "/health/")]
 
 
+@pytest.mark.process
 async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastAPI]) -> None:
     for name, app in apps.items():
         seen = list(calls(app))
@@ -78,6 +79,7 @@ async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastA
                     assert TOKEN not in answer.text
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # calls of SGLang that have two methods
 async def test_with_the_token_all_is_as_ever(apps: dict[str, FastAPI]) -> None:
     for name, app in apps.items():
@@ -165,6 +167,7 @@ def test_what_is_loopback(host: str, own: bool) -> None:
     assert is_loopback(host) is own
 
 
+@pytest.mark.process
 def test_training_in_one_process_goes_on_with_a_token(secret: str, base_model: Path, tmp_path: Path) -> None:
     config = tiny(base_model, tmp_path)
     said = io.StringIO()
@@ -179,10 +182,10 @@ def test_secrets_are_taken_out_of_a_stream_however_it_is_cut() -> None:
     text = f"a={TOKEN} b=hf_0123456789 {TOKEN[:-1]} correct hf_ end cor".encode()
     expected = text.replace(TOKEN.encode(), b"[secret]").replace(b"hf_0123456789", b"[secret]")
     for size in (1, 2, 3, 7, 28, 1000):
-        hider = Hider(env)
-        assert b"".join(hider.feed(text[i : i + size]) for i in range(0, len(text), size)) + hider.end() == expected
-    assert Hider(env).text("\ud800 hf_0123456789") == "\ud800 [secret]"
-    assert Hider({"API_TOKEN": ""}).feed(b"as it is") == b"as it is"
+        redactor = SecretRedactor(env)
+        assert b"".join(redactor.feed(text[i : i + size]) for i in range(0, len(text), size)) + redactor.end() == expected
+    assert SecretRedactor(env).redact("\ud800 hf_0123456789") == "\ud800 [secret]"
+    assert SecretRedactor({"API_TOKEN": ""}).feed(b"as it is") == b"as it is"
 
 
 def test_a_log_never_has_a_secret(secret: str, tmp_path: Path) -> None:

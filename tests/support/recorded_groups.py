@@ -12,7 +12,7 @@ from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup
 
 
 def group(number: int, rewards: Sequence[float], texts: Sequence[str] = (), prompt: str = "How many?", **more: Any) -> Group:
-    """Of completions whose tokens are 3 to 9."""
+    """A group of completions whose tokens are 3 to 9."""
     texts = texts or [f"text {i}" for i in range(len(rewards))]
     completions = [
         Completion(

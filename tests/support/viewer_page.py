@@ -74,7 +74,7 @@ class Tab:
         self.page, self.run = page, page.run
 
     def text(self, selector: str) -> str:
-        """Of the first such element, as it is in the document; empty when there is none."""
+        """Text of the first such element in the document; empty when there is none."""
         return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
 
     def texts(self, selector: str, attribute: str = "") -> list[str]:

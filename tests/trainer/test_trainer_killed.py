@@ -14,7 +14,8 @@ from common.wire import decode_groups
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.process
+
 STEPS = 6
 MOMENTS = (
     r"os\.mkdir .*/v000001\.partial",  # step 1 was trained, and its weights are about to be published

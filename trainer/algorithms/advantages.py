@@ -25,7 +25,7 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def group_centred(rewards: Tensor) -> Tensor:
-    """r - mean within each group, not divided by anything: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    """Reward minus the mean of its group, not divided by anything: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
     _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return torch.where(_equal(rewards), torch.zeros_like(centred), centred)

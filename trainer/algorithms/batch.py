@@ -1,4 +1,4 @@
-"""From groups to tensors: the training batch, the same on every rank, and the micro-batches cut from it."""
+"""The training batch, the same on every rank, and the micro-batches cut from it."""
 
 from dataclasses import dataclass
 

@@ -137,5 +137,5 @@ def _log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, temp
 
 
 def _less_target(p: Tensor, targets: Tensor) -> Tensor:
-    """p − onehot(targets), in place."""
+    """Subtracts onehot(targets) from p, in place."""
     return p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))

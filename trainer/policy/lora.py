@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
-from learning.loading import Added, MemoryReader, fill
+from learning.loading import AddedModules, MemoryReader, fill
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
@@ -33,7 +33,7 @@ _PREFIX = "base_model.model."
 _A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 
 
-class NewAdapter(Added):
+class NewAdapter(AddedModules):
     """An adapter that changes nothing yet: A is random by `seed`, B is 0. The adapter is float32, the frozen model `frozen`."""
 
     def __init__(self, config: Config, frozen: torch.dtype) -> None:

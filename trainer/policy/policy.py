@@ -151,7 +151,7 @@ class Policy:
     def update(self, batch: Batch) -> PolicyUpdate:
         """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates, whatever the micro-batches are.
 
-        An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
+        An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients after more than
         `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm, sums = self.config.algorithm, Sums(self.ranks.device)

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from common.errors import ConfigError
 from common.sections import ModelSection, TrainerSection
 from learning.layout import Layout, Packing, layout_for
-from learning.loading import Added, Pretrained, load
+from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 from trainer.policy.logprobs import token_scores
 
@@ -66,7 +66,7 @@ def load_scorer(
     settings: TrainerSection,
     path: str | Path | None = None,
     trained: bool = True,
-    added: Added | None = None,
+    added: AddedModules | None = None,
 ) -> "Scorer":
     """Loads a model to score and to be trained on these ranks: sharded, or whole and the same on each.
 

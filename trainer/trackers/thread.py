@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.security import Hider
+from common.security import SecretRedactor
 from trainer.trackers.base import RunInfo, load
 
 QUEUE = 1000
@@ -100,7 +100,7 @@ class TrackerThread:
 
     def _report_error(self, error: BaseException) -> None:
         log.debug("tracker %s", self.name, exc_info=error)
-        self._report(Hider().text(" ".join(f"{type(error).__name__}: {error}"[:500].split())))
+        self._report(SecretRedactor().redact(" ".join(f"{type(error).__name__}: {error}"[:500].split())))
 
     def _report(self, reason: str) -> None:
         if not self._reported:

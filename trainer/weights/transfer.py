@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.schemas import Broadcast, Bucket, WorkerReport
-from learning.weight_group import join, leave
+from learning.weight_group import join
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
@@ -24,7 +24,7 @@ BackendName = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where engines find the trainer and how tensors travel.
+    """The address at which engines find the trainer, and the backend that carries the tensors.
 
     `exact`: engines compute on CPUs, where their checksums can be compared with the trainer's own.
     """
@@ -95,7 +95,7 @@ class EngineGroup:
             return
         if not stuck:
             self._process_group = None
-            leave(group)
+            dist.destroy_process_group(group)
         elif self.rendezvous.backend == "nccl":
             group.abort()  # a broadcast by gloo ends by its own time limit; the transfer's thread then closes the group
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from common.clients import retry_after_s
+from common.clients import parse_retry_after
 from common.errors import ConfigError, shorten
 from common.schemas import RewardStatus
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
@@ -117,7 +117,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
                     reason = f"HTTP {answer.status_code}: {shorten(answer.text)}"
                     if answer.status_code not in _RETRIED:
                         break
-                    wait_s = retry_after_s(answer)
+                    wait_s = parse_retry_after(answer)
             except httpx.TimeoutException:
                 status, reason = "timeout", f"no answer within {self._timeout_s} s"
             except httpx.HTTPError as error:

@@ -15,6 +15,8 @@ from services.critic.app import MAX_REQUESTS
 from tests.support.critic import Start, make_rows, make_sequences
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 
 def client_of(port: int) -> CriticClient:
     return CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)

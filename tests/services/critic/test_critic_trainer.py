@@ -22,6 +22,8 @@ from trainer.algorithms.batch import Batch
 from trainer.background import LoopThread
 from trainer.policy.critic import CriticLost, LocalCritic, ValueFunction, value_function
 
+pytestmark = pytest.mark.process
+
 
 def restored(function: ValueFunction, directory: Path | None = None) -> ValueFunction:
     function.restore(directory)

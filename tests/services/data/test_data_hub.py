@@ -13,6 +13,8 @@ from services.data.hub import REACH_S, is_hub_name
 from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 LOAD = """
 import sys
 from services.data.loaders import CustomDatasetLoader, GSM8KLoader, MATHLoader

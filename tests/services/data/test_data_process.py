@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from common.clients import DataClient, wait_healthy
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.process
 
 TINY = 8192
 """Problems of the built-in training split."""

@@ -13,6 +13,8 @@ import pytest
 from tests.support.engines import answers, end, engine_process, start, write_model
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.process
+
 IDS = [20, 21, 22]
 BAD: list[tuple[Any, str]] = [
     ({}, "input_ids"),

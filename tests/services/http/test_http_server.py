@@ -273,6 +273,7 @@ def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.communicate(timeout=30)
 
 
+@pytest.mark.process
 async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> None:
     with slow_service() as (process, port):
         async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=30) as client:
@@ -288,6 +289,7 @@ async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> 
         assert await asyncio.to_thread(process.wait, 30) == 0
 
 
+@pytest.mark.process
 async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(50):

@@ -23,6 +23,8 @@ from services.replay.buffer import ReplayBuffer
 from tests.support.paths import ROOT
 from tests.support.replay_groups import MakeGroup
 
+pytestmark = pytest.mark.process
+
 Start = Callable[[], subprocess.Popen[bytes]]
 
 

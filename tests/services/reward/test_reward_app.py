@@ -15,6 +15,8 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.app import create_reward_app
 
+pytestmark = pytest.mark.process
+
 HANG = {"prompt": "", "response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
 GOOD = {"prompt": "2+3?", "response": "\\boxed{5}", "ground_truth": "5"}
 

@@ -17,6 +17,8 @@ from services.reward.app import create_reward_app
 from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
 from services.reward.scorer import RewardScorer
 
+pytestmark = pytest.mark.process
+
 MOODY = "tests.support.own_rewards:Moody"
 KEYWORD = "tests.support.own_rewards:KeywordReward"
 

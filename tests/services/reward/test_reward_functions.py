@@ -24,6 +24,7 @@ def chats(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
+@pytest.mark.process
 def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
     function = MathRewardFunction(timeout_s=1)
     texts = chats(
@@ -46,6 +47,7 @@ def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
     function.close()
 
 
+@pytest.mark.process
 def test_math_names_what_is_missing() -> None:
     function = MathRewardFunction()
     try:

@@ -15,6 +15,8 @@ from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
 from services.reward.scorer import RewardScorer
 
+pytestmark = pytest.mark.process
+
 HOSTILE = [
     "9^{9^{9^9}}",
     "9**9**9**9",

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 HANG = {"response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
 
 

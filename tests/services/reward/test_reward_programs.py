@@ -23,6 +23,8 @@ from services.reward.sandbox.cases import parse_cases
 from services.reward.scorer import RewardScorer
 from tests.support.sandbox import code_function
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:

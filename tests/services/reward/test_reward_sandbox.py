@@ -16,6 +16,8 @@ from services.reward.sandbox.cases import CaseResult
 from services.reward.sandbox.run import SandboxKind
 from tests.support.sandbox import code_function
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:

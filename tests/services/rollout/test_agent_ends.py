@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.process
+
 PORTS = ("ROUTER_PORT", "ENGINE_PORT", "AGENT_PORT", "ROUTER_METRICS_PORT")
 
 

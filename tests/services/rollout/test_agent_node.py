@@ -14,8 +14,8 @@ from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, gene
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -136,6 +136,7 @@ async def test_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> N
         assert "killed: no flag" in rig.downs[0]
 
 
+@pytest.mark.process
 async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(tmp_path: Path) -> None:
     answers = tmp_path / "answers"
     with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)]) as supervisor:  # noqa: ASYNC220 - returns at once
@@ -211,6 +212,7 @@ async def test_ending_takes_grandchildren_along_even_if_sigterm_is_ignored(tmp_p
     assert not alive(child.pid)
 
 
+@pytest.mark.process
 async def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     command = [sys.executable, "-c", STARTER, str(tmp_path / "log"), sys.executable, "-c", FAMILY, str(note)]

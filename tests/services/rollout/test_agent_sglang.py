@@ -22,7 +22,10 @@ from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
 from trainer.weights.transfer import Rendezvous
 
-pytestmark = pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it"),
+]
 ADDRESS = names(1)[f"{TRAINER}-0.{GROUP}"].address
 PROMPT = [20, 21, 22, 23, 24, 25]
 SETTINGS = {
@@ -98,7 +101,7 @@ class Rig:
         httpx.post(f"{self.node.engine_url}{path}", json=body, timeout=30, trust_env=False).raise_for_status()
 
     def health_checks(self) -> int:
-        """Of agent and router, as SGLang has logged them."""
+        """Requests of agent and router that SGLang logged."""
         return (self.directory / "logs" / "rollout-server-0.engine.log").read_text().count("GET /health")
 
     def end(self) -> None:
@@ -121,7 +124,6 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         rig.end()
 
 
-@pytest.mark.timeout(600)
 def test_real_sglang_takes_weights_by_every_way_and_comes_back_with_them(rig: Rig) -> None:
     """One test, for every start of SGLang takes half a minute."""
     rig.publish("shared", 1)

@@ -14,9 +14,9 @@ from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, generate, 
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
     needs_smg,
-    pytest.mark.timeout(600),
 ]
 
 

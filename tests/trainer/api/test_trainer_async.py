@@ -33,7 +33,8 @@ from trainer.rollouts.collector import CollectFailed
 from trainer.timing import PUBLISHING, StageClock
 from trainer.weights.publisher import Weights
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.process
+
 Settings = Callable[..., Config]
 FRESH = 4
 """Groups of a step."""

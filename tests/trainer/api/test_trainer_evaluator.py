@@ -24,7 +24,7 @@ from tests.support.engines import engine_process
 from tests.support.ports import free_port
 from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, TrainResult
 from trainer.algorithms.batch import MicroBatch
 from trainer.policy.policy import Policy
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.process
+
 Run = Callable[..., TrainResult]
 
 

@@ -13,7 +13,8 @@ from common.errors import ConfigError, ServiceError
 from services.data.tiny import problems
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.process
+
 ROWS: list[dict[str, Any]] = [
     {"question": p.question, "answer": p.solution, "steps": i % 3} for i, p in zip(range(8), problems("train"), strict=False)
 ]

@@ -22,7 +22,8 @@ from tests.support.paths import ROOT
 from trainer.cli import evaluate_model, train_math
 from trainer.cli.commands import setting
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.process
+
 EXAMPLE = """
 from trainer import TrainerConfig, OnlineRLTrainer, MathRewardFunction, GSM8KLoader
 train_data = GSM8KLoader().load("train", num_samples=100)

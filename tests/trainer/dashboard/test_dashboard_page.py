@@ -12,7 +12,8 @@ from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.runs import RunReader
 from trainer.server import BackgroundServer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.process
+
 SHOWN = (
     *("Reward", "Accuracy", "Loss", "KL to the reference", "Entropy", "Clip fraction"),
     *("Length", "Cut at the limit", "Groups without gradient", "Dropped groups"),

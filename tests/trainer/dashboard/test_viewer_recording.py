@@ -27,7 +27,7 @@ from trainer.observe.group_files import LINES, RecordedGroup, read_group, record
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.process
 
 
 def run_dir(config: Config) -> Path:

@@ -15,6 +15,8 @@ from trainer.cli.tiny_model import make_tokenizer
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 
+pytestmark = pytest.mark.process
+
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e\x1b[31m\x00 é😀\n\tend'
 SHOWN = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>⟨U+202E⟩␛[31m␀ é😀↵\n⇥\tend'
 

@@ -15,7 +15,7 @@ from common.sections import TrainerSection
 from common.wire import encode_groups
 from learning.batching import micro_batches
 from learning.layout import Packing, Padded
-from learning.optimizer import NotFinite
+from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
 from tests.support.groups import known, make_group, prepared, whole
 from tests.support.ranks import run_ranks
@@ -57,6 +57,7 @@ def on_policy(config: Config, groups: list[Group]) -> None:
             completion.logprobs = score(policy, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
     """Layout, selection before the head and temperature against the plain forward of every row alone."""
@@ -77,6 +78,7 @@ def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Gr
     torch.testing.assert_close(scores.entropy, torch.cat(entropies), atol=1e-4, rtol=0)
 
 
+@pytest.mark.process
 def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
     on_policy(config, groups)
     metrics = Policy(config, Ranks()).update(whole(groups, config)).metrics
@@ -154,6 +156,7 @@ SEVERAL = ["--algorithm.update_epochs", "2", "--algorithm.mini_batches", "3", "-
 IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.aggregation", "constant"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"])
 def test_two_trainer_processes_give_the_update_of_one(
     config: Config, groups: list[Group], tmp_path: Path, settings: list[str]
@@ -230,7 +233,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
         assert torch.equal(value, before[name])
     assert policy.update(good).metrics.skipped == 0  # starts the count anew
     policy.update(bad)
-    with pytest.raises(NotFinite, match="2 gradients in a row"):
+    with pytest.raises(NonFiniteGradients, match="2 gradients in a row"):
         policy.update(bad)
 
 

@@ -24,8 +24,6 @@ from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.policy.policy import Policy
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,6 +35,7 @@ def one(policy_dir: Path, directory: Path) -> One:
     return One(policy_dir, directory)
 
 
+@pytest.mark.process
 def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, directory: Path, one: One) -> None:
     """With weight decay, clipping, and a reference that is refreshed; the resumed ones go on with the third update."""
     settings = arguments(policy_dir)
@@ -72,6 +71,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         AutoModelForCausalLM.from_pretrained(path)
 
 
+@pytest.mark.process
 def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, one: One) -> None:
     run_cases(4, directory, {"hsdp": {"settings": arguments(policy_dir, shard_size=2)}})
     one.check(directory, "hsdp", 4)
@@ -120,6 +120,7 @@ def buffers(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers())
 
 
+@pytest.mark.process
 def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
     """A model of 120 MB on two ranks: what a rank needs beyond its start is far from the model, let alone twice of it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -141,6 +142,7 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
         assert size / 2 < peak < 1.5 * size, (peak, size)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["missing", "killed"])
 def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
     """Killed in the middle of writing, or a disk that says no: then the next step says so."""

@@ -16,7 +16,8 @@ from tests.support.paths import ROOT
 from trainer import in_process, train_in_process
 from trainer.observe.run_dir import read_lines
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.process
+
 STEPS, GROUPS, SIZE = 3, 4, 4
 
 

@@ -14,7 +14,7 @@ from common.sections import TrackersSection
 from trainer.trackers.base import RunInfo
 from trainer.trackers.thread import TrackerThread
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # of the libraries, about each other
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # of the libraries, about each other
 COLUMNS = ["prompt", "completion", "reward", "correct"]
 ROWS = [["1 | 2?", "three\nfour", 0.5, True], ["<b>", "", 0.0, False]]
 
