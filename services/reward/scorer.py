@@ -159,18 +159,17 @@ class RewardScorer:
             message = f"a batch has at most {MAX_BATCH_ITEMS} items"
             raise TooLarge(message, field="items", value=len(items), remedy="send smaller batches")
         started = time.perf_counter()
-        wanted: dict[str, list[int]] = {}
+        wanted: dict[Host, list[int]] = {}
         for i, item in enumerate(items):
             where = f"items[{i}]."
             for host in self._hosts_of(item, where):
                 host.check(item, where)
-                wanted.setdefault(host.name, []).append(i)
-        hosts = {host.name: host for host in self._hosts.values()}
-        found = await asyncio.gather(*(hosts[name].score([items[i] for i in of]) for name, of in wanted.items()))
+                wanted.setdefault(host, []).append(i)
+        found = await asyncio.gather(*(host.score([items[i] for i in of]) for host, of in wanted.items()))
         parts: list[dict[str, Score]] = [{} for _ in items]
-        for (name, of), scores in zip(wanted.items(), found, strict=True):
+        for (host, of), scores in zip(wanted.items(), found, strict=True):
             for i, score in zip(of, scores, strict=True):
-                parts[i][name] = score
+                parts[i][host.name] = score
         results = [self._result(item, part) for item, part in zip(items, parts, strict=True)]
         for result in results:
             self._counts[result.status] += 1

@@ -1,5 +1,7 @@
-"""The command line of the sandbox (bubblewrap, with a Python and its libraries as the only part of the host) and its filters
-of system calls (seccomp)."""
+"""The command line of the sandbox and its filters of system calls (seccomp).
+
+Bubblewrap gives programs a Python and its libraries as the only part of the host.
+"""
 
 import errno
 import json
