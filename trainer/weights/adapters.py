@@ -38,7 +38,7 @@ def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:
 
 
 class AdapterPublisher:
-    """WeightPublisher adapters through `publisher`: once the engines have one, the requests of `client` name it.
+    """Publishes adapters through `publisher`: once the engines have one, the requests of `client` name it.
 
     An engine answers a request with the adapter that the request names or not at all, so the version that sampled a
     completion never depends on the adapters that an engine happens to hold.

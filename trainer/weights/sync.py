@@ -23,7 +23,7 @@ class WeightSync:
     """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0 publishes."""
 
     def push(self, policy: Policy) -> "Future[None]":
-        """WeightPublisher the weights as version `policy.step`; the future is done when the engines serve them. A collective.
+        """Publishes the weights as version `policy.step`; the future is done when the engines serve them. A collective.
 
         Raises PublishFailed, here or in the future, when no engine does.
         """
