@@ -168,7 +168,7 @@ def test_help_all_lists_every_setting_with_its_meaning(capsys: pytest.CaptureFix
 
 @pytest.mark.process
 def test_every_program_has_help() -> None:
-    done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=400)
     assert (done.returncode, "--help-all" in done.stdout) == (0, True), done.stderr
 
 
@@ -197,7 +197,7 @@ def test_a_remedy_names_only_settings_that_exist() -> None:
 @pytest.mark.process
 def test_a_program_ends_with_status_2_and_the_name_of_the_setting() -> None:
     arguments = [sys.executable, "-m", "services.data", "--data.prot", "1"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=400)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "--data.prot" in done.stderr

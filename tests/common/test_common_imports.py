@@ -22,7 +22,7 @@ def modules_of(package: str) -> list[str]:
 
 def test_the_import_rules_hold() -> None:
     linter = Path(sys.executable).parent / "lint-imports"
-    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
 
@@ -35,7 +35,7 @@ def test_light_packages_import_no_torch(package: str) -> None:
         f"for name in {modules!r}: importlib.import_module(name)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
     assert len(modules) > 2

@@ -120,6 +120,6 @@ def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
 def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "usage: python -m common.topology torchrun" in done.stderr

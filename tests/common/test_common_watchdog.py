@@ -55,7 +55,7 @@ class Hanging:
 
     def says(self, *texts: str) -> str:
         """The log, as soon as it has all of these."""
-        limit = time.monotonic() + 90
+        limit = time.monotonic() + 400
         while not all(text in self._log.read_text() for text in texts):
             assert time.monotonic() < limit, self._log.read_text()
             assert self.process.poll() is None, self._log.read_text()

@@ -65,11 +65,11 @@ class Trainer:
         for index, (bucket, flat) in enumerate(zip(plan.buckets, snapshot.flats, strict=True)):
             if index == 0:
                 connecting = self.pool.submit(self.group.send, flat)  # it joins first
-                answers.append(joining.result(60))
+                answers.append(joining.result(400))
             body = bucket.model_dump() | {"group_name": plan.group, "load_format": "flattened_bucket", "flush_cache": False}
             taking = self.post("/update_weights_from_distributed", body | (last if bucket is plan.buckets[-1] else {}))
-            connecting.result(60) if index == 0 else self.group.send(flat)
-            answers.append(taking.result(60))
+            connecting.result(400) if index == 0 else self.group.send(flat)
+            answers.append(taking.result(400))
         return answers
 
     def leave(self) -> httpx.Response:
@@ -174,7 +174,7 @@ def test_contract_a_broadcast_in_a_pause_shows_in_the_spans(
     trainer.join_and_send(snapshot_of(load_file(other_model_dir / "model.safetensors")), weight_version="42", flush_cache=True)
     assert end(worker) == 200
     worker.post("/continue_generation", json={})
-    meta = running.result(60)["meta_info"]
+    meta = running.result(400)["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == [before, "42"]
     first, second = meta["weight_versions"]
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 240
@@ -192,7 +192,7 @@ def test_contract_tensor_by_tensor_without_buckets(
     taking = trainer.post("/update_weights_from_distributed", body)
     for tensor in old.values():
         dist.broadcast(tensor, src=0, group=trainer.group._process_group)
-    assert taking.result(60).status_code == 200
+    assert taking.result(400).status_code == 200
     end(worker)
     assert (found := held(worker)) == expected(old, found)
     assert version(worker) == "43"
@@ -216,7 +216,7 @@ def test_contract_a_trainer_that_dies_fails_the_update_and_files_still_load(
     body = whole.buckets[0].model_dump() | {"group_name": trainer.group.name, "load_format": "flattened_bucket"}
     waiting = trainer.post("/update_weights_from_distributed", body)
     trainer.group.close()
-    assert waiting.result(60).status_code == 400
+    assert waiting.result(400).status_code == 400
     end(worker)
     assert trainer.leave().status_code == 200
     response = worker.post("/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": "44"})
@@ -231,13 +231,13 @@ def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(worker: httpx.Clie
     joining = trainer.post("/init_weights_update_group", init | {"group_name": plan.group, "backend": "gloo"})
     store = trainer.group._store
     assert store is not None
-    alone, limit = store.num_keys(), time.monotonic() + 60
+    alone, limit = store.num_keys(), time.monotonic() + 400
     while store.num_keys() == alone:
         assert time.monotonic() < limit, "the engine does not come"
         time.sleep(0.02)
     del store
     trainer.group.close()
-    answer = joining.result(60)
+    answer = joining.result(400)
     assert (answer.status_code, answer.json()["success"]) == (400, False)
 
 
@@ -253,7 +253,7 @@ def test_a_broadcast_that_hangs_is_left_by_destroying_the_group(engine_url: str,
         assert not waiting.done()
         destroyed = worker.post("/destroy_weights_update_group", json={"group_name": trainer.group.name})
         assert destroyed.status_code == 200
-        answer = waiting.result(30)
+        answer = waiting.result(400)
         assert (answer.status_code, "destroyed meanwhile" in answer.json()["message"]) == (400, True)
         assert end(worker) == 400
         assert held(worker) == before  # nothing of the session was loaded

@@ -30,7 +30,7 @@ def _continued(worker: httpx.Client) -> Iterator[None]:
 def test_contract_pause_abort_answers_with_what_there_is(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
     running = long_request(worker, pool, "pause-abort")
     assert worker.post("/pause_generation", json={}).status_code == 200
-    answer = running.result(60)
+    answer = running.result(400)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answer["output_ids"]) < 240
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
@@ -46,7 +46,7 @@ def test_contract_paused_is_not_ready_and_new_requests_wait(worker: httpx.Client
     time.sleep(0.3)
     assert not waiting.done()
     assert worker.post("/continue_generation", json={}).status_code == 200
-    assert len(waiting.result(60)["output_ids"]) == 2
+    assert len(waiting.result(400)["output_ids"]) == 2
     assert worker.get("/ready").status_code == 200
 
 
@@ -65,7 +65,7 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     assert response.status_code == 200, response.text
     assert response.json()["success"] is True
     worker.post("/continue_generation", json={})
-    meta = running.result(60)["meta_info"]
+    meta = running.result(400)["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == [before, after]
     first, second = meta["weight_versions"]
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 240
@@ -88,7 +88,7 @@ def test_contract_an_abort_is_answered_through_the_router_too(
             worker.post("/pause_generation", json={"mode": "abort"})
         else:
             worker.post("/abort_request", json={"abort_all": True})
-        answer = running.result(60)
+        answer = running.result(400)
         worker.post("/continue_generation", json={})
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < 240
@@ -98,7 +98,7 @@ def test_contract_an_abort_is_answered_through_the_router_too(
 def test_contract_abort_by_rid(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
     running = long_request(worker, pool, "victim")
     assert worker.post("/abort_request", json={"rid": "victim"}).status_code == 200
-    answer = running.result(60)
+    answer = running.result(400)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert answer["meta_info"]["id"] == "victim"
 
@@ -109,7 +109,7 @@ def test_contract_an_update_waits_for_running_requests(worker: httpx.Client, poo
     path = worker.get("/model_info").json()["model_path"]
     response = worker.post("/update_weights_from_disk", json={"model_path": path, "weight_version": "91"})
     assert response.status_code == 200
-    assert running.result(60)["meta_info"]["weight_versions"] == [{"version": before, "start": 0, "end": 240}]
+    assert running.result(400)["meta_info"]["weight_versions"] == [{"version": before, "start": 0, "end": 240}]
     assert version(worker) == "91"
 
 

@@ -1,10 +1,11 @@
 """The real job group on this machine: the YAML as it is, two rollout nodes behind the real router, two trainer ranks.
 
-The run is started once and looked at from several sides.
+It runs with a token, certificates and other secrets. It is started once and looked at from several sides.
 """
 
 import json
 import os
+import secrets
 import sqlite3
 import subprocess
 import sys
@@ -16,14 +17,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.certificates import make_certificates
 from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 30
-pytestmark = [
-    pytest.mark.process,
-]
+pytestmark = pytest.mark.process
 
 
 @dataclass
@@ -34,6 +34,8 @@ class Run:
     output: str
     status: int
     mark: str
+    secrets: dict[str, str]
+    """Values that nobody may find in what the run left."""
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return read_lines(self.directory / f"{name}.jsonl")
@@ -42,6 +44,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory, mark = tmp_path_factory.mktemp("e2e"), f"e2e-{uuid.uuid4()}"
+    values = {"API_TOKEN": secrets.token_hex(32), "HF_TOKEN": f"hf_{secrets.token_hex(16)}"}
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
@@ -54,14 +57,15 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "OMP_NUM_THREADS": "1",
         "LOG_FORMAT": "json",
         "LOG_LEVEL": "DEBUG",
+        **make_certificates(tmp_path_factory.mktemp("tls")).env(),
     }
     command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(directory / "logs")]
+    command += ["--secret", "API_TOKEN", "--secret", "HF_TOKEN"]
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "E2E_MARK": mark}, capture_output=True, text=True, timeout=500, check=False
-    )
-    return Run(directory / "run", result.stdout + result.stderr, result.returncode, mark)
+    environment = {**os.environ, "E2E_MARK": mark, **values}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    return Run(directory / "run", result.stdout + result.stderr, result.returncode, mark, values)
 
 
 def test_it_ends_well_and_leaves_no_process(run: Run) -> None:
@@ -115,7 +119,7 @@ def test_every_component_logs_its_start_in_json(run: Run) -> None:
     for name, service in names.items():
         lines = [json.loads(line) for line in (run.directory.parent / "logs" / f"{name}.log").read_text().splitlines()]
         own = [line["message"] for line in lines if line["service"] == service]
-        assert any(message.startswith(f"{service} 0.1.0 listens on http://") for message in own), name
+        assert any(message.startswith(f"{service} 0.1.0 listens on https://127.") for message in own), name
     assert '"message": "ppo-trainer 0.1.0 starts' in run.output
     waits = {"generation_bound", "rollout_idle", "reward_bound", "replay_bound", "publish_bound", "nothing_active"}
     assert {name for line in run.lines("metrics") for name in line["hints"]} <= waits  # whose seconds are the machine's
@@ -158,3 +162,27 @@ def test_the_run_directory_tells_the_whole_story(run: Run) -> None:
     assert all(len(sample["completions"]) == 8 for sample in samples)
     for phrase in ("greedy accuracy", "pass@8", "before", "after", "checkpoint", "seconds of a step"):
         assert phrase in run.output
+
+
+def test_no_secret_is_in_anything_that_a_run_leaves_or_says(run: Run) -> None:
+    files = [path for path in run.directory.parent.rglob("*") if path.is_file() and not path.is_symlink()]
+    names = {path.name for path in files}
+    assert {
+        "config.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "rollout-server-0.engine.log",
+        "rollout-server-0.router.log",
+    } <= names
+    for name, value in run.secrets.items():
+        assert value not in run.output, name
+        assert [path for path in files if value.encode() in path.read_bytes()] == [], name
+
+
+def test_everything_listens_on_this_machine_alone(run: Run) -> None:
+    """As every process says it; torchrun's own rendezvous is the exception (SECURITY.md)."""
+    said = [line for line in run.output.splitlines() if " listens on " in line]
+    assert "http://127." not in run.output
+    assert len(said) >= 5, run.output[-3000:]
+    assert all("listens on https://127." in line for line in said)
+    assert "whoever reaches" not in run.output

@@ -56,7 +56,7 @@ class Small:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
         self.process = subprocess.Popen([sys.executable, "-c", SERVICE, str(self.port)], cwd=ROOT, stderr=subprocess.DEVNULL)
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + 400
         while not self.healthy():
             assert self.process.poll() is None
             assert time.monotonic() < limit
@@ -331,7 +331,7 @@ def open_connections(small: Small) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < limit, "it did not happen in time"
         time.sleep(0.05)

@@ -136,7 +136,7 @@ def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
     home.mkdir()
     env = os.environ | {"HOME": str(home), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     command = [str(PYTHON), "-m", "jobgroup.check", *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert list(home.iterdir()) == []
     assert result.stderr == "" or result.returncode == 2, result.stderr
     return result.returncode, result.stdout + result.stderr
@@ -240,6 +240,7 @@ def test_variables_of_a_script(script: str, missing: str) -> None:
     assert shell_faults(script, frozenset({"GIVEN"})) == told
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("script", ["if true; then echo", 'echo "services', "echo $(", "f() {"])
 def test_a_script_that_bash_cannot_read(script: str) -> None:
     (fault,) = shell_faults(f"true\n{script}", frozenset())

@@ -90,5 +90,5 @@ def test_a_reader_that_goes_away_ends_the_run(local: "LocalRun") -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=60) == 129
+    assert process.wait(timeout=400) == 129
     assert local.marked() == []

@@ -181,7 +181,7 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
         (tmp_path / "calls").write_text("")
         env = os.environ | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
         script = subprocess.run(
-            ["bash", "jobgroup/setup.sh", role], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+            ["bash", "jobgroup/setup.sh", role], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False
         )
         return script.returncode, (tmp_path / "calls").read_text().splitlines()
 

@@ -57,7 +57,7 @@ class Nodes:
             os.kill(pid, number)
 
     def status(self, node: int) -> int:
-        return self.processes[node].wait(timeout=60)
+        return self.processes[node].wait(timeout=400)
 
     def text(self, node: int) -> str:
         return (self.directory / f"node{node}.txt").read_text()
@@ -70,7 +70,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.05)

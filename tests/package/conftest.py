@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -31,7 +31,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     python = root / "env" / "bin" / "python"
     pip = [str(python), "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", str(python)]
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run(install, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(install, cwd=root, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (site_packages,) = (root / "env" / "lib").glob("python*/site-packages")
     # A folder that a .pth file names is searched, but .pth files in it are not read: an editable install there does not count.

@@ -1,15 +1,15 @@
 """Random token sequences and targets for critics."""
 
-import subprocess
 from collections.abc import Callable
 
 import numpy as np
 
 from common.schemas import TokenSequence, ValueTargets
+from tests.support.forks import Forked
 from trainer.algorithms.batch import Batch, Row
 
 VOCABULARY = 300
-Start = Callable[[], subprocess.Popen[bytes]]
+Start = Callable[[], Forked]
 """Starts the service as a process."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -26,9 +26,11 @@ from common.sections import LoraSection, ModelSection, RolloutSection
 from common.topology import Topology
 from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
+from tests.support.forks import Forked
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
+_P = TypeVar("_P", "subprocess.Popen[bytes]", Forked)
 SGLANG = ROOT / ".venv-sglang"
 PLUGIN = ROOT / "jobgroup" / "sglang-cpu" / "plugin"
 """The plugin of this checkout, whichever is installed in that environment."""
@@ -98,7 +100,7 @@ def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], 
 
 
 def start(
-    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 240
+    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 400
 ) -> subprocess.Popen[bytes]:
     """A process that is ready, or an error with its log. It leads a group and ends with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -107,20 +109,24 @@ def start(
         process = subprocess.Popen(
             wrapped, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
         )
+    return _ready(process, log, ready, limit_s)
+
+
+def _ready(process: _P, log: Path, ready: Callable[[], bool], limit_s: float = 400) -> _P:
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit and process.poll() is None:
         if ready():
             return process
         time.sleep(0.1)
     end(process)
-    raise AssertionError(f"{command} is not ready:\n{log.read_text()}")
+    raise AssertionError(f"it is not ready:\n{log.read_text()}")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: "subprocess.Popen[bytes] | Forked") -> None:
     """Ends a process, kindly first, and whatever it has left behind."""
     process.terminate()
     try:
-        process.wait(20)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -139,14 +145,12 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def engine_process(
-    model: Path, log: Path, *extra: str, port: int | None = None
-) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def engine_process(model: Path, log: Path, *extra: str, port: int | None = None) -> Iterator[tuple[str, Forked]]:
     """`python -m services.engine`; yields its URL and process."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "services.engine", "--model-path", str(model), "--host", "127.0.0.1"]
-    process = start([*command, "--port", str(port), *extra], log, lambda: answers(f"{url}/health"))
+    words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *extra]
+    process = _ready(Forked("services.engine", *words, log=log), log, lambda: answers(f"{url}/health"))
     try:
         yield url, process
     finally:
@@ -168,7 +172,7 @@ def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | Non
     config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection())
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
     env = engine_env(config) | Topology().loopback_env() | {"PYTHONPATH": str(PLUGIN)}
-    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=240)
+    process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=400)
     try:
         yield url
     finally:
@@ -194,7 +198,7 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
     try:
         for worker in worker_urls:
             httpx.post(f"{url}/workers", json={"url": worker}, trust_env=False).raise_for_status()
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 400
         while len(routed(url)) < len(worker_urls):
             assert time.monotonic() < limit, f"the router lists {routed(url)}:\n{log.read_text()}"
             time.sleep(0.1)

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.paths import ROOT
+from tests.support.forks import Forked
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
 """Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of examples."""
@@ -27,10 +26,8 @@ class Service:
         self.name = name
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"{name}.log"
-        command = [sys.executable, "-m", "tests.support.served_app", name, str(self.port), str(directory / name), str(model)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": str(ROOT)}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        words = (name, str(self.port), str(directory / name), str(model))
+        self.process = Forked("tests.support.served_app", *words, log=self.log)
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
     def ready(self) -> bool:
@@ -42,7 +39,7 @@ class Service:
             return False
 
     def wait(self) -> None:
-        limit = time.monotonic() + 240
+        limit = time.monotonic() + 400
         while not self.ready():
             assert time.monotonic() < limit, self.log.read_text()[-3000:]
             time.sleep(0.1)
@@ -56,7 +53,7 @@ class Service:
         self.http.close()
         self.process.terminate()
         try:
-            self.process.wait(60)
+            self.process.wait(400)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

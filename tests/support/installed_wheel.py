@@ -15,7 +15,7 @@ class Installed:
     folder: Path
     """A working directory that is no checkout and has a foreign package `services`."""
 
-    def run(self, *command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = 400) -> subprocess.CompletedProcess[str]:
         """Runs a program of the environment in `folder`."""
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
         env = inherited | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}

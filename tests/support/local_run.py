@@ -12,7 +12,7 @@ import psutil
 
 from tests.support.paths import ROOT
 
-LIMIT_S = 300
+LIMIT_S = 400
 
 
 class LocalRun:

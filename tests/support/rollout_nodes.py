@@ -99,7 +99,7 @@ class Node:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            self.process.wait(60)
+            self.process.wait(400)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -161,7 +161,7 @@ class Cluster:
 
 
 async def until(condition: Callable[[], bool], what: str, cluster: Cluster) -> None:
-    limit = time.monotonic() + 180
+    limit = time.monotonic() + 400
     while not condition():
         output = "".join(node.output.read_text()[-3000:] for node in cluster.nodes)
         assert time.monotonic() < limit, f"never: {what}; reports: {cluster.reports()}\n{output}"

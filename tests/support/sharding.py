@@ -32,7 +32,7 @@ def arguments(policy_dir: Path, **more: Any) -> list[str]:
 
 
 def run_cases(count: int, directory: Path, cases: dict[str, dict[str, Any]]) -> None:
-    run_ranks(count, "sharded_policies", str(directory), json.dumps(cases), limit_s=570)
+    run_ranks(count, "sharded_policies", str(directory), json.dumps(cases))
 
 
 class One:

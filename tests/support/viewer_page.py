@@ -15,7 +15,7 @@ from trainer.dashboard.groups import add_groups
 from trainer.dashboard.runs import RunReader
 from trainer.server import BackgroundServer
 
-FIRST_ANSWER_S = 240
+FIRST_ANSWER_S = 400
 """For many groups a busy machine takes its time."""
 STATIC = Path(trainer.dashboard.__file__).parent / "static"
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>viewer</title>

@@ -12,3 +12,9 @@ from tests.support.small_run import small_run
 def config(policy_dir: Path, tmp_path: Path) -> Config:
     """Settings of a small run."""
     return small_run(policy_dir, tmp_path)
+
+
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the picture at the end of a run, which takes longer than a short run itself."""
+    monkeypatch.setattr("trainer.observe.run_log.plot_curves", lambda *_: None)

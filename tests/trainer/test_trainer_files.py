@@ -156,7 +156,7 @@ def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tm
     thread.join(0.5)
     assert thread.is_alive()
     board.report(report(3, node=1))
-    thread.join(20)
+    thread.join(400)
     assert not thread.is_alive()
     manifest = board.latest()
     assert manifest is not None
@@ -209,7 +209,7 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     publish.publish(policy.weights(), 1)
     thread = threading.Thread(target=publish.publish, args=(policy.weights(), 2))
     thread.start()
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 400
     while thread.is_alive() and time.monotonic() < limit:
         board.report(report(2, node=0))  # node 1 has died
         time.sleep(0.05)

@@ -39,7 +39,7 @@ def train(model: Path, base: Path, moments: tuple[str, ...], *more: str) -> list
         *("--trainer.checkpoint_every", "2", "--trainer.keep_checkpoints", "1", "--reward.workers", "1"),
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

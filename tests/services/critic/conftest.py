@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from common.config import Config, load
 from common.critic_client import CriticClient
 from services.critic.app import create_critic_app
 from tests.support.critic import Start
-from tests.support.paths import ROOT
+from tests.support.forks import Forked
 
 
 @pytest.fixture
@@ -59,15 +57,14 @@ def port() -> int:
 @pytest.fixture
 def start(port: int, settings: list[str], tmp_path: Path) -> Iterator[Start]:
     """Starts the service as a process; every process it started is gone afterwards."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Forked] = []
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
     }
 
-    def begin() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port)]
-        with (tmp_path / "output.log").open("ab") as log:
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+    def begin() -> Forked:
+        words = (*settings, "--critic.port", str(port))
+        started.append(Forked("services.critic", *words, log=tmp_path / "output.log", env=environment))
         return started[-1]
 
     yield begin

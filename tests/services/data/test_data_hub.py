@@ -55,7 +55,7 @@ def run(loader: str, endpoint: str, home: Path) -> tuple[list[str], str, float]:
     env = kept | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(loader=loader)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LOAD.format(loader=loader)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
     )
     return done.stdout.splitlines(), done.stderr, time.monotonic() - begin
 

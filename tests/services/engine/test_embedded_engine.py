@@ -21,7 +21,7 @@ from services.engine.scheduler import LogitsNotFinite, Refused
 from services.engine.weights import BadWeights
 from tests.support.engines import write_model
 
-LIMIT_S = 60
+LIMIT_S = 400
 
 
 @pytest.fixture(scope="module")

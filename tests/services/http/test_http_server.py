@@ -270,7 +270,7 @@ def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
         yield process, port
     finally:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=400)
 
 
 @pytest.mark.process

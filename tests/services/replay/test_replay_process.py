@@ -213,7 +213,7 @@ def test_the_process_exits_with_2_on_a_damaged_store(port: int, tmp_path: Path, 
     stored(path, make_group)
     copy = shutil.copy(path, tmp_path / "copy.db")
     truncate(path)
-    ended = subprocess.run(command(port, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command(port, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 2
     assert str(path) in ended.stderr
     assert "remedy" in ended.stderr

@@ -96,7 +96,7 @@ def workers() -> list[psutil.Process]:
     return [p for p in descendants() if p.ppid() != os.getpid()]
 
 
-async def until(condition: object, limit_s: float = 60) -> None:
+async def until(condition: object, limit_s: float = 400) -> None:
     assert callable(condition)
     start = time.monotonic()
     while not condition():

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 HANG = {"response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
 
 
-def until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+def until(condition: Callable[[], bool], limit_s: float = 400) -> None:
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit_s, "it did not happen in time"
@@ -110,7 +110,7 @@ def test_sigterm_leaves_no_process(start: Start) -> None:
     assert answer.json()["rewards"] == [1.0]
     assert len(server.graders) >= 3
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) in (0, -signal.SIGTERM)
+    assert server.process.wait(400) in (0, -signal.SIGTERM)
     until(lambda: not server.left(), 20)
 
 
@@ -119,7 +119,7 @@ def test_kill_9_leaves_no_process_even_when_graders_hang(start: Start) -> None:
     with server.start_hanging_request():
         server.note_graders()
         server.process.kill()
-        server.process.wait(30)
+        server.process.wait(400)
         until(lambda: not server.left(), 20)
 
 
@@ -136,7 +136,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "services.reward", "--reward.port", port, "--state_dir", str(tmp_path)]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 2
     assert port in ended.stderr
 
@@ -150,13 +150,13 @@ def test_functions_of_ones_own_run_in_the_real_server_and_leave_no_process(start
     assert answer["rewards"] == [2.0, None, None, 1.0]
     assert [result["status"] for result in answer["results"]] == ["ok", "timeout", "died", "ok"]
     server.process.kill()
-    server.process.wait(30)
+    server.process.wait(400)
     until(lambda: not server.left(), 20)
 
 
 def test_a_function_that_does_not_exist_ends_the_start_with_its_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "services.reward", "--state_dir", str(tmp_path), "--reward.functions", "no.such:Thing"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 2
     assert "no.such:Thing" in ended.stderr
     assert "remedy" in ended.stderr

@@ -69,7 +69,7 @@ class Rig:
             return await client.generate(PROMPT, n=1, max_new_tokens=12, temperature=1, stop_token_ids=[])
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + 180
+        limit = time.monotonic() + 400
         while not condition():
             assert time.monotonic() < limit, f"never: {what}\n{self.said()[-6000:]}"
             time.sleep(0.1)
@@ -84,7 +84,7 @@ class Rig:
         starts, family = self.starts(), self.engine_family()
         process.kill()
         self.until(lambda: self.starts() == starts + 1, "another engine was started")
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=400)
         assert alive == []
         self.until(self.node.healthy, "the node is healthy again")
         assert [(report.state, report.version) for report in self.board.workers()] == [("ready", version)]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from common.rollout_client import RolloutClient
 from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
 from tests.support.engines import ROUTERS, engine_process, routed, router_process, write_model
+from tests.support.forks import Forked
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.recording_engines import recorders
 from trainer.api.generators import ChatGenerator
@@ -40,7 +40,7 @@ async def generate(client: RolloutClient, n: int = 2, tokens: int = 4) -> list[C
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + 180
+    limit = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < limit, f"never: {what}"
         await asyncio.sleep(0.05)
@@ -166,7 +166,7 @@ class Engine:
     """An embedded engine; `client` asks it directly."""
 
     url: str
-    process: "subprocess.Popen[bytes]"
+    process: Forked
     client: httpx.Client
 
     def waiting(self) -> int:

@@ -21,7 +21,7 @@ from trainer.policy.critic import value_function
 def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings, {})
-    with Ranks.from_env(timeout_s=60) as ranks, ExitStack() as stack:
+    with Ranks.from_env(timeout_s=400) as ranks, ExitStack() as stack:
         client, loop = None, None
         if ranks.first:  # as in the trainer, only rank 0 talks to services
             loop = stack.enter_context(LoopThread())

@@ -60,7 +60,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     # What dynamo and autograd make of sharded layers is at stake here, not minutes of C++ compiler.
     torch.compile = partial(torch.compile, backend="aot_eager")
-    with Ranks.from_env(timeout_s=150) as base:
+    with Ranks.from_env(timeout_s=400) as base:
         for name, case in cases.items():
             os.chdir(directory)
             config = load(case["settings"], {})

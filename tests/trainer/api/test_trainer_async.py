@@ -33,7 +33,7 @@ from trainer.rollouts.collector import CollectFailed
 from trainer.timing import PUBLISHING, StageClock
 from trainer.weights.publisher import Weights
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
 
 Settings = Callable[..., Config]
 FRESH = 4
@@ -134,14 +134,14 @@ def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, 
     def watched_publish(self: DirectPublisher, weights: Weights, version: int) -> None:
         assert busy.acquire(blocking=False), "two versions on their way"
         if version == 1:  # its update was the first; the second one must not wait for this
-            assert updated.wait(60)
+            assert updated.wait(400)
         publish(self, weights, version)
         published.append(version)
         busy.release()
 
     def watched_update(self: Policy, batch: Batch) -> Any:
         if self.step == 1:  # the third batch is of version 0 then, however slow the engine is
-            assert answered.wait(60)
+            assert answered.wait(400)
         found = update(self, batch)
         if self.step == 2:
             updated.set()

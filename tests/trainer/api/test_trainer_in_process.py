@@ -24,7 +24,7 @@ from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
         main([str(tmp_path / "absent")])
     for module in ("trainer.report", "trainer.dashboard"):
         done = subprocess.run(
-            [sys.executable, "-m", module, str(tmp_path / "absent")], cwd=ROOT, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", module, str(tmp_path / "absent")], cwd=ROOT, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == 2
         assert "absent" in done.stderr

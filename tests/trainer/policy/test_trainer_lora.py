@@ -36,7 +36,7 @@ from trainer.weights.adapters import AdapterPublisher, static_files
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.publisher import PublishFailed, Weights, write_version
 
-pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 IDS = torch.arange(3, 40)[None]
 
 

@@ -193,7 +193,7 @@ def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path)
     gate = threading.Event()
 
     def static() -> list[Path]:
-        gate.wait(60)
+        gate.wait(400)
         return []
 
     checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=static)

@@ -14,7 +14,7 @@ from common.sections import TrackersSection
 from trainer.trackers.base import RunInfo
 from trainer.trackers.thread import TrackerThread
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # of the libraries, about each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, about each other
 COLUMNS = ["prompt", "completion", "reward", "correct"]
 ROWS = [["1 | 2?", "three\nfour", 0.5, True], ["<b>", "", 0.0, False]]
 
@@ -34,7 +34,7 @@ def track(name: str, directory: Path, step: int, steps: range, finished: bool, m
         thread.put("metrics", step=each, values={"reward": each / 8, "update/kl_reference": 0.5})
         thread.put("table", step=each, name="samples", columns=COLUMNS, rows=ROWS)
     thread.end(finished)
-    thread.wait(time.monotonic() + 120)
+    thread.wait(time.monotonic() + 400)
     assert counted == ["written"] * 2 * len(steps), told
     return told
 

@@ -16,7 +16,7 @@ from trainer.weights import sync
 from trainer.weights.publisher import PublishFailed, Weights
 from trainer.weights.sync import PublishedWeights, WeightSync
 
-LIMIT_S = 60.0
+LIMIT_S = 400
 
 
 class Engines:
