@@ -181,7 +181,7 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     publisher.publish(killing(), 2)
     both.until(lambda: both.serving("killed", 2), "weights 2 everywhere")
     assert both.held() == [sums(new)] * 2
-    assert "weights 2 were not broadcast, they go over HTTP: " in caplog.text
+    assert "weights 2 were not broadcast and go over HTTP: " in caplog.text
     assert "rollout-server-1 is failed" in caplog.text
     assert "v000002" in both.files()
     both.until(both.healthy, "both nodes healthy")
