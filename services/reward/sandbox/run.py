@@ -158,6 +158,7 @@ class Sandbox:
         filter_fd, writer = os.pipe()
         with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as into:
             into.write(self._filter)  # less than a pipe holds
+            into.close()
             bare = self.kind == "none"
             process = subprocess.Popen(
                 inside_command(self._python) if bare else bwrap_command(self._bwrap, self._python, self._variant, filter_fd),
