@@ -30,7 +30,7 @@ from common.wire import decode_groups
 from trainer.background import LoopThread
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
-from trainer.rollouts.prompt_cursor import Progress, PromptCursor
+from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
@@ -163,7 +163,7 @@ def measure(config: Config, url: str, completions: int, profile: cProfile.Profil
         replay = services.replay
         assert isinstance(replay, FreeingReplay)
         prompter = Prompter(load_tokenizer(config.model), "Think step by step.", [2])
-        collector = Collector(config, services, prompter, StageClock(), "collector", PromptCursor(Progress()))
+        collector = Collector(config, services, prompter, StageClock(), "collector", PromptCursor(PromptProgress()))
         replay.collector = collector
 
         async def enable(on: bool) -> None:

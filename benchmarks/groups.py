@@ -49,7 +49,7 @@ def recording(directory: Path, rounds: int) -> None:
         recorder.step(step, items, ())
         waited.append(time.perf_counter() - start)
         start, used = time.perf_counter(), time.process_time()
-        recorder.settle()
+        recorder.flush()
         wrote.append(time.perf_counter() - start)
         cpu.append(time.process_time() - used)
     size = recorded_steps(directory)[1].stat().st_size

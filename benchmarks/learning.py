@@ -27,7 +27,7 @@ class Curve:
     tokens: list[float]
     """Completion tokens generated for training."""
     cpu_seconds: list[float]
-    """Of everything but evaluation."""
+    """CPU seconds without evaluation."""
 
     @classmethod
     def read(cls, directory: Path) -> "Curve":
@@ -63,7 +63,7 @@ def train(directory: Path, *settings: str) -> None:
 
 
 def mean_curve(curves: list[Curve]) -> Curve:
-    """Of several seeds."""
+    """Means over several seeds."""
     columns = {
         name: [mean(values) for values in zip(*(getattr(curve, name) for curve in curves), strict=True)]
         for name in ("accuracy", "tokens", "cpu_seconds")

@@ -44,7 +44,7 @@ from trainer.policy.update_metrics import Sums
 from trainer.rollouts.services import Services
 from trainer.run import Opening, Run
 from trainer.weights.publisher import Weights, version_name, write_version
-from trainer.weights.sync import Publishes
+from trainer.weights.sync import WeightPublisher
 
 GROUPS, COMPLETIONS, ROWS = 16, 4, 32
 TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
@@ -163,7 +163,7 @@ class Sockets:
     def __init__(self, engine_url: str) -> None:
         self.console, self._engine_url = Console(quiet=True), engine_url
 
-    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         config, loop = opening.config, opening.loop
         services = Services(
             DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),

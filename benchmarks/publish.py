@@ -29,13 +29,13 @@ from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WorkerReport
 from common.topology import Topology
 from learning.weight_group import digest, join
-from services.engine.distributed import DistributedBody, InitBody, Updates
+from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
 from services.engine.weights import copy_tensors, load_into, own_tensors
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore, shared_directory
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.transfer import Meeting
+from trainer.weights.transfer import Rendezvous
 
 WAYS = ("http", "shared", "distributed")
 HIDDEN, VOCABULARY = 1024, 16_384
@@ -86,7 +86,7 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
     """One receiver, until it is killed."""
     held = Held(model_like(size))
     engine: Any = held
-    updates, store, group = Updates(engine), WeightStore(directory), ""
+    updates, store, group = WeightUpdates(engine), WeightStore(directory), ""
     serves: WeightId | None = None
     async with TrainerClient("trainer", url) as trainer:
         while True:
@@ -104,7 +104,7 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
             serves = WeightId.of(manifest)
 
 
-async def take_part(name: str, manifest: WeightManifest, updates: Updates, group: str) -> str:
+async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates, group: str) -> str:
     """Receives a broadcast; the name of the group, which is joined when it is a new one."""
     plan = manifest.broadcast
     assert plan is not None
@@ -126,7 +126,7 @@ def published(way: str, receivers: int, weights: dict[str, Tensor], size: int, r
     static = scratch / "config.json"
     static.write_text("{}")
     common = (board, [static], way, _TIMEOUT_S)
-    broadcaster = Broadcaster(*common, Meeting("127.0.0.1")) if way == "distributed" else None
+    broadcaster = Broadcaster(*common, Rendezvous("127.0.0.1")) if way == "distributed" else None
 
     def fence(worker: WorkerReport) -> None:
         raise RuntimeError(f"{worker.name} did not confirm: {worker.detail}")

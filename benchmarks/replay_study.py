@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 
 EVERY = 2
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the tokens that the first arm generates: where the accuracies are compared."""
+"""Shares of the tokens that the first arm generates: where the accuracies are compared."""
 Arm = tuple[float, tuple[str, ...]]
 """Updates for the same generated tokens, as a multiple, and settings."""
 

@@ -21,7 +21,7 @@ from math_verify import parse, verify
 
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
@@ -85,7 +85,7 @@ def plain(cases: Sequence[Case]) -> list[bool]:
 
 async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
     """(seconds, verdicts) of our grader, without the start of its workers."""
-    async with Scorer(RewardSection()) as grader:
+    async with RewardScorer(RewardSection()) as grader:
         await grader.ready()
         start, verdicts = time.perf_counter(), list[bool]()
         for i in range(0, len(cases), batch):

@@ -120,7 +120,7 @@ def sample(group: Group, at: float, samples: Samples) -> None:
 
 
 def _bytes(path: Path) -> float:
-    """Of a file, or of all files below; a hard link counts once."""
+    """Sizes of a file, or of all files below; a hard link counts once."""
     sizes = {}
     inside = [
         Path(folder) / name for folder, _, names in os.walk(path) for name in names

@@ -27,9 +27,9 @@ class Job:
     seed: int
     save_every: int
     settings: dict[str, Any]
-    """Of GRPOConfig."""
+    """Arguments of GRPOConfig."""
     learning_rates: list[float]
-    """Of every step; empty: TRL's own schedule, with `warmup_steps` in the settings."""
+    """Learning rate of every step; empty: TRL's own schedule, with `warmup_steps` in the settings."""
     prompts: list[dict[str, Any]]
     """In the order of the steps, each with `text`, `ids` and `answer`."""
     completions: list[list[int]] | None = None

@@ -80,10 +80,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case."""
+    """Measurements of one case."""
 
     seconds: float
-    """Of an update, median."""
+    """Median seconds of an update."""
     tokens: int
     """Prompt and completion tokens of the batch, a prompt counted for every completion."""
     flops: float
@@ -141,7 +141,7 @@ def make_groups(case: Case, tokenizer: Any) -> list[Group]:
 
 
 def required_flops(groups: list[Group], model: Any) -> float:
-    """Of forward and backward."""
+    """Floating-point operations of forward and backward."""
     config = model.config
     head = config.vocab_size * config.hidden_size
     body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head  # the embedding is looked up

@@ -53,7 +53,7 @@ class Run:
 
 
 def config(steps: int, seed: int, directory: Path) -> Config:
-    """Of the contestants on this side; TRL is told the same."""
+    """Settings of this trainer's runs; TRL gets the same."""
     own = {"seed": seed, "state_dir": directory / "state", "trainer.run_dir": directory, "trainer.max_steps": steps}
     words = [word for name, value in {**_SETTINGS, **own}.items() for word in (f"--{name}", str(value))]
     return load(["--config", _CONFIG, *words], {})

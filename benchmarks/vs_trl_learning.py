@@ -46,7 +46,7 @@ _TRL_EPS = "1e-4"
 
 
 def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> Config:
-    """Of this trainer's half."""
+    """Settings of this trainer's half."""
     words = [
         *("--config", "jobgroup/configs/tiny-cpu.yaml", "--seed", str(seed), "--algorithm.advantage_eps", _TRL_EPS),
         *("--trainer.run_dir", str(directory), "--state_dir", str(directory / "state"), "--trainer.max_steps", str(steps)),
@@ -151,7 +151,7 @@ class Runs:
         self.steps = sorted({*range(options.every, options.steps + 1, options.every), options.steps})
 
     def config(self, seed: int, extra: str = "", root: Path | None = None) -> Config:
-        """Of this trainer's half; TRL's half is told the same, whatever `extra` says."""
+        """Settings of this trainer's half; TRL's half gets the same, whatever `extra` says."""
         return settings((root or self.root) / f"ours-{seed}", seed, self.options.steps, self.options.every, extra)
 
     def run(self, half: str, seed: int) -> None:

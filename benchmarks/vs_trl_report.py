@@ -17,9 +17,9 @@ class Half:
     accuracy: list[float]
     """Held-out greedy accuracy at the compared steps, by the common evaluator."""
     first_reward: float
-    """Of the first batch, which both sample from the base model."""
+    """Reward of the first batch, which both sample from the base model."""
     reward: float
-    """Of the completions that were trained on."""
+    """Mean reward of the completions that were trained on."""
     tokens: float
     """Length of a completion."""
     truncated: float
@@ -73,7 +73,7 @@ class Replay:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean."""
+    """Standard error of the mean."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 

@@ -23,7 +23,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "opo": {"advantage": "length_weighted"},
     "ppo": {"advantage": "gae", "update_epochs": 2, "mini_batches": 2},
 }
-"""What each named algorithm sets, where it differs from the defaults of `AlgorithmSection`."""
+"""The settings of each named algorithm, where they differ from the defaults of `AlgorithmSection`."""
 
 RECIPES_HELP = "; ".join(
     name + (" (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")" if preset else " (the defaults)")
@@ -32,7 +32,7 @@ RECIPES_HELP = "; ".join(
 
 
 class AlgorithmSection(Section):
-    """How a batch becomes an update. A recipe sets the rest; what is set beside it wins; what nothing reads is refused."""
+    """How a batch becomes an update. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
 
     name: Main[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]] = Field(
         "grpo", description=f"The recipe: {RECIPES_HELP}."
@@ -70,7 +70,7 @@ class AlgorithmSection(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL goes: a term of the `loss`, or taken from the `reward` before the advantages."""
+    """The KL is a term of the `loss`, or is subtracted from the `reward` before the advantages."""
     kl_target: float | None = Field(None, gt=0)
     """KL per token near which kl_coef is adapted to stay (Ziegler et al. 2019). Unset: kl_coef is fixed."""
     reference_refresh: int = Field(0, ge=0)

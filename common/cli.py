@@ -1,4 +1,4 @@
-"""What every command line shares: help, the error for a wrong argument, and how a command ends."""
+"""Shared parts of all command lines: help, errors of arguments, and exit statuses."""
 
 import argparse
 import os
@@ -11,12 +11,12 @@ from common.errors import ConfigError, ServiceError
 
 
 class Parser(argparse.ArgumentParser):
-    """Help with line breaks kept; a wrong argument ends as every other error does, with status 2.
+    """Keeps line breaks of the help; a wrong argument ends with status 2 and an error like any other.
 
     Args:
         prog: the module that `python -m` runs.
         description: at the top of the help.
-        usage: its arguments; derived from those that are added when empty.
+        usage: of the arguments; derived from them when empty.
         epilog: at the end of the help.
     """
 
@@ -35,19 +35,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number above 0. Raises ArgumentTypeError."""
+    """Parses a whole number above 0. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def run(main: Callable[[], None], interrupted: str) -> None:
-    """The body of a command: a named error ends with status 2, Ctrl-C with 130 and `interrupted`, a closed pipe with 141."""
+    """Runs a command: a ServiceError ends with status 2, Ctrl-C with 130 and `interrupted`, a closed pipe with 141."""
     try:
         main()
     except ServiceError as error:
         fail(error)
-    except BrokenPipeError:  # of `| head`
+    except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""One client per service: the seam of the system.
+"""One client per service.
 
-On a cluster a client has a URL; in the Python API and in tests the same client gets `httpx.ASGITransport(app)` and the
-same code runs in one process. Connections resolve names anew, so a task that came back at a new address is found.
+On a cluster a client has a URL; in the Python API and in tests the same client gets `httpx.ASGITransport(app)` and runs in the
+service's process. Every connection resolves its name anew, so a task that came back at a new address is found.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from urllib.parse import quote
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from common import logs, watchdog, wire
 from common.errors import ServiceError, Unauthorized, shorten
@@ -36,11 +36,11 @@ from common.schemas import (
 from common.security import authorization, trusted
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T", bound=BaseModel)
+_T = TypeVar("_T")
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 5.0
-_SAY_EVERY_S = 10.0
+_WARN_EVERY_S = 10.0
 
 
 class Unreachable(ServiceError):
@@ -53,7 +53,7 @@ class Unreachable(ServiceError):
 def _network() -> AiohttpTransport:
     """Connections by aiohttp: with hundreds of requests in flight httpx's own pool takes more CPU than the services.
 
-    Names are resolved for every connection, and no proxy of the cluster catches the names of the group.
+    No proxy of the cluster intercepts names of the group.
     """
     context = trusted()
 
@@ -65,29 +65,29 @@ def _network() -> AiohttpTransport:
 
 
 async def _not_compressed(response: httpx.Response) -> None:
-    """A few bytes of a compressed answer could become gigabytes; no service sends one."""
+    """Refuses a compressed answer, a few bytes of which could become gigabytes. No service sends one."""
     if encoding := response.headers.get("content-encoding"):
         await response.aclose()
         raise ServiceError("the answer is compressed, which was not asked for", field="content-encoding", value=encoding)
 
 
 async def _with_id(request: httpx.Request) -> None:
-    """Every call has the id of what it is made for, so that the logs of both sides have the same one."""
+    """Adds the request id of the work that a call is part of, so that both sides log the same one."""
     request.headers.update(logs.sent_headers())
 
 
 class Client:
     """HTTP to one service: retries with backoff and jitter until an overall deadline, errors as ServiceError.
 
-    Every call that goes through `request` is idempotent, by nature or by a client-made id: an attempt whose answer was lost may
-    have done its work. What is not is called without it, once.
+    Every call through `request` is idempotent, by nature or by an id that the client makes: an attempt may have succeeded
+    though its answer was lost.
 
     Args:
         service: name for messages.
         base_url: of the service.
         transport: None for the network, `httpx.ASGITransport(app)` for a service in this process.
         deadline_s: seconds one call may take, retries included.
-        headers: sent with every call; None: the token of this run. Whoever is not of this run must not get that.
+        headers: sent with every call; None: the token of this run, which must not reach anyone outside the run.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
-        self._said = 0.0
+        self._last_warning = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
         hooks: dict[str, list[Callable[..., Any]]] = {"request": [_with_id], "response": [_not_compressed]}
         self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network(), headers=sent, event_hooks=hooks)
@@ -115,10 +115,10 @@ class Client:
         await self.http.aclose()
 
     async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
-        """One call, repeated until it succeeds or its deadline passes; not sooner than the service asks for (Retry-After).
+        """Sends a request until it succeeds or its deadline passes, no sooner than the service asks for (Retry-After).
 
-        All attempts have the request id of the work that they are part of (`common.logs`), or one of their own. Raises
-        Unreachable at the deadline and ServiceError for any other answer that is not 2xx.
+        All attempts share a request id (`common.logs`). Raises Unreachable at the deadline, and ServiceError for any other
+        answer that is not 2xx.
         """
         identifier = logs.request_id() or logs.new_request_id()
         with logs.request(identifier), watchdog.waiting(f"{method} {path}", self.service):
@@ -129,7 +129,7 @@ class Client:
         limit = start + patience_s
         delay, reason = 0.05, "no attempt"
         while (left := limit - time.monotonic()) > 0:
-            asked_s = 0.0
+            retry_after_s = 0.0
             try:
                 response = await self.http.request(
                     method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
@@ -142,13 +142,15 @@ class Client:
                     return response
                 if not self._is_passing(response):
                     raise self._error(response)
-                reason = f"HTTP {response.status_code}: {_said(response)}"
-                asked_s = _retry_after_s(response)
+                detail = _detail(response)
+                parts = [str(detail[name]) for name in ("message", "value", "remedy") if detail.get(name)]
+                reason = f"HTTP {response.status_code}: {shorten(' · '.join(parts), 600)}"
+                retry_after_s = parse_retry_after(response)
             now = time.monotonic()
-            if now - max(start, self._said) > _SAY_EVERY_S:  # one line, however many calls wait
+            if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line, however many calls wait
                 log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
-                self._said = now
-            pause = max(delay * random.uniform(0.5, 1.5), asked_s * random.uniform(1.0, 1.5))
+                self._last_warning = now
+            pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
         if patience_s >= watchdog.LONG_S:
@@ -162,30 +164,29 @@ class Client:
         )
 
     def _is_passing(self, response: httpx.Response) -> bool:
-        """Whether a refusal is of this moment alone."""
+        """Whether a retry may succeed."""
         return response.status_code in _RETRIED_STATUSES
 
     def _error(self, response: httpx.Response) -> ServiceError:
-        try:
-            detail = response.json()["error"]
-            message, rest = detail["message"], {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
-        except (ValueError, KeyError, TypeError):
-            message, rest = f"HTTP {response.status_code}: {shorten(response.text)}", {}
-            if response.status_code == Unauthorized.status:
-                rest = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
+        detail = _detail(response)
+        status, message = response.status_code, detail.pop("message")
+        if "code" not in detail:
+            message = f"HTTP {status}: {message}"
+            if status == Unauthorized.status:
+                detail = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
         request = response.request.headers.get(logs.REQUEST_HEADER)
-        return ServiceError(f"{self.service}: {message}", status=response.status_code, request=request, **rest)
+        return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
-        """A call whose answer is a pydantic model. Raises ServiceError when the answer is something else."""
+        """Sends a request whose answer is JSON of type `answer`. Raises ServiceError when it is something else."""
         response = await self.request(method, path, **arguments)
         try:
-            return answer.model_validate_json(response.content)
+            return TypeAdapter(answer).validate_json(response.content)
         except ValidationError as error:
             raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
 
     async def unhealthy_reason(self) -> str | None:
-        """None when `/health` says 200, else why not; asks once. Raises ServiceError when the token is wrong: it stays so."""
+        """Asks `/health` once: None for 200, else the reason. Raises ServiceError for a wrong token, which stays wrong."""
         try:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
@@ -200,22 +201,21 @@ class Client:
             return f"HTTP {response.status_code}"
 
     async def flush(self, deadline_s: float | None = None) -> None:
-        """Asks the service to make everything durable; returns when it has."""
+        """Asks the service to make everything durable; returns when that is done."""
         await self.request("POST", "/flush", deadline_s=deadline_s)
 
 
-def _said(response: httpx.Response) -> str:
-    """An error in one line: where it is, and the remedy; the text where it has another shape."""
+def _detail(response: httpx.Response) -> dict[str, Any]:
+    """Returns message, field, value, remedy and code of an error; only a message where it has another shape."""
     try:
         detail = response.json()["error"]
-        parts = [detail["message"], *(detail[name] for name in ("value", "remedy") if name in detail)]
-        return shorten(" · ".join(parts), 600)
+        return {"message": detail["message"]} | {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
     except (ValueError, KeyError, TypeError):
-        return shorten(response.text)
+        return {"message": shorten(response.text)}
 
 
-def _retry_after_s(response: httpx.Response) -> float:
-    """Seconds that the service wants to be left alone; 0 when it does not say, or says a date."""
+def parse_retry_after(response: httpx.Response) -> float:
+    """Returns the seconds of Retry-After; 0 when there is none, or a date."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0
 
@@ -223,10 +223,9 @@ def _retry_after_s(response: httpx.Response) -> float:
 async def wait_healthy(
     clients: Sequence[Client], timeout_s: float, say: Callable[[str], None] = log.info, every_s: float = 10.0
 ) -> None:
-    """Waits until every service is healthy, saying what is awaited from whom and for how long: after `every_s` seconds, then
-    after twice as long, once a minute in the end.
+    """Waits until every service is healthy. Says which are not after `every_s` seconds, then ever less often, up to a minute.
 
-    Raises Unreachable naming the services that are not, after `timeout_s` seconds, and ServiceError at once for a wrong token.
+    Raises Unreachable with the names of those that are not after `timeout_s` seconds, and ServiceError for a wrong token.
     """
     start, said = time.monotonic(), time.monotonic()
     waiting = dict.fromkeys(clients, "not asked yet")
@@ -251,27 +250,27 @@ class DataClient(Client):
     """data-server."""
 
     async def prompts(self, count: int, request_id: str) -> PromptBatch:
-        """The next `count` prompts of the shuffled stream; a retry with the same `request_id` gets the same ones."""
+        """Returns the next `count` prompts of the shuffled stream; a retry with the same `request_id` gets the same ones."""
         parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
         return await self.json("GET", "/prompts", PromptBatch, params=parameters)
 
     async def eval_prompts(self, limit: int) -> list[Prompt]:
-        """The first `limit` prompts of the held-out split, in a fixed order."""
+        """Returns the first `limit` prompts of the held-out split, in a fixed order."""
         response = await self.request("GET", "/eval_prompts", params={"limit": limit})
         return [Prompt.model_validate(item) for item in response.json()["prompts"]]
 
     async def total(self) -> int:
-        """Problems in the training split."""
+        """Returns the number of problems in the training split."""
         return int((await self.request("GET", "/stats")).json()["total_available"])
 
     async def seek(self, position: int) -> None:
-        """Sets the shuffled stream to `position` prompts from its very beginning."""
+        """Moves the shuffled stream to `position` prompts from its beginning."""
         await self.request("POST", "/seek", json={"position": position})
 
     async def report_pass_rates(self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str) -> None:
-        """Tells the curriculum the share of right completions of each prompt; a retry with the same id counts once.
+        """Reports the share of correct completions of each prompt; a retry with the same id counts once.
 
-        Raises ServiceError when the data-server has no curriculum or not these prompts.
+        Raises ServiceError when the data-server has no curriculum, or not these prompts.
         """
         report = PassRateReport(prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id)
         await self.request("POST", "/pass_rates", json=report.model_dump())
@@ -287,7 +286,7 @@ class RewardClient(Client):
         return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
-        """The results of several batches, from one request."""
+        """Grades several batches with one request."""
         graded = iter((await self.batch_reward([item for batch in batches for item in batch])).results)
         return [[next(graded) for _ in batch] for batch in batches]
 
@@ -302,39 +301,42 @@ class ReplayClient(Client):
         await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
 
     async def take(self, request: TakeRequest) -> TakenGroups:
-        """`count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""
-        response = await self.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": wire.MSGPACK})
-        return wire.decode(response.content, TakenGroups)
+        """Returns `count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""
+        return await self._groups("/groups/take", request, TakenGroups)
 
     async def ack(self, ids: list[str]) -> None:
-        """These groups were trained on: they are never handed out as fresh again."""
+        """Acknowledges groups that were trained on: they are never handed out as fresh again."""
         await self.request("POST", "/groups/ack", json={"ids": ids})
 
     async def sample(self, request: SampleRequest) -> SampledGroups:
-        """Groups that were trained on before, by priority, with importance weights."""
-        response = await self.request("POST", "/groups/sample", json=request.model_dump(), headers={"accept": wire.MSGPACK})
-        return wire.decode(response.content, SampledGroups)
+        """Returns groups that were trained on before, drawn by priority, with importance weights."""
+        return await self._groups("/groups/sample", request, SampledGroups)
+
+    async def _groups(self, path: str, request: BaseModel, answer: type[_T]) -> _T:
+        response = await self.request("POST", path, json=request.model_dump(), headers={"accept": wire.MSGPACK})
+        return wire.decode(response.content, answer)
 
     async def set_priorities(self, priorities: dict[str, float]) -> None:
-        """Priorities of groups for `sample`; unknown ids are ignored (they may have left the buffer)."""
+        """Sets the priorities of groups for `sample`; unknown ids are ignored, as they may have left the buffer."""
         body = {"ids": list(priorities), "priorities": list(priorities.values())}
         await self.request("POST", "/groups/priorities", json=body)
 
     async def reset_fresh(self, from_position: int | None = None) -> int:
-        """Drops every group that was not acknowledged (a trainer that resumes draws their prompts again).
+        """Drops every group that was not acknowledged, since a trainer that resumes draws their prompts again.
 
-        With `from_position` those from there on in the prompt stream go too: they were trained on in steps that are lost.
+        With `from_position` also drops those from there on in the prompt stream: the steps that trained on them are lost.
+        Returns how many were dropped.
         """
         params = {} if from_position is None else {"from_position": from_position}
         return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
 
     async def listing(self, state: str, limit: int = 1000, deadline_s: float | None = None) -> list[dict[str, Any]]:
-        """What the first `limit` groups in this state are, without contents."""
+        """Describes the first `limit` groups in this state, without contents."""
         params = {"state": state, "limit": limit}
         return list((await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()["groups"])
 
     async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
-        """One group. Raises ServiceError (404) when it is not there."""
+        """Returns one group. Raises ServiceError (404) when it is not there."""
         path = f"/groups/{quote(group_id, safe='')}"
         return wire.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
 

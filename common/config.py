@@ -2,7 +2,7 @@
 
 Order, later wins: defaults here < a YAML file (`--config FILE` or `RUN_CONFIG=FILE`) < environment < `--section.field`.
 Environment: `RLHF_SECTION__FIELD`, and the short names of `SHORT_NAMES` (`MODEL_NAME`, `NUM_EPOCHS`, `BATCH_SIZE`, …).
-Every program reads the same configuration and uses its own sections; a name that does not exist is refused.
+Every program reads the whole configuration and uses its own sections; an unknown name is an error.
 """
 
 import os
@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
-    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -57,7 +56,7 @@ _RANK_OPTIONS = frozenset(
     for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
     for name in (way, f"{way}-size", size, "nnodes")
 )
-"""Arguments of SGLang that change how many ranks an engine has; with several data-parallel ones it refuses a group."""
+"""Arguments of SGLang that change the number of ranks of an engine; a data-parallel one refuses a weight-sync group."""
 
 
 class Config(BaseSettings):
@@ -93,7 +92,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
-        """`auto` becomes what it stands for here, so that nobody else has to know."""
+        """Replaces `auto` by what it stands for, so that no reader has to know."""
         if self.algorithm.rollout_correction == "auto":
             correction = "truncate" if self.trainer.max_staleness else "none"
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
@@ -144,7 +143,7 @@ class Config(BaseSettings):
         return self
 
     def _check_lora(self) -> None:
-        """Refuses what does not go together with an adapter."""
+        """Refuses settings that contradict an adapter."""
         if self.lora.rank == 0:
             return
         if self.trainer.optimizer == "muon":
@@ -173,7 +172,7 @@ class Config(BaseSettings):
                 )
 
     def _unread(self) -> dict[str, str]:
-        """Settings that other settings make pointless, and why."""
+        """Returns the settings that others make pointless, and why."""
         unread = {
             f"{section}.{name}": reason
             for section in ("data", "reward", "trackers")
@@ -197,15 +196,10 @@ class Config(BaseSettings):
         return unread
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+    def settings_customise_sources(  # type: ignore[override]  # the other sources are not used
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load` passes counts; pydantic-settings' own reading of the environment is not used."""
+        """Uses only what `load` passes, not pydantic-settings' own reading of the environment."""
         return (init_settings,)
 
 
@@ -223,15 +217,8 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
             raise _unknown(name, word.partition("=")[0], value or None)
     path = path or env.get("RUN_CONFIG") or None
     try:
-        sources: list[PydanticBaseSettingsSource] = [
-            _command_line(rest, prog),
-            InitSettingsSource(Config, init_kwargs=_from_env(env)),
-            InitSettingsSource(Config, init_kwargs=_from_file(Path(path)) if path else {}),
-        ]
-        merged: dict[str, Any] = {}
-        for source in reversed(sources):
-            merged = _merge(merged, source())
-        return Config(**merged)
+        from_file = _from_file(Path(path)) if path else {}
+        return Config(**_merge(_merge(from_file, _from_env(env)), _command_line(rest, prog)()))
     except ValidationError as error:
         raise from_validation(error) from None
     except ConfigError:
@@ -241,7 +228,7 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
 
 
 def names() -> dict[str, FieldInfo]:
-    """Every setting by its name, as `trainer.batch_size`."""
+    """Returns every setting by its name, such as `trainer.batch_size`."""
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
@@ -250,7 +237,7 @@ def names() -> dict[str, FieldInfo]:
 
 
 def _command_line(words: list[str], prog: str | None) -> PydanticBaseSettingsSource:
-    """What the command line sets. `--help` shows the settings of type `Main`, `--help-all` every one; both exit."""
+    """Reads the command line. `--help` shows the settings of type `Main`, `--help-all` every one; both exit."""
     source: CliSettingsSource[ArgumentParser] = CliSettingsSource(Config, cli_prog_name=prog, cli_exit_on_error=False)
     parser, settings = source.root_parser, names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
@@ -265,7 +252,7 @@ def _command_line(words: list[str], prog: str | None) -> PydanticBaseSettingsSou
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:
-    """The body of every `__main__`: loads the configuration and runs; a wrong setting ends with status 2 and its name."""
+    """Runs a program: loads its configuration and calls `run`; a wrong setting ends with status 2 and its name."""
     try:
         run(load(prog=program(prog)))
     except ConfigError as error:
@@ -273,7 +260,7 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 
 
 def program(module: str) -> str:
-    """How a person starts `module`, for usage lines: a console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
+    """Returns the command that starts `module`: a console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
     started = [*sys.orig_argv, "", ""]
     script = Path(started[1]).name
     if script.startswith("rlhf-"):
@@ -282,7 +269,7 @@ def program(module: str) -> str:
 
 
 def packaged(path: Path, folder: str = ".") -> Path:
-    """`path` if it is a file here, else that file of the installed package (below its root or below `folder`) if there is one.
+    """Returns `path` if it is a file here, else that file of the installed package (below its root or `folder`) if any.
 
     So `jobgroup/configs/tiny-cpu.yaml` names a file where the working directory is not a checkout.
     """
@@ -291,13 +278,13 @@ def packaged(path: Path, folder: str = ".") -> Path:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Tells a person the error and exits."""
+    """Prints the error and exits."""
     last_words(f"error: {error}")
     raise SystemExit(status)
 
 
 def from_validation(error: ValidationError) -> ConfigError:
-    """The first problem pydantic found, in the project's words."""
+    """Converts pydantic's first problem into a ConfigError."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"]) or "configuration"
     if first["type"] == "extra_forbidden":
@@ -305,14 +292,14 @@ def from_validation(error: ValidationError) -> ConfigError:
     if (gone := f"{name} {first['input']}") in REMOVED:
         return ConfigError(f"there is no {gone} any more", field=name, value=first["input"], remedy=REMOVED[gone])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    whole = isinstance(first["input"], dict | BaseModel)  # of a section: says nothing, and might hold a credential
+    whole = isinstance(first["input"], dict | BaseModel)  # a whole section: says nothing, and might hold a credential
     return ConfigError(
         f"{first['msg']}{more}", field=name, value=None if whole else shorten(first["input"]), remedy="see --help-all"
     )
 
 
 def _unknown(name: str, field: str, value: object = None, remedy: str = "see --help-all") -> ConfigError:
-    """The error for a setting that does not exist, or not any more. `field` is how the user wrote it."""
+    """Returns the error for a setting that does not exist, or no longer does. `field` is how the user wrote it."""
     more = " any more" if name in REMOVED else ""
     return ConfigError(f"there is no setting {name}{more}", field=field, value=value, remedy=REMOVED.get(name, remedy))
 

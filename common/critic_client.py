@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from pydantic import TypeAdapter, ValidationError
-
 from common import wire
 from common.clients import Client
 from common.errors import ServiceError
@@ -20,18 +18,16 @@ from common.schemas import (
     ValueTargets,
 )
 
-_METRICS: TypeAdapter[CriticMetrics] = TypeAdapter(CriticMetrics)
-
 
 class CriticClient(Client):
-    """critic-server. Every call may be repeated; one that names another critic than the server has is a 409."""
+    """critic-server. Every call may be repeated; one that names another critic than the server has gets a 409."""
 
     async def values(
         self, sequences: Sequence[TokenSequence], run_id: str | None = None, step: int | None = None
     ) -> list[Float32]:
-        """[L] for each sequence: the value of the state before each of its completion tokens.
+        """Returns [L] for each sequence: the value of the state before each completion token.
 
-        With `run_id` and `step` by the critic of that run after so many updates, and no other.
+        With `run_id` and `step`, only the critic of that run after so many updates answers.
         """
         body = wire.encode(ValueRequest(list(sequences), run_id, step))
         response = await self.request("POST", "/values", content=body, headers={"content-type": wire.MSGPACK})
@@ -44,22 +40,19 @@ class CriticClient(Client):
     async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:
         """Trains the critic of `run_id` at `step` on a batch, once; then it is at `step` + 1."""
         body = wire.encode(UpdateRequest(run_id, step, seed, list(rows)))
-        response = await self.request("POST", "/update", content=body, headers={"content-type": wire.MSGPACK})
-        try:
-            return _METRICS.validate_json(response.content)
-        except ValidationError as error:
-            raise ServiceError(f"{self.service}: unexpected answer to /update: {error.errors()[0]['msg']}") from None
+        headers = {"content-type": wire.MSGPACK}
+        return await self.json("POST", "/update", CriticMetrics, content=body, headers=headers)
 
     async def restore(self, run_id: str, step: int, saved_by: str | None = None) -> CriticStatus:
-        """From now on the critic is that of `run_id`: a new one (`step` 0), or the one saved at `step`, by `saved_by`."""
+        """Makes the critic that of `run_id`: a new one (`step` 0), or the one that `saved_by` saved at `step`."""
         request = RestoreRequest(run_id=run_id, step=step, saved_by=saved_by)
         return await self.json("POST", "/restore", CriticStatus, json=request.model_dump())
 
     async def save(self, run_id: str, step: int, keep: int) -> CriticStatus:
-        """Writes the critic of `run_id` at `step` to the server's state directory, and keeps the last `keep` there."""
+        """Saves the critic of `run_id` at `step` in the server's state directory, which keeps the last `keep`."""
         request = SaveRequest(run_id=run_id, step=step, keep=keep)
         return await self.json("POST", "/save", CriticStatus, json=request.model_dump())
 
     async def status(self) -> CriticStatus:
-        """Whose critic it is now, and how often it was updated."""
+        """Returns whose critic the server has, and how often it was updated."""
         return await self.json("GET", "/status", CriticStatus)

@@ -1,4 +1,4 @@
-"""The one error shape of the system: what is wrong, in which field, with which value, and what to do about it."""
+"""The error type of the system: what is wrong, in which field, with which value, and how to fix it."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ _MAX_TEXT_CHARS = 10_000
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
-    """`value` as text of at most `limit` characters, so that an error never carries a whole bad body."""
+    """Returns `value` as text of at most `limit` characters, so that no error carries a whole bad body."""
     text = value if isinstance(value, str) else repr(value)
     text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class ServiceError(Exception):
-    """An error with a code for programs and a message, field, value and remedy for people.
+    """An error with a code for programs, and a message, field, value and remedy for users.
 
-    Domain code raises one of the subclasses and knows nothing of HTTP; `services.http.app` turns it into the status and
-    `{"error": {code, message, field?, value?, remedy?}}`; `common.clients` turns that body back into this exception, with the
-    id of the `request`, under which the logs of both sides have it.
+    Domain code raises a subclass and does not depend on HTTP: `services.http.app` turns it into the status and
+    `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients` turns that body back into this exception, with
+    the id of the `request` that the logs of both sides have.
     """
 
     status = 500
@@ -45,28 +45,18 @@ class ServiceError(Exception):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        parts = [self.message]
-        if self.field is not None:
-            parts.append(f"field: {self.field}")
-        if self.value is not None:
-            parts.append(f"value: {self.value}")
-        if self.remedy is not None:
-            parts.append(f"remedy: {self.remedy}")
-        if self.request is not None:
-            parts.append(f"request: {self.request}")
-        return " · ".join(parts)
+        parts = ((name, getattr(self, name)) for name in ("field", "value", "remedy", "request"))
+        return " · ".join([self.message, *(f"{name}: {text}" for name, text in parts if text is not None)])
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of this error."""
-        detail = {"code": self.code, "message": self.message}
-        for key in ("field", "value", "remedy"):
-            if (item := getattr(self, key)) is not None:
-                detail[key] = item
-        return {"error": detail}
+        """Returns the JSON body of this error."""
+        optional = {key: getattr(self, key) for key in ("field", "value", "remedy")}
+        known = {key: text for key, text in optional.items() if text is not None}
+        return {"error": {"code": self.code, "message": self.message, **known}}
 
 
 class InvalidInput(ServiceError):
-    """The request or the configuration cannot be used as it is (422)."""
+    """The request or the configuration is invalid (422)."""
 
     status = 422
     code = "invalid_input"
@@ -80,35 +70,35 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The request does not fit the state of the service (409); repeating it would not help."""
+    """The request contradicts the state of the service (409); a retry would not help."""
 
     status = 409
     code = "conflict"
 
 
 class TooLarge(ServiceError):
-    """The body is over the limit of the service (413)."""
+    """The body exceeds the limit of the service (413)."""
 
     status = 413
     code = "too_large"
 
 
 class Unauthorized(ServiceError):
-    """The request does not have the token of this service (401)."""
+    """The request lacks the token of this service (401)."""
 
     status = 401
     code = "unauthorized"
 
 
 class NotReady(ServiceError):
-    """The service is starting, draining or waits for another one (503)."""
+    """The service is starting, shutting down, or waiting for another one (503)."""
 
     status = 503
     code = "not_ready"
 
 
 class Overloaded(NotReady):
-    """More is in work than the service takes on at a time (503); nothing was done."""
+    """The service is at its limit of concurrent work and did nothing (503)."""
 
     code = "overloaded"
 

@@ -1,4 +1,4 @@
-"""Functions and classes that a setting names by their import path."""
+"""Imports functions and classes that a setting names by their path."""
 
 import importlib
 from collections.abc import Callable
@@ -8,13 +8,14 @@ from common.errors import ConfigError
 
 
 def import_callable(path: str, field: str) -> Callable[..., Any]:
-    """The function or class at `package.module:name`.
+    """Imports the function or class at `package.module:name`.
 
     Args:
         path: the value of the setting.
         field: the setting, for errors.
 
-    Raises ConfigError that names both, whatever the module raises when it is imported.
+    Raises:
+        ConfigError: with both, whatever the module raises on import.
     """
     module, _, name = path.partition(":")
     remedy = "correct the path, or add its directory to the PYTHONPATH of the task"

@@ -1,9 +1,8 @@
-"""How much memory a run needs, from the model's `config.json` and the settings alone: nothing is loaded, no GPU is asked.
+"""Estimates the memory of a run from the model's `config.json` and the settings, without loading anything.
 
-Two figures: what one process of the trainer has on its GPU at the worst moment of an update, and what an engine has left for
-its KV cache. They are arithmetic. What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are
-those of transformers' decoder layers in the precision they compute in; what torch, NCCL and CUDA take beside is a flat guess.
-Muon is counted as AdamW, which keeps more.
+Two figures: what a trainer process has on its GPU at the worst moment of an update, and what an engine has left for its KV
+cache. What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
+decoder layers; what torch, NCCL and CUDA take beside is a guess. Muon counts as AdamW, which keeps more.
 """
 
 from collections.abc import Mapping
@@ -14,15 +13,15 @@ from common.config import Config
 from common.errors import ConfigError
 
 _KNOWN = {"llama": "no", "mistral": "no", "qwen2": "qkv", "qwen3": "norm"}
-"""By `model_type`, what attention has beside its four matrices: biases of q, k and v, or norms of q and k."""
+"""By `model_type`, parameters of attention beside its four matrices: biases of q, k and v, or norms of q and k."""
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, and each of AdamW's two moments."""
 _LOGITS_BYTES = 256 << 20
-"""Of the float32 logits that exist at once (`trainer/policy/logprobs.py`)."""
+"""Bytes of the float32 logits that exist at once (`trainer/policy/logprobs.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
-"""Host memory of one trainer process by itself, CUDA's libraries included: a guess."""
+"""Host memory of one trainer process alone, CUDA's libraries included: a guess."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,13 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool
-    """Is the head the embedding?"""
+    """Whether the head is the embedding."""
     extra: str = "no"
     """A value of `_KNOWN`."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From the content of a model's `config.json`. Raises ConfigError for an architecture that is not known here."""
+        """Reads a model's `config.json`. Raises ConfigError for an unknown architecture."""
         kind = config.get("model_type")
         if kind not in _KNOWN:
             raise ConfigError(
@@ -70,7 +69,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer."""
+        """Parameters of one decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * queries + 2 * keys) + 3 * self.hidden * self.intermediate
         beside = {"no": 0, "qkv": queries + 2 * keys, "norm": 2 * self.head_dim}[self.extra]
@@ -78,7 +77,7 @@ class ModelShape:
 
     @property
     def outer_parameters(self) -> int:
-        """Of embedding, head and last norm."""
+        """Parameters of embedding, head and last norm."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -86,7 +85,7 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.outer_parameters
 
     def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
-        """Of an adapter on these linear layers; on every one when empty."""
+        """Returns the parameters of an adapter on these linear layers; on every one when empty."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {
             "q_proj": self.hidden + queries,
@@ -100,10 +99,10 @@ class ModelShape:
         return self.layers * rank * sum(size for name, size in sides.items() if not target_modules or name in target_modules)
 
     def activation_bytes(self, width: int) -> int:
-        """What one decoder layer keeps of one token for the backward pass, at `width` bytes a number.
+        """Returns what one decoder layer keeps of one token for the backward pass, at `width` bytes a number.
 
-        Per norm its input in float32, and its output before and after the scale; rotated queries, keys, values and what
-        attention gives; of the MLP gate, its activation, the other half and their product.
+        Of each norm: its input in float32, and its output before and after the scale. Of attention: rotated queries, keys,
+        values and its result. Of the MLP: gate, activation, the other half and their product.
         """
         norms = 2 * self.hidden * (4 + 2 * width)
         attention = width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -121,9 +120,9 @@ class TrainerMemory:
     critic: int
     """Weights, gradients and optimiser of a critic on the trainer's devices."""
     gathered: int
-    """Weights of the layers that compute, put together, with embedding and head."""
+    """Gathered weights of the layers that compute, with embedding and head."""
     reducing: int
-    """The largest gradient that is being summed over the ranks, in the precision of the pass and in float32."""
+    """The largest gradient being summed over the ranks, in the precision of the pass and in float32."""
     activations: int
     logits: int
     overhead: int
@@ -131,7 +130,7 @@ class TrainerMemory:
 
     @property
     def held(self) -> int:
-        """From one update to the next."""
+        """Bytes kept from one update to the next."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.critic
 
     @property
@@ -140,12 +139,16 @@ class TrainerMemory:
 
 
 def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
-    """Of one of `ranks` processes, all with one GPU and all with the policy `shape`; the critic is counted as one too.
+    """Estimates one of `ranks` processes with a GPU each; the critic counts as a model of the policy's shape.
 
     Args:
+        shape: of the policy.
+        config: of the run.
+        ranks: processes of the trainer.
         width: bytes of a number in a pass; those of `model.dtype` when None. A CPU computes with 4.
 
-    Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
+    Raises:
+        ConfigError: `trainer.shard_size` does not divide `ranks`.
     """
     settings, lora = config.trainer, config.lora
     width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
@@ -189,10 +192,10 @@ def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | N
 
 
 def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_node: int) -> int:
-    """Of CPU memory on the trainer's first node while a checkpoint is written and a version is published.
+    """Estimates the CPU memory of the trainer's first node while a checkpoint is written and weights are published.
 
-    The copy of weights and optimiser that is written, the published weights once for `weight_sync` distributed and once more
-    with `max_staleness`, what is offloaded, and the processes themselves.
+    It holds the copy of weights and optimiser that is written, the published weights once for `weight_sync` distributed and
+    once more with `max_staleness`, what is offloaded, and the processes.
     """
     trained = shape.parameters
     if config.lora.rank:
@@ -210,22 +213,25 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one engine, whose `rollout.tensor_parallel_size` GPUs hold equal shares. Bytes are of one GPU."""
+    """Memory of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold equal shares."""
 
     weights: int
     kv_bytes_per_token: int
     kv_tokens: int
-    """What fits in the KV cache; 0 where the weights alone do not fit."""
+    """Capacity of the KV cache; 0 where not even the weights fit."""
 
 
 def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85) -> EngineMemory:
-    """What SGLang has for its KV cache.
+    """Estimates what SGLang has for its KV cache.
 
     Args:
+        shape: of the policy.
+        config: of the run.
         gpu_bytes: of one GPU.
         static_share: of it for weights and KV cache (`--mem-fraction-static`; SGLang chooses by the GPU when it is unset).
 
-    Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
+    Raises:
+        ConfigError: `rollout.tensor_parallel_size` does not divide the heads.
     """
     size, width = config.rollout.tensor_parallel_size, 2 if config.model.dtype == "bfloat16" else _MASTER
     if shape.heads % size:

@@ -1,4 +1,4 @@
-"""Logs and metrics, the same way in every process."""
+"""Sets up logs and metrics, the same in every process."""
 
 import logging
 import platform
@@ -18,13 +18,13 @@ from common.topology import Topology
 
 PREFIX = "rlhf_"
 DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
-"""Upper ends of the buckets of all histograms, in seconds."""
-_OWN = ("common", "services", "trainer")
-"""Packages whose lines at DEBUG are shown: torch alone has hundreds for a checkpoint."""
+"""Upper bounds of the buckets of all histograms, in seconds."""
+_OWN = ("common", "learning", "services", "trainer", "jobgroup")
+"""Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
 
 
 class _LogFile(logging.FileHandler):
-    """Goes on without the file while its disk is full, and says so once; standard error has every line."""
+    """Continues without the file while its disk is full, and reports that once; standard error has every line."""
 
     _failed = False
 
@@ -38,18 +38,18 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None) -> logging.Logger:
-    """Logs of this process go to stderr and, when `log_dir` is given, to `log_dir/name.log` too.
+    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which outlives SkyPilot's logs on a volume.
 
-    SkyPilot deletes the logs of auxiliary tasks when a job group ends; a file on a volume outlives it. The level is
-    `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: see docs/how-to/operations.md).
+    The level is `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: docs/how-to/operations.md).
 
     Args:
-        name: of the process, and its logger.
-        log_dir: gets the file.
-        service: in lines of JSON; `name` when empty.
-        rank: of a process of several, in lines of JSON.
+        name: of the process and its logger.
+        log_dir: for the file.
+        service: label of JSON lines; `name` when empty.
+        rank: label of JSON lines, for one process of several.
 
-    Raises ConfigError when `log_dir` cannot be written or one of the variables cannot be used.
+    Raises:
+        ConfigError: `log_dir` cannot be written, or one of the variables cannot be used.
     """
     as_json, wanted_level = wants_json(), level()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
@@ -79,9 +79,9 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
 
 
 class Metrics:
-    """Prometheus metrics of one service in a registry of its own (several services can share a process).
+    """Prometheus metrics of one service, in a registry of its own since several services can share a process.
 
-    All names begin with `rlhf_`; those of the process (`process_…`) are the ones that every Prometheus client has.
+    All names begin with `rlhf_`, except those of the process (`process_…`), which every Prometheus client has.
 
     Args:
         service: its name in `rlhf_build_info`.
@@ -90,7 +90,7 @@ class Metrics:
     def __init__(self, service: str) -> None:
         self.registry = CollectorRegistry()
         self.labels: dict[str, list[str]] = {}
-        """Of every metric that has some, by its name."""
+        """Label names by metric, for those that have some."""
         ProcessCollector(registry=self.registry)
         build = self.gauge("build_info", "1; which code this is", ["service", "version", "python"])
         build.labels(service, _version(), platform.python_version()).set(1)
@@ -106,25 +106,25 @@ class Metrics:
         )
 
     def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
-        """A number that only rises; its name ends with `_total`."""
+        """Adds a number that only rises; its name ends with `_total`."""
         return Counter(*self._named(name, help_text, labels), registry=self.registry)
 
     def gauge(self, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
-        """A number that rises and falls."""
+        """Adds a number that rises and falls."""
         return Gauge(*self._named(name, help_text, labels), registry=self.registry)
 
     def newest(self, name: str, help_text: str) -> Gauge:
-        """What was measured last; NaN until something was."""
+        """Adds a gauge for the newest measurement; NaN until there is one."""
         made = self.gauge(name, help_text)
         made.set(nan)
         return made
 
     def histogram(self, name: str, help_text: str, labels: list[str] | None = None) -> Histogram:
-        """Durations in seconds, from a millisecond (a health check) to half an hour (a generation)."""
+        """Adds durations in seconds, from a millisecond (a health check) to half an hour (a generation)."""
         return Histogram(*self._named(name, help_text, labels), registry=self.registry, buckets=DURATIONS)
 
     def counted(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """A counter whose number is kept elsewhere and read when it is asked for."""
+        """Adds a counter whose value `read` returns at every scrape."""
         self.registry.register(_Read(*self._named(name, help_text, None)[:2], read))
 
     def _named(self, name: str, help_text: str, labels: list[str] | None) -> tuple[str, str, list[str]]:
@@ -134,7 +134,7 @@ class Metrics:
 
 
 class _Read(Collector):
-    """A counter that is read from a function."""
+    """A counter that reads its value from a function."""
 
     def __init__(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         self._name, self._help, self._read = name, help_text, read
@@ -151,7 +151,7 @@ def _version() -> str:
 
 
 def critic_gauges(metrics: Metrics, owner: str) -> dict[str, Gauge]:
-    """A gauge for each number of a critic's newest update, by its name in `CriticMetrics`; NaN until there is one."""
+    """Adds a gauge for each number in `CriticMetrics` of the newest update, by its field; NaN until there is one."""
     names = {
         "value_loss": ("value_loss", "mean value loss"),
         "grad_norm": ("gradient_norm", "gradient norm before clipping"),

@@ -1,4 +1,4 @@
-"""Settings that are gone or have another name: what a user who still sets one is told to do."""
+"""Settings that were removed or renamed, and what to do about each."""
 
 _NO_EFFECT = "it was removed, because it had no effect in our study (docs/adr/0009-fewer-ways-of-reuse.md): "
 _ONE_VALUE = "leave it out: it is now fixed at {}".format
@@ -46,4 +46,4 @@ REMOVED = {
     "trainer.max_skipped_updates": _ONE_VALUE(3),
     "trainer.stall_dump_s": _ONE_VALUE("600 s"),
 }
-"""By `section.name`, or `section.name value` for a single value that is gone."""
+"""The remedy by `section.name`, or by `section.name value` for a value that is gone."""

@@ -1,10 +1,10 @@
-"""The client of the router: groups of completions, with what the engines say of each read strictly."""
+"""The client of the router: asks for groups of completions and validates the engines' answers."""
 
 import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import httpx
 import numpy as np
@@ -18,119 +18,103 @@ log = logging.getLogger(__name__)
 
 
 class GenerationFailed(ServiceError):
-    """The engine answered, but not with completions that can be trained on."""
+    """The engine's answer has no completions that can be trained on."""
 
     status = 502
     code = "generation_failed"
 
 
 _ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
-"""What the routers say, beside `call_upstream_…`, of an engine that is no longer there."""
+"""Codes of the routers, beside `call_upstream_…`, for an engine that is no longer there."""
+
+
+class SamplingOptions(TypedDict):
+    """Sampling options for the completions of one prompt."""
+
+    n: int
+    """Completions."""
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    stop_token_ids: Sequence[int]
+    sampling_seed: NotRequired[int | None]
+    """The embedded engine samples the same with the same seed."""
+    deadline_s: NotRequired[float | None]
 
 
 class RolloutClient(Client):
     """The router in front of the engines (SGLang's HTTP API)."""
 
     adapter: tuple[str, int] | None = None
-    """Name and weight version of the LoRA adapter that answers; None: the engines' own weights."""
+    """Name and weight version of the LoRA adapter that answers; None for the engines' own weights."""
     repeats_prompt = False
     """Ask for n completions of an adapter as n prompts in one request. With n > 1 SGLang (0.5.21) counts one use of the adapter
-    too few, and then waits for ever when it is told to unload it. Not for engines that honour `sampling_seed`."""
+    too few, and then never finishes unloading it. Not for engines that honour `sampling_seed`."""
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        sampling_seed: int | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Completion]:
-        """n completions of one prompt: tokens in, tokens out.
+    async def generate(self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]) -> list[Completion]:
+        """Returns n completions of one prompt, from token ids to token ids.
 
-        `temperature` 0 is greedy; with the same `sampling_seed` the embedded engine samples the same. Raises
-        GenerationFailed when an answer was aborted or lacks what training needs.
+        Raises GenerationFailed when an answer was aborted or lacks what training needs.
         """
-        adapter = self.adapter  # read once: it changes from another thread
-        repeated = adapter is not None and self.repeats_prompt
-        lora = None if adapter is None else adapter[0]
-        options = (max_new_tokens, temperature, stop_token_ids, sampling_seed)
-        content = await self._generate(_generate_body(input_ids, n, *options, True, lora, repeated), deadline_s)
+        name, version = self.adapter or (None, None)  # read once: it changes from another thread
+        content = await self._generate(input_ids, options, name)
         with _without_cycle_collection():
-            version = None if adapter is None else adapter[1]
-            return [completion_from_answer(answer, version) for answer in _n_answers(content, n)]
+            return [completion_from_answer(answer, version) for answer in _n_answers(content, options["n"])]
 
     async def answers(
         self,
         input_ids: Sequence[int],
         *,
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        sampling_seed: int | None = None,
-        deadline_s: float | None = None,
         logprobs: bool = True,
         lora_path: str | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[dict[str, Any]]:
-        """`generate`, with the n answers as the engine gave them. Raises GenerationFailed when there are not n."""
-        repeated = lora_path is not None and self.repeats_prompt
-        options = (max_new_tokens, temperature, stop_token_ids, sampling_seed)
-        content = await self._generate(_generate_body(input_ids, n, *options, logprobs, lora_path, repeated), deadline_s)
+        """Returns the n answers of the engine as they came. Raises GenerationFailed when there are not n."""
+        content = await self._generate(input_ids, options, lora_path, logprobs)
         with _without_cycle_collection():
-            return _n_answers(content, n)
+            return _n_answers(content, options["n"])
 
-    async def _generate(self, body: bytes, deadline_s: float | None) -> bytes:
-        headers = {"content-type": "application/json"}
-        return (await self.request("POST", "/generate", content=body, headers=headers, deadline_s=deadline_s)).content
+    async def _generate(
+        self, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool = True
+    ) -> bytes:
+        n, prompt = options["n"], list(input_ids)
+        repeated = lora_path is not None and self.repeats_prompt and n > 1
+        sampling = {
+            "n": 1 if repeated else n,
+            "max_new_tokens": options["max_new_tokens"],
+            "temperature": options["temperature"],
+            "stop_token_ids": list(options["stop_token_ids"]),
+            "skip_special_tokens": True,
+        }
+        if (seed := options.get("sampling_seed")) is not None:
+            sampling["sampling_seed"] = seed
+        body: dict[str, Any] = {
+            "input_ids": [prompt] * n if repeated else prompt,
+            "sampling_params": sampling,
+            "return_logprob": logprobs,
+            "stream": False,
+        }
+        if lora_path is not None:
+            body["lora_path"] = lora_path
+        headers, deadline_s = {"content-type": "application/json"}, options.get("deadline_s")
+        response = await self.request("POST", "/generate", content=orjson.dumps(body), headers=headers, deadline_s=deadline_s)
+        return response.content
 
     def _is_passing(self, response: httpx.Response) -> bool:
-        """The router says 500 when all its own tries met an engine that has just died, and smg 404 while it has no engine."""
+        """The router says 500 when each of its own tries met an engine that had just died, and smg 404 without an engine."""
         code = response.headers.get("x-smg-error-code", "")
         return super()._is_passing(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
 
     async def remove_worker(self, url: str) -> None:
-        """Takes the engine at `url` out of the router; nothing happens when the router does not know it."""
+        """Removes the engine at `url` from the router; does nothing when the router does not know it."""
         listing = orjson.loads((await self.request("GET", "/workers")).content)
         for worker in listing["workers"]:
             if worker["url"].rstrip("/") == url.rstrip("/"):
                 try:
                     await self.request("DELETE", f"/workers/{worker['id']}")
                 except ServiceError as error:
-                    if error.status != NotFound.status:  # it has gone, perhaps by an attempt whose answer was lost
+                    if error.status != NotFound.status:  # it is gone, perhaps by an attempt whose answer was lost
                         raise
-
-
-def _generate_body(
-    input_ids: Sequence[int],
-    n: int,
-    max_new_tokens: int,
-    temperature: float,
-    stop_token_ids: Sequence[int],
-    sampling_seed: int | None,
-    logprobs: bool,
-    lora_path: str | None,
-    repeated: bool,
-) -> bytes:
-    """`repeated`: n prompts of one completion each, in place of one of n."""
-    repeated = repeated and n > 1
-    prompt: list[Any] = list(input_ids)
-    sampling: dict[str, Any] = {
-        "n": 1 if repeated else n,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "stop_token_ids": list(stop_token_ids),
-        "skip_special_tokens": True,
-    }
-    if sampling_seed is not None:
-        sampling["sampling_seed"] = sampling_seed
-    body: dict[str, Any] = {"input_ids": [prompt] * n if repeated else prompt, "sampling_params": sampling}
-    body |= {"return_logprob": logprobs, "stream": False}
-    if lora_path is not None:
-        body["lora_path"] = lora_path
-    return orjson.dumps(body)
 
 
 def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
@@ -143,8 +127,10 @@ def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """An answer has a list for every token: making these starts the search for cycles over the whole heap again and again,
-    which took ten times as long as the parsing itself (`python -m benchmarks.collector`)."""
+    """Pauses the garbage collector, which the many lists of an answer would start again and again over the whole heap.
+
+    That took ten times as long as the parsing (`python -m benchmarks.collector`).
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -155,15 +141,19 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 BASE_VERSION = "default"
-"""What SGLang calls the weights it was started with."""
+"""SGLang's name of the weights it was started with."""
 
 
 def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None) -> Completion:
-    """One completion from SGLang's answer to `/generate`.
+    """Reads one completion from SGLang's answer to `/generate`.
 
-    `adapter_version` is that of the LoRA adapter which the request named: an engine's own label is of its whole model, which
-    then must be the one it was started with. Raises GenerationFailed when the completion was aborted, has no tokens, no
-    logprobs, or a weight version that is not a number: such an answer is never trained on as if it were empty.
+    Args:
+        answer: of one completion.
+        adapter_version: of the LoRA adapter that the request named. The engine's own label is that of its whole model, which
+            must then be the one it was started with.
+
+    Raises:
+        GenerationFailed: the completion was aborted, or has no tokens, no logprobs, or no numeric weight version.
     """
     try:
         meta = answer["meta_info"]

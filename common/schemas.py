@@ -1,7 +1,7 @@
 """Every type on the wire.
 
 JSON bodies are pydantic models. The unit of experience is the `Group`: one prompt, n completions, their rewards; it is
-stored, handed out, sampled, dropped and counted whole. What carries arrays is a msgspec struct over numpy and travels as
+stored, handed out, sampled, dropped and counted whole. Types that carry arrays are msgspec structs over numpy, and travel as
 msgpack with raw little-endian arrays (`common.wire`).
 """
 
@@ -26,16 +26,13 @@ failed): not graded, the reward is null."""
 
 
 class Wire(BaseModel):
-    """Base of all JSON bodies: unknown fields and non-finite numbers are refused."""
+    """Base of all JSON bodies; refuses unknown fields and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _is_empty(value: object) -> bool:
     return not value
-
-
-# ---------------------------------------------------------------- data-server
 
 
 class Prompt(Wire):
@@ -45,13 +42,12 @@ class Prompt(Wire):
     prompt: str
     ground_truth: str
     task: str = Field("", exclude_if=_is_empty)
-    """Which reward functions grade it, where a data set mixes tasks; empty: the default ones. Left out of JSON when empty."""
+    """Chooses the reward functions where a data set mixes tasks; empty: the default ones. Left out of JSON when empty."""
     columns: dict[str, Any] = Field({}, exclude_if=_is_empty)
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out of JSON when empty."""
     chat: list[dict[str, str]] = Field([], exclude_if=_is_empty)
-    """The whole conversation that the model is asked to go on with, where it is more than one message of the user. It ends
-    with `prompt`; its own system message, if it has one, takes the place of `sampling.system_prompt`. Left out of JSON when
-    empty."""
+    """The conversation to continue, if it is more than one message of the user. It ends with `prompt`; its own system message
+    replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
 
 class PromptBatch(Wire):
@@ -63,7 +59,7 @@ class PromptBatch(Wire):
     epoch: int
     """Epoch of the first prompt, from 0."""
     position: int
-    """Prompts taken from this stream before this batch, over all epochs; `POST /seek` goes back to it."""
+    """Prompts taken from this stream before this batch, over all epochs; `POST /seek` returns to it."""
 
 
 class PassRateReport(Wire):
@@ -71,9 +67,9 @@ class PassRateReport(Wire):
 
     prompt_ids: list[Annotated[str, StringConstraints(max_length=512)]] = Field(min_length=1, max_length=65536)
     pass_rates: list[Annotated[float, Field(ge=0, le=1)]]
-    """Share of right completions of each prompt, in the same order."""
+    """Share of correct completions of each prompt, in the same order."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    """Of this report: sent again with the same id it counts once."""
+    """A report sent again with the same id counts once."""
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
@@ -84,8 +80,6 @@ class PassRateReport(Wire):
     def pairs(self) -> list[tuple[str, float]]:
         return list(zip(self.prompt_ids, self.pass_rates, strict=True))
 
-
-# ---------------------------------------------------------------- reward-server
 
 Text = Annotated[str, StringConstraints(max_length=1_000_000)]
 
@@ -103,12 +97,18 @@ class RewardItem(Wire):
     """As in `Prompt`."""
 
 
+MAX_BATCH_ITEMS = 4096
+"""Answers of one `POST /batch_reward`."""
+
+
 class BatchRewardRequest(Wire):
+    """Body of `POST /batch_reward`."""
+
     items: list[RewardItem] = Field(min_length=1)
 
 
 class RewardResult(Wire):
-    """Answer of `POST /reward`. An error is not a zero: `reward` is null when the answer could not be graded."""
+    """Answer of `POST /reward`; `reward` is null when the answer could not be graded."""
 
     reward: float | None
     extracted_answer: str | None
@@ -116,7 +116,7 @@ class RewardResult(Wire):
     correct: bool
     status: RewardStatus
     components: dict[str, float | None] = {}
-    """Score of every reward function by its name, before weights; null where one could not be had."""
+    """Score of every reward function by its name, before weights; null where it failed."""
 
 
 class BatchRewardResult(Wire):
@@ -128,9 +128,6 @@ class BatchRewardResult(Wire):
     results: list[RewardResult]
 
 
-# ---------------------------------------------------------------- rollout agents and weights
-
-
 class WeightFile(Wire):
     """One file of a weight version."""
 
@@ -140,33 +137,33 @@ class WeightFile(Wire):
 
 
 class WeightManifest(Wire):
-    """What a weight version consists of. Its version is the optimiser step that made it."""
+    """The files of a weight version, whose number is the optimiser step that made it."""
 
     version: int = Field(ge=0)
     run_id: str
-    """Of the training run: a version number alone does not tell two runs apart."""
+    """The training run: a version number alone does not tell two runs apart."""
     kind: Literal["model", "adapter"] = "model"
     """A complete model directory, or a LoRA adapter in PEFT's format."""
     files: list[WeightFile] = []
-    """Empty: the trainer writes them when somebody asks for them (`GET /weights/latest?files=true`)."""
+    """Empty: the trainer writes them on request (`GET /weights/latest?files=true`)."""
     directory: str = ""
-    """Where the files are on the trainer's disk; for rollout nodes that see the same disk. Empty: to be downloaded."""
+    """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: to be downloaded."""
     broadcast: "Broadcast | None" = None
-    """How the tensors reach the engines without files."""
+    """Set when the tensors are broadcast instead of downloaded."""
 
 
 def adapter_name(run_id: str, version: int) -> str:
-    """What engines call the LoRA adapter of a weight version: a name that never means other weights."""
+    """Returns the engines' name of the LoRA adapter of a weight version; it never names other weights."""
     return f"{run_id}-v{version:06d}"
 
 
 class Bucket(Wire):
-    """Tensors that travel in one message: their bytes one after the other, of one dtype, so that each is aligned."""
+    """Tensors in one message: their bytes one after the other, of one dtype, so that each is aligned."""
 
     names: list[str] = Field(min_length=1)
     """Hugging Face names."""
     dtypes: list[str]
-    """As torch calls them: `float32`."""
+    """torch's names: `float32`."""
     shapes: list[list[int]]
 
 
@@ -179,27 +176,27 @@ class Broadcast(Wire):
     world_size: int
     backend: Literal["gloo", "nccl"]
     ranks: dict[str, int]
-    """By worker: the rank of its engine's first GPU; the others of the engine follow it."""
+    """Rank of the first GPU of each worker's engine; its others follow."""
     epochs: dict[str, str]
-    """By worker: the life in which its engine is a member (`WorkerReport.epoch`); one that was started again since is none."""
+    """`WorkerReport.epoch` of each worker; an engine that was restarted since is no member."""
     buckets: list[Bucket]
 
 
 class WeightChecksums(Wire):
-    """What an engine says of its weights (`POST /weights/{version}/verify` of the trainer)."""
+    """Checksums of an engine's weights (`POST /weights/{version}/verify` of the trainer)."""
 
     worker: str
     ranks: list[dict[str, str]] = Field(min_length=1)
-    """For every GPU of the engine, the checksum of each tensor by its name in the engine."""
+    """For every GPU, the checksum of each tensor by its name in the engine."""
 
 
 class WeightVerdict(Wire):
-    """The engine's weights are right as far as they could be compared; otherwise the answer is 409."""
+    """Confirms that the engine's weights match what they could be compared with; otherwise the answer is 409."""
 
     checksum: str
-    """Of all of the engine's weights."""
+    """Checksum of all weights of the engine."""
     compared: str
-    """With what: the trainer's own tensors, or the other engines."""
+    """The reference of the comparison: the trainer's own tensors, or the other engines."""
 
 
 MAX_DETAIL_CHARS = 4000
@@ -208,32 +205,30 @@ WorkerState = Literal["starting", "ready", "updating", "stale", "failed"]
 
 
 class WorkerReport(Wire):
-    """What an agent tells the trainer about its engine (`POST /workers/{name}` of the trainer)."""
+    """State of a rollout node's engine (`POST /workers/{name}` of the trainer)."""
 
     name: _Name
     """`rollout-server-1`"""
     url: Annotated[str, StringConstraints(max_length=2000)]
-    """Of the engine, as the router knows it."""
+    """URL of the engine, as the router knows it."""
     num_nodes: int
-    """Rollout nodes of the job group: how many agents the trainer waits for."""
+    """Rollout nodes of the job group: the number of agents the trainer waits for."""
     state: WorkerState
     version: int | None
     """Weight version the engine serves; None before the first."""
     run_id: _Name | None = None
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
-    """Why, when the state is `stale` or `failed`."""
+    """The reason, when the state is `stale` or `failed`."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs of the engine."""
     epoch: _Name = ""
-    """Another one when the engine has to be in a new group: it was started again, or a broadcast to it failed."""
+    """Changes when the engine has to join a new group: it was restarted, or a broadcast to it failed."""
     checksum: _Name = ""
-    """Of the engine's weights, when they came by broadcast and were verified."""
+    """Checksum of the engine's weights, if they came by broadcast and were verified."""
 
-
-# ---------------------------------------------------------------- experience
 
 MAX_COMPLETIONS = 1024
-"""Of one group."""
+"""Completions of one group."""
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Chars = Annotated[str, Meta(max_length=1_000_000)]
@@ -271,16 +266,16 @@ class Group(Struct, forbid_unknown_fields=True):
     """One prompt and its n completions: the unit of experience."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Made by the client, unique; adding the same id again changes nothing."""
+    """Made by the client; adding the same id again changes nothing."""
     prompt_id: Annotated[str, Meta(max_length=512)]
     prompt: _Chars
     ground_truth: _Chars
     prompt_token_ids: Int32
-    """[P]"""
+    """[P] token ids."""
     completions: Annotated[list[Completion], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
     epoch: _Count = 0
     position: _Count = 0
-    """Of the prompt in the data-server's stream."""
+    """Position of the prompt in the data-server's stream."""
     created_at: _Finite = 0.0
     """Seconds since 1970."""
     metadata: dict[str, Any] = {}
@@ -292,7 +287,7 @@ class Group(Struct, forbid_unknown_fields=True):
 
     @property
     def rewards(self) -> Float32:
-        """[n]"""
+        """The rewards of the completions, [n]."""
         return np.array([completion.reward for completion in self.completions], np.float32)
 
     @property
@@ -330,9 +325,9 @@ class TakeRequest(Wire):
     min_version: int = Field(0, ge=0, lt=2**53)
     """Groups with an older weight version are evicted and counted."""
     wait_s: float = Field(0.0, ge=0, le=60)
-    """How long to wait until `count` groups are there; fewer than `count` means none are handed out."""
+    """Seconds to wait for `count` groups; with fewer, none are handed out."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    """Of this request: a retry with the same id gets the same answer, so one that asks again in vain makes a new id."""
+    """A retry with the same id gets the same answer, so a new request makes a new id."""
 
 
 class SampleRequest(Wire):
@@ -344,7 +339,7 @@ class SampleRequest(Wire):
     importance_exponent: float = Field(0.4, ge=0, le=1)
     max_times_sampled: int | None = Field(None, gt=0)
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
-    """Of this request: a retry with the same id gets the same groups, and they count as sampled once."""
+    """A retry with the same id gets the same groups, and they count as sampled once."""
     seed: int = Field(0, ge=0)
 
 
@@ -361,13 +356,11 @@ class PriorityUpdate(Wire):
     priorities: list[Annotated[float, Field(ge=0)]]
 
 
-# ---------------------------------------------------------------- critic
-
 _RunId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TokenSequence(Struct, forbid_unknown_fields=True):
-    """A prompt and one completion of it, to be valued."""
+    """A prompt and a completion whose tokens the critic values."""
 
     prompt_ids: Int32
     """[P], at least one token."""
@@ -379,33 +372,33 @@ class TokenSequence(Struct, forbid_unknown_fields=True):
 
 
 class ValueTargets(TokenSequence, forbid_unknown_fields=True):
-    """What the critic learns from one completion."""
+    """Training data of the critic from one completion."""
 
     old_values: Float32
-    """[L] what it expected before the update: its value of the state before each completion token."""
+    """[L] values before the update, of the state before each completion token."""
     returns: Float32
-    """[L] what it should have expected."""
+    """[L] the values to learn."""
     weight: Annotated[float, Meta(ge=0, le=FLOAT32_MAX)] = 1.0
-    """Factor of this completion's loss: importance weight of prioritised reuse; 1 for fresh experience."""
+    """Factor of this completion's loss: importance weight of prioritised reuse, 1 for fresh experience."""
 
 
 @dataclass(frozen=True)
 class CriticMetrics:
-    """Of one batch the critic was updated on. All are finite."""
+    """Metrics of one update of the critic; all are finite."""
 
     value_loss: float
     """Mean over tokens and optimiser steps."""
     grad_norm: float
     """Mean over the optimiser steps that were applied, before clipping."""
     clip_fraction: float
-    """Share of the tokens whose value had moved too far to be moved on, over all optimiser steps."""
+    """Share of tokens whose value was clipped, over all optimiser steps."""
     explained_variance: float
     """1 − Var(returns − old values) / Var(returns) over the tokens; 0 when the returns do not vary."""
     value_mean: float
     """Mean old value."""
     return_mean: float
     skipped: int
-    """Optimiser steps that were not applied because the gradient was not finite."""
+    """Optimiser steps not applied because the gradient was not finite."""
 
 
 class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -413,7 +406,7 @@ class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     sequences: list[TokenSequence]
     run_id: _RunId | None = None
-    """When set, the critic must be the one of this run at `step`."""
+    """When set, the critic must be that of this run at `step`."""
     step: _Count | None = None
 
 
@@ -432,7 +425,7 @@ class UpdateRequest(Struct, forbid_unknown_fields=True):
     run_id: _RunId
     step: _Count
     seed: _Count
-    """Of the order in which the rows are cut into mini-batches."""
+    """Seed of the cut of the rows into mini-batches."""
     rows: Annotated[list[ValueTargets], Meta(min_length=1)]
 
 
@@ -441,12 +434,12 @@ CriticStep = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class RestoreRequest(Wire):
-    """Body of `POST /restore`: this run goes on with the critic that was saved at `step`; step 0 is a new one."""
+    """Body of `POST /restore`: the run continues with the critic saved at `step`; step 0 is a new one."""
 
     run_id: RunId
     step: CriticStep
     saved_by: RunId | None = None
-    """When set, only what this run saved will do: state directories outlive runs."""
+    """When set, only a critic that this run saved: state directories outlive runs."""
 
 
 class SaveRequest(Wire):
@@ -455,14 +448,14 @@ class SaveRequest(Wire):
     run_id: RunId
     step: CriticStep
     keep: int = Field(1, gt=0)
-    """Checkpoints that stay, this one included: the last ones written."""
+    """The number of newest checkpoints to keep, this one included."""
 
 
 class CriticStatus(Wire):
     """Answer of `GET /status`, `POST /restore` and `POST /save` of the critic-server."""
 
     run_id: str | None
-    """Whose critic this is; None until a run has restored it."""
+    """Run of the critic; None until a run has restored it."""
     step: int
     """Batches it was trained on."""
     parameters: int

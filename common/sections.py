@@ -16,6 +16,8 @@ TrackerName = Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb|mlf
 
 
 class Section(BaseModel):
+    """A section of the settings; unknown names and numbers that are not finite are refused."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
 
 
@@ -44,7 +46,7 @@ class LoraSection(Section):
     target_modules: list[str] = []
     """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding and head."""
     publish: Literal["adapter", "merged"] = "adapter"
-    """What the engines get: the `adapter` alone, or the whole model with the adapter `merged` into it."""
+    """Weights for the engines: the `adapter` alone, or the whole model with the adapter `merged` into it."""
 
     @property
     def publishes_adapter(self) -> bool:
@@ -161,7 +163,7 @@ class RewardSection(Section):
     judge_model: str = ""
     """Model name at the judge's endpoint."""
     judge_rubric: str = ""
-    """What the judge is told is good. Empty: a general rubric on correctness."""
+    """Criteria for the judge. Empty: a general rubric on correctness."""
     judge_timeout_s: float = Field(60.0, gt=0)
     """Seconds for one request to the judge."""
     judge_concurrency: int = Field(16, gt=0)
@@ -213,14 +215,14 @@ class ReplaySection(Section):
     reuse_ratio: Main[float] = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, 0 to below 1."""
     priority: str = Field("advantage", pattern=r"^(advantage|reward|[\w.]+:\w+)$")
-    """What makes a group more likely to be reused: its mean |`advantage`|, its mean `reward`, or what your own function
+    """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own function
     `package.module:name` of (group, advantages) returns, at least 0."""
     corrected: bool = True
     """Correct reused groups by importance weights and by the policy that sampled them. Without it the update is biased."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest group that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)
-    """How often one group may be reused."""
+    """How many times one group may be reused."""
 
 
 class CriticSection(Section):

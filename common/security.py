@@ -1,7 +1,7 @@
-"""The shared token of a run and its certificates: read from the environment here and nowhere else.
+"""The shared token of a run and its certificates. Only this module reads them from the environment.
 
-`API_TOKEN` is no setting: it is never part of the configuration, so no file that a run writes has it. Every service asks for it
-and every client sends it, as `Authorization: Bearer …`; when it is unset or empty nobody does.
+`API_TOKEN` is no setting, so no file that a run writes contains it. Every service requires it and every client sends it as
+`Authorization: Bearer …`; when it is unset or empty, no service asks for it.
 """
 
 import hmac
@@ -24,11 +24,11 @@ _SAFE = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows behind "Beare
 
 
 def token(env: Mapping[str, str] | None = None) -> str | None:
-    """The token of this run, or None. Raises ConfigError, without the value, when it is too short or cannot be sent."""
+    """Returns the token of this run, or None. Raises ConfigError, without the value, if it is too short or cannot be sent."""
     value = (os.environ if env is None else env).get(TOKEN, "")
     if not value:
         return None
-    problem = None
+    problem = ""
     if len(value) < _SHORTEST:
         problem = f"has {len(value)} characters, at least {_SHORTEST} are needed"
     elif not _SAFE.fullmatch(value):
@@ -39,27 +39,24 @@ def token(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def authorization(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The header that every client of the run sends; none without a token."""
+    """Returns the header that every client of the run sends; empty without a token."""
     value = token(env)
     return {"authorization": f"Bearer {value}"} if value else {}
 
 
 def accepts(expected: str, headers: Iterable[tuple[bytes, bytes]]) -> bool | None:
-    """Whether these headers (names in lower case) have the token; None when they have no credentials at all."""
-    given = [value for name, value in headers if name == b"authorization"]
+    """Whether these headers (names in lower case) have the token; None when they have no credentials."""
+    given = [value.partition(b" ") for name, value in headers if name == b"authorization"]
     if not given:
         return None
-    # The router sends two, the caller's and its own.
-    return all(_is_bearer(value, expected) for value in given)
+    # The router sends two, the caller's and its own. Tokens are compared in constant time.
+    return all(
+        hmac.compare_digest(value.strip(), expected.encode()) and scheme.lower() == b"bearer" for scheme, _, value in given
+    )
 
 
-def _is_bearer(header: bytes, expected: str) -> bool:
-    scheme, _, value = header.partition(b" ")
-    return hmac.compare_digest(value.strip(), expected.encode()) and scheme.lower() == b"bearer"  # in constant time
-
-
-class Hider:
-    """Takes the values of secret variables out of a stream of bytes, however it is cut into pieces."""
+class SecretRedactor:
+    """Replaces the values of secret variables in texts and in streams of bytes, wherever a stream is cut."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
@@ -68,7 +65,7 @@ class Hider:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be shown by now; an end that could be the beginning of a secret is held back."""
+        """Returns what may be shown by now; an end that could be the beginning of a secret is held back."""
         data = self._held + data
         for secret in self._secrets:
             data = data.replace(secret, _SHOWN)
@@ -77,24 +74,24 @@ class Hider:
         return data[: len(data) - held]
 
     def end(self) -> bytes:
-        """What was held back, when nothing more comes."""
+        """Returns what was held back, at the end of the stream."""
         rest, self._held = self._held, b""
         return rest
 
-    def text(self, text: str) -> str:
-        """A text without them."""
+    def redact(self, text: str) -> str:
+        """Returns the text without the secrets."""
         for secret in self._secrets:
             text = text.replace(secret.decode(errors="replace"), _SHOWN.decode())
         return text
 
 
 def _overlap(data: bytes, secret: bytes) -> int:
-    """Bytes at the end of `data` that a longer text could complete to the secret."""
+    """Returns how many bytes at the end of `data` could be the beginning of the secret."""
     return next((size for size in range(min(len(secret) - 1, len(data)), 0, -1) if data.endswith(secret[:size])), 0)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine reaches a server at `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -108,7 +105,7 @@ class Tls:
     certificate: str = ""
     key: str = ""
     authority: str = ""
-    """Whose certificates clients trust; the system's authorities when empty."""
+    """Certificates that clients trust; the system's when empty."""
 
     @property
     def scheme(self) -> str:
@@ -116,7 +113,7 @@ class Tls:
 
 
 def tls(env: Mapping[str, str] | None = None) -> Tls:
-    """From TLS_CERT, TLS_KEY and TLS_CA. Raises ConfigError when one is missing or cannot be read."""
+    """Reads TLS_CERT, TLS_KEY and TLS_CA. Raises ConfigError when one is missing or cannot be read."""
     env = os.environ if env is None else env
     found = {name: env.get(name, "") for name in ("TLS_CERT", "TLS_KEY", "TLS_CA")}
     if bool(found["TLS_CERT"]) != bool(found["TLS_KEY"]):
@@ -135,15 +132,16 @@ def check_certificate(files: Tls) -> None:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(files.certificate, files.key, lambda: "")
     except (ssl.SSLError, OSError, ValueError) as error:
-        remedy = "name a PEM certificate (its chain behind it) and its key without a passphrase"
-        where = f"{files.certificate}, {files.key}"
         raise ConfigError(
-            f"the certificate cannot be used: {error}", field="TLS_CERT, TLS_KEY", value=where, remedy=remedy
+            f"the certificate cannot be used: {error}",
+            field="TLS_CERT, TLS_KEY",
+            value=f"{files.certificate}, {files.key}",
+            remedy="name a PEM certificate (its chain behind it) and its key without a passphrase",
         ) from None
 
 
 def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
-    """How clients verify https: names and dates are checked, against TLS_CA where it is set. Raises ConfigError."""
+    """Returns how clients verify https: names and dates, against TLS_CA where it is set. Raises ConfigError."""
     authority = tls(env).authority
     try:
         return ssl.create_default_context(cafile=authority or None)

@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: one named error, with the path and what to do."""
+"""The error for a disk that is full or does not work."""
 
 import errno
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StorageFailed(ServiceError):
-    """The disk is full (507) or does not work (500); what was stored before is as it was."""
+    """The disk is full (507) or does not work (500); what was stored before is unchanged."""
 
     status = 500
     code = "storage_failed"
@@ -19,10 +19,13 @@ class StorageFailed(ServiceError):
 
 @contextmanager
 def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Iterator[None]:
-    """Inside, `what` is written to `path`.
+    """Turns errors of the disk while `what` is written to `path` into StorageFailed, also those that libraries wrap.
 
-    Raises StorageFailed, which names both and `field`, the setting of the path, for what the disk refuses; libraries put that
-    into errors of their own. `remedy` follows on "free disk space there, then".
+    Args:
+        what: the content, for the message.
+        path: where it is written.
+        field: the setting of the path.
+        remedy: follows on "free disk space there, then".
     """
     try:
         yield

@@ -1,13 +1,11 @@
-"""Where every task of the job group is. The only reader of `SKYPILOT_*` and of what the local runner adds to it.
+"""Addresses of every task of the job group. Only this module reads `SKYPILOT_*` and `JOBGROUP_HOSTS`.
 
-Three situations, one code path for everybody else:
+- On a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts` refreshed every 5 s).
+- Under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those names to loopback addresses of this machine, with ports
+  shifted where the platform has a single loopback address.
+- Outside a job group every task is on 127.0.0.1 at its own port.
 
-- on a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts` refreshed every 5 s);
-- under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those same names to loopback addresses of this machine, with
-  ports shifted where the platform has a single loopback address;
-- outside any job group every task is on 127.0.0.1 at its own port.
-
-Names are handed out, never addresses: after a recovery a name is the same and its address is new.
+Callers get names, not addresses: after a recovery the name is the same and its address is new.
 """
 
 import os
@@ -36,22 +34,19 @@ try:
 except SignalException as end:
     sys.exit(128 + end.sigval)
 """
-"""torchrun, but a signal ends it with the usual status instead of a traceback. Text: this package never imports torch."""
+"""torchrun, except that a signal ends it with the usual status instead of a traceback. This package never imports torch."""
 
 
 @dataclass(frozen=True)
 class LocalHost:
-    """Where the local runner put one node: a loopback address and what to add to its ports."""
+    """Place of one node under the local runner: a loopback address and an offset of its ports."""
 
     address: str
     port_shift: int = 0
 
 
 def parse_hosts(text: str) -> dict[str, LocalHost]:
-    """Reads `JOBGROUP_HOSTS`: `name=address[:shift]`, separated by commas.
-
-    Raises ConfigError for an entry that is not of that form.
-    """
+    """Parses `JOBGROUP_HOSTS`: `name=address[:shift]`, separated by commas. Raises ConfigError for any other entry."""
     hosts: dict[str, LocalHost] = {}
     for entry in filter(None, text.split(",")):
         name, equals, place = entry.partition("=")
@@ -63,7 +58,7 @@ def parse_hosts(text: str) -> dict[str, LocalHost]:
 
 
 def format_hosts(hosts: Mapping[str, LocalHost]) -> str:
-    """The inverse of `parse_hosts`."""
+    """Inverts `parse_hosts`."""
     return ",".join(f"{name}={host.address}:{host.port_shift}" for name, host in hosts.items())
 
 
@@ -76,7 +71,7 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place in the job group and the way to every other task."""
+    """This process's node in the job group, and the addresses of the other tasks."""
 
     group: str | None = None
     """Name of the job group; None outside one."""
@@ -86,11 +81,11 @@ class Topology:
     node_ips: tuple[str, ...] = ("127.0.0.1",)
     gpus_per_node: int = 0
     local_hosts: Mapping[str, LocalHost] = field(default_factory=dict)
-    """Filled by the local runner only."""
+    """Set only by the local runner."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Topology":
-        """Reads the environment that SkyPilot (or the local runner) gives to every node of a task.
+        """Reads the environment that SkyPilot, or the local runner, gives to every node of a task.
 
         Raises ConfigError when a variable is malformed or the variables contradict each other.
         """
@@ -114,7 +109,7 @@ class Topology:
         return topology
 
     def host(self, task: str, node: int = 0) -> str:
-        """The name of node `node` of `task` (on a cluster a DNS name, locally what that name stands for)."""
+        """Returns the host name of a node of `task`; its address under the local runner."""
         if self.group is None:
             return "127.0.0.1"
         name = f"{task}-{node}.{self.group}"
@@ -123,12 +118,12 @@ class Topology:
         return self._local(name).address
 
     def url(self, task: str, port: int, node: int = 0) -> str:
-        """The base URL of a port of node `node` of `task`."""
+        """Returns the base URL of a port of a node of `task`."""
         shift = self._local(f"{task}-{node}.{self.group}").port_shift if self.local_hosts else 0
         return f"{tls().scheme}://{self.host(task, node)}:{port + shift}"
 
     def bind(self, task: str, port: int) -> tuple[str, int]:
-        """Host and port that this node of `task` listens on: all interfaces on a cluster, its own loopback locally."""
+        """Returns where this node of `task` listens: all interfaces on a cluster, its own loopback address locally."""
         if self.group is None:
             return "127.0.0.1", port
         if not self.local_hosts:
@@ -137,16 +132,13 @@ class Topology:
         return place.address, port + place.port_shift
 
     def loopback_env(self) -> dict[str, str]:
-        """What torch.distributed needs in its environment where all tasks are on this machine; nothing on a cluster.
-
-        Without it the rendezvous of loopback nodes hangs.
-        """
+        """Returns what torch.distributed needs where all tasks are on this machine; without it the rendezvous hangs."""
         if self.group is not None and not self.local_hosts:
             return {}
         return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")}
 
     def own_name(self, task: str) -> str:
-        """The stable name of this node, for logs and registrations: `rollout-server-1`."""
+        """Returns the stable name of this node, for logs and registrations: `rollout-server-1`."""
         return f"{task}-{self.node_rank}"
 
     def _local(self, name: str) -> LocalHost:
@@ -160,10 +152,9 @@ class Topology:
         return self.local_hosts[name]
 
     def torchrun(self, arguments: list[str]) -> list[str]:
-        """The command that runs `arguments` (as after `torchrun`) on every node of this task, a process per GPU.
+        """Returns the command that runs `arguments` (as after `torchrun`) on every node of this task, a process per GPU.
 
-        Rank 0 is the first address of `SKYPILOT_NODE_IPS`: it is read when the command starts, so a relaunch after a
-        recovery uses the new address.
+        Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts: after a recovery it is the new one.
         """
         # torchrun listens on every interface, so runs beside each other on one machine need different ports: 127.N.… gets + N.
         port = TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
@@ -178,7 +169,7 @@ class Topology:
 
 
 def _main(argv: list[str]) -> None:
-    """`python -m common.topology torchrun -m trainer …` becomes torchrun over the nodes of this task."""
+    """Runs `python -m common.topology torchrun -m trainer …` as torchrun over the nodes of this task."""
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit("usage: python -m common.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)")
     topology = Topology.from_env()

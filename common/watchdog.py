@@ -1,12 +1,11 @@
-"""Shows where a process is: what it awaits from whom and for how long, and the stacks of all its threads and tasks.
+"""Reports what a process is doing: its pending calls to other services, and the stacks of its threads and asyncio tasks.
 
-That goes to the log when a long deadline passes, when nothing has happened in the training loop for a while, and when a person
-asks with SIGUSR1. SIGQUIT writes the threads alone, straight to standard error, even where the interpreter cannot run.
+Reports go to the log when a long deadline passes, when the training loop stalls, and on SIGUSR1. SIGQUIT writes only the
+threads, straight to standard error, even where the interpreter cannot run.
 """
 
 import asyncio
 import faulthandler
-import itertools
 import logging
 import os
 import select
@@ -24,26 +23,18 @@ from weakref import WeakSet
 
 log = logging.getLogger(__name__)
 STALL_S = 600.0
-"""Without a step forward in the training loop until every rank logs where it is."""
+"""Seconds without progress in the training loop after which every rank writes a report."""
 LONG_S = 60.0
-"""A deadline that is worth stacks when it passes."""
-_QUIET_S = 60.0
-"""Between two reports of deadlines: hundreds may pass in the same moment."""
+"""Deadlines of at least this many seconds write a report when they pass."""
+_REPORT_INTERVAL_S = 60.0
+"""Hundreds of deadlines may pass at the same moment: one report a minute is enough."""
 _TICK_S = 0.5
-_SHOWN = 40
-"""Different stacks of tasks in a report."""
-
-
-@dataclass(frozen=True)
-class _Wait:
-    what: str
-    whom: str
-    since: float = field(default_factory=time.monotonic)
+_MAX_TASK_STACKS = 40
 
 
 @dataclass
 class _Stage:
-    """Where the training loop is."""
+    """The current activity of the training loop."""
 
     limit_s: float
     text: str = "starting"
@@ -51,43 +42,43 @@ class _Stage:
     reports: int = 0
 
 
-_waits: dict[int, _Wait] = {}
-_numbers = itertools.count()
+_waits: dict[object, tuple[str, str, float]] = {}
+"""Pending calls: what, to which service, and since when."""
 _loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 _stage: _Stage | None = None
-_last_deadline = -_QUIET_S
-_asked: tuple[int, int] | None = None
-"""A pipe that wakes the thread."""
+_last_deadline = -_REPORT_INTERVAL_S
+_wakeup: tuple[int, int] | None = None
+"""The pipe that wakes the watchdog's thread."""
 
 
 @contextmanager
-def waiting(what: str, whom: str) -> Iterator[None]:
-    """Inside, a report says that `what` is awaited from `whom`, and since when."""
-    number = next(_numbers)
-    _waits[number] = _Wait(what, whom)
+def waiting(call: str, service: str) -> Iterator[None]:
+    """Lists `call` to `service` as pending while inside."""
+    key = object()
+    _waits[key] = call, service, time.monotonic()
     try:
         yield
     finally:
-        del _waits[number]
+        del _waits[key]
 
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:
-    """A report shows the tasks of this loop from now on."""
+    """Includes the tasks of this loop in reports from now on."""
     _loops.add(loop)
 
 
 def deadline_passed(reason: str) -> None:
-    """A report, once a minute at most: a wait that was long enough to matter has failed."""
+    """Logs `reason` with a report, at most once a minute."""
     global _last_deadline
     now = time.monotonic()
-    if now - _last_deadline >= _QUIET_S:
+    if now - _last_deadline >= _REPORT_INTERVAL_S:
         _last_deadline = now
         log.error("%s\n%s", reason, report())
 
 
 @contextmanager
 def stalls(limit_s: float = STALL_S) -> Iterator[None]:
-    """Inside, `at` is called whenever something happens; a silence of `limit_s` seconds, and of every double, is reported."""
+    """Reports when `at` is not called for `limit_s` seconds while inside, and again after every doubling."""
     global _stage
     _stage = _Stage(limit_s)
     try:
@@ -97,54 +88,65 @@ def stalls(limit_s: float = STALL_S) -> Iterator[None]:
 
 
 def at(text: str) -> None:
-    """Something has happened; what follows is named `text`."""
+    """Records progress: the training loop now begins `text`."""
     global _stage
     if _stage is not None:
         _stage = _Stage(_stage.limit_s, text)
 
 
 def place() -> tuple[str, float] | None:
-    """What the training loop is at, and for how many seconds; None outside one."""
+    """Returns what the training loop is doing and for how many seconds; None outside one."""
     stage = _stage
     return None if stage is None else (stage.text, time.monotonic() - stage.since)
 
 
 def start() -> None:
-    """Listens to SIGUSR1 and SIGQUIT and looks for stalls, in a thread of its own. Calling it again changes nothing."""
-    global _asked
-    if _asked is not None:
+    """Starts the thread that handles SIGUSR1 and SIGQUIT and looks for stalls. Further calls do nothing."""
+    global _wakeup
+    if _wakeup is not None:
         return
-    _asked = os.pipe()
-    for end in _asked:
+    _wakeup = os.pipe()
+    for end in _wakeup:
         os.set_blocking(end, False)
-    # A handler of Python's would run in the main thread alone, which may be in a collective for hours. This one is C, and what
-    # it writes into the pipe only wakes the thread: that can say more.
-    faulthandler.register(signal.SIGUSR1, _asked[1], all_threads=True)
+    # A Python signal handler runs only in the main thread, which may be in a collective for hours. This handler is C: what it
+    # writes into the pipe wakes the thread, which can report more.
+    faulthandler.register(signal.SIGUSR1, _wakeup[1], all_threads=True)
     faulthandler.register(signal.SIGQUIT, sys.__stderr__ or 2, all_threads=True)
-    threading.Thread(target=_watch, args=(_asked[0],), name="watchdog", daemon=True).start()
+    threading.Thread(target=_watch, args=(_wakeup[0],), name="watchdog", daemon=True).start()
 
 
 def awaited() -> list[str]:
-    """What is awaited from whom and since when, a line for each kind of call, the longest first."""
-    return list(_awaited())
+    """Returns the pending calls, a line for each kind, the longest first."""
+    now, ages = time.monotonic(), dict[tuple[str, str], list[float]]()
+    for call, service, since in list(_waits.values()):
+        ages.setdefault((call, service), []).append(now - since)
+    return [
+        f"{call} from {service} since {max(found):.0f} s" + (f", {len(found)} times" if len(found) > 1 else "")
+        for (call, service), found in sorted(ages.items(), key=lambda item: -max(item[1]))
+    ]
 
 
 def report() -> str:
-    """What is awaited, and the stacks of all threads and tasks of this process."""
-    return "\n".join([*(f"awaited: {call}" for call in _awaited()), *_threads(), *_tasks()])
+    """Returns the pending calls and the stacks of all threads and tasks of this process."""
+    return "\n".join([*(f"awaited: {call}" for call in awaited()), stacks(), *_tasks()])
 
 
 def stacks() -> str:
-    """Where every thread of this process is, the last call at the end."""
-    return "\n".join(_threads())
+    """Returns the stack of every other thread of this process, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip()
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
 
 
-def _watch(asked: int) -> None:
+def _watch(wakeup: int) -> None:
     while True:
-        if select.select([asked], [], [], _TICK_S)[0]:
-            time.sleep(0.1)  # until the handler is through
-            while select.select([asked], [], [], 0)[0]:
-                os.read(asked, 65536)
+        if select.select([wakeup], [], [], _TICK_S)[0]:
+            time.sleep(0.1)  # until the handler has finished
+            while select.select([wakeup], [], [], 0)[0]:
+                os.read(wakeup, 65536)
             log.warning("where this process is (SIGUSR1):\n%s", report())
         if (stage := _stage) is not None:
             silent_s = time.monotonic() - stage.since
@@ -153,43 +155,23 @@ def _watch(asked: int) -> None:
                 log.error("nothing has happened for %.0f s; this process is at: %s\n%s", silent_s, stage.text, report())
 
 
-def _awaited() -> Iterator[str]:
-    now, longest, count = time.monotonic(), dict[tuple[str, str], float](), Counter[tuple[str, str]]()
-    for wait in list(_waits.values()):
-        call = (wait.what, wait.whom)
-        longest[call] = max(longest.get(call, 0.0), now - wait.since)
-        count[call] += 1
-    for (what, whom), seconds in sorted(longest.items(), key=lambda item: -item[1]):
-        several = f", {count[what, whom]} times" if count[what, whom] > 1 else ""
-        yield f"{what} from {whom} since {seconds:.0f} s{several}"
-
-
-def _threads() -> Iterator[str]:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            yield f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip()
-
-
 def _tasks() -> Iterator[str]:
     counted = Counter(_task_stack(task) for loop in list(_loops) if not loop.is_closed() for task in asyncio.all_tasks(loop))
-    for text, count in counted.most_common(_SHOWN):
+    for text, count in counted.most_common(_MAX_TASK_STACKS):
         yield f"{count} task{'s' if count > 1 else ''} at:\n{text}"
-    if len(counted) > _SHOWN:
-        yield f"and tasks at {len(counted) - _SHOWN} other places"
+    if len(counted) > _MAX_TASK_STACKS:
+        yield f"and tasks at {len(counted) - _MAX_TASK_STACKS} other places"
 
 
 def _task_stack(task: "asyncio.Task[Any]") -> str:
-    """Every coroutine from the task's own to what it awaits: `Task.get_stack` shows only the first."""
+    """Returns every coroutine from the task's own to the innermost; `Task.get_stack` shows only the first."""
     lines, awaited = list[str](), cast(Any, task.get_coro())
     while awaited is not None:
-        for kind in ("cr", "gi", "ag"):
-            if (frame := getattr(awaited, f"{kind}_frame", None)) is not None:
-                code = frame.f_code
-                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}')
-                awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
-                break
-        else:
+        kind = next((kind for kind in ("cr", "gi", "ag") if getattr(awaited, f"{kind}_frame", None) is not None), None)
+        if kind is None:
             lines.append(f"  awaits a {type(awaited).__name__}")
             break
+        frame = getattr(awaited, f"{kind}_frame")
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_qualname}')
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
     return "\n".join(lines)

@@ -1,8 +1,7 @@
-"""The types that carry arrays, as bytes: msgpack for programs, JSON for people.
+"""Encodes the msgspec structs of `common.schemas` as bytes: msgpack for programs, JSON for users.
 
-The types are the msgspec structs of `common.schemas`. An array is raw little-endian bytes in msgpack, 4 a number, and a list of
-numbers in JSON. Nothing here trusts the sender: every field is checked, and an error names its path, e.g.
-`groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
+An array is raw little-endian bytes in msgpack, 4 a number, and a list of numbers in JSON. Every field of a body is validated,
+and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
 """
 
 import json
@@ -32,28 +31,28 @@ from common.schemas import (
 
 MSGPACK = "application/msgpack"
 MAX_ITEMS = 4_000_000
-"""Items of all lists and mappings of a msgpack body. An empty mapping is one byte there and 64 in Python, so without this limit
-a body of the permitted size could take all memory. Real bodies have few items, since arrays are raw bytes."""
+"""Limit on items of all lists and mappings of a msgpack body. An empty mapping is one byte there and 64 in Python, so a body of
+the permitted size could otherwise take all memory. Real bodies have few items, since arrays are raw bytes."""
 _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
     NDArray[np.int32]: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
     NDArray[np.float32]: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
 }
-"""The arrays of `common.schemas`: their numbers in msgpack and in JSON. Integers are token ids."""
+"""The array types of `common.schemas`: their dtype in msgpack and their type in JSON. Integers are token ids."""
 _T = TypeVar("_T")
 
 
 def encode(content: object) -> bytes:
-    """A struct, or mappings, lists and arrays, as msgpack."""
+    """Encodes a struct, or mappings, lists and arrays, as msgpack."""
     return _ENCODER.encode(content)
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
-    """A msgpack body as a struct of `common.schemas`. Raises InvalidInput that names the first field that is wrong."""
+    """Decodes a msgpack body to a struct. Raises InvalidInput that names the first invalid field."""
     return from_plain(unpack(body), kind)
 
 
 def decode_json(body: bytes, kind: type[_T]) -> _T:
-    """A JSON body as a struct. Raises InvalidInput."""
+    """Decodes a JSON body to a struct. Raises InvalidInput that names the first invalid field."""
     try:
         content = orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
     except orjson.JSONDecodeError as error:
@@ -62,23 +61,23 @@ def decode_json(body: bytes, kind: type[_T]) -> _T:
 
 
 def encode_groups(groups: list[Group], **extra: object) -> bytes:
-    """`{"groups": […], **extra}` as msgpack."""
+    """Encodes `{"groups": […], **extra}` as msgpack."""
     return encode({"groups": groups, **extra})
 
 
 def decode_groups(body: bytes) -> list[Group]:
-    """Raises InvalidInput."""
+    """Decodes the body of `POST /groups`. Raises InvalidInput."""
     return decode(body, Groups).groups
 
 
 def group_json(group: Group) -> dict[str, Any]:
-    """A group as plain lists and numbers, for `GET /groups/{id}` and sample files."""
+    """Converts a group to plain lists and numbers, for `GET /groups/{id}` and sample files."""
     plain: dict[str, Any] = msgspec.to_builtins(group, builtin_types=(bytes,), enc_hook=lambda array: array.tolist())
     return plain
 
 
 def unpack(body: bytes) -> Any:
-    """The content of a msgpack body, unchecked but bounded. Raises InvalidInput."""
+    """Decodes a msgpack body of limited size without validation. Raises InvalidInput."""
     left = MAX_ITEMS
 
     def count(items: Any) -> Any:
@@ -96,7 +95,7 @@ def unpack(body: bytes) -> Any:
 
 
 def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
-    """A struct from mappings and lists; arrays are raw bytes or lists of numbers.
+    """Builds a struct from mappings and lists; arrays are raw bytes or lists of numbers.
 
     Raises InvalidInput that names the field, below `where`.
     """
@@ -110,7 +109,7 @@ def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
 
 
 def _raw(value: object) -> object:
-    """What msgpack itself does not know: arrays, and the numbers of numpy."""
+    """Encodes what msgpack does not know: arrays, and numbers of numpy."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value, "<i4" if value.dtype.kind in "iu" else "<f4").tobytes()
     if isinstance(value, np.generic):
@@ -122,7 +121,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_raw)
 
 
 def _array(kind: Any, value: object) -> Any:
-    """[numbers], read-only where they come as bytes. Raises ValueError, to which msgspec adds the path."""
+    """Decodes an array, read-only if it came as bytes. Raises ValueError, to which msgspec adds the path."""
     dtype, numbers = _ARRAYS[kind]
     if not isinstance(value, bytes):
         try:
@@ -141,7 +140,7 @@ def _array(kind: Any, value: object) -> Any:
 
 
 def _fill_texts(content: Any) -> None:
-    """Texts may be left out of groups that are sent; they are empty then."""
+    """Sets the texts that a group may leave out to empty."""
 
     def mappings(parent: Any, name: str) -> list[dict[str, Any]]:
         items = parent.get(name) if isinstance(parent, dict) else None
@@ -155,7 +154,7 @@ def _fill_texts(content: Any) -> None:
 
 
 def _check(value: object) -> None:
-    """What the types of the fields do not say."""
+    """Validates what the types of the fields do not express."""
     match value:
         case Group():
             _check_group(value, "")
@@ -213,7 +212,7 @@ def _same_length(array: Float32, length: int, where: str, reason: str) -> None:
 
 
 def _invalid(error: str, content: Any, where: str) -> InvalidInput:
-    """An error of msgspec with its path taken apart, and the value that is found there."""
+    """Splits msgspec's error into reason and path, and adds the value found there."""
     reason = error.split(" - at `", 1)[0]
     path = "".join(reversed(re.findall(r" - at `(?:key` in `)?\$([^`]*)`", error)))
     if field := re.search("field `(.*)`", reason):  # missing or unknown

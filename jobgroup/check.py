@@ -1,12 +1,12 @@
-"""`.venv-sky/bin/python -m jobgroup.check [YAML…]`: would SkyPilot take these job groups, and would they run?
+"""`.venv-sky/bin/python -m jobgroup.check [YAML…]`: checks that SkyPilot accepts these job groups and that they can run.
 
-SkyPilot's own loader and schema, offline and in an empty home, so that the answer depends on the files alone. Then what
-SkyPilot says nothing about until pods run: misspelt header fields, shell errors, unknown variables and host names, tasks
-nobody restarts, services that are ended without notice, volumes that several nodes cannot mount, settings that the GPUs do not
-fit (`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0: all
-valid, maybe with warnings, 1: problems, 2: wrong usage.
+Uses SkyPilot's own loader and schema, offline and in an empty home, so that the answer depends on the files alone. Then checks
+what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables and host names, tasks that are not
+restarted, services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
+(`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0: all valid,
+maybe with warnings, 1: problems, 2: wrong usage.
 
-Runs in the environment of SkyPilot (`make check-jobgroup` makes it), which is not the project's, in the root of the repository.
+Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of the repository.
 """
 
 import argparse
@@ -36,11 +36,11 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _MARKED = re.compile(r"(?m)^( *)# (.*# volume)$")
 _SHARED = {"ReadWriteMany", "ReadOnlyMany"}
 _UNASSIGNED = 2154
-"""shellcheck's number of a variable that is read and never set."""
+"""shellcheck's code for a variable that is read and never set."""
 
 
 class SkyPilot:
-    """What is used of the real package, imported with an empty home and no network."""
+    """The parts of SkyPilot that are used, imported with an empty home and no network."""
 
     def __init__(self, home: Path, accelerators: set[str]) -> None:
         for name in [name for name in os.environ if name.startswith(("SKYPILOT_", "SKY_"))]:
@@ -62,15 +62,15 @@ class SkyPilot:
         self.version: str = sky.__version__
         self.groups, self.yaml, self._schemas, self._common = dag_utils, yaml_utils, schemas, common_utils
         self.Task, self.Kubernetes = task.Task, clouds.Kubernetes
-        told = [*vars(constants).values(), *vars(job_constants).values()]
-        self.variables = {name for name in told if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
+        names = [*vars(constants).values(), *vars(job_constants).values()]
+        self.variables = {name for name in names if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
         # GPU names are looked up in a list that SkyPilot would download: here it holds the names the files use.
-        names = Path(catalog.get_catalog_path("common/accelerators.csv"))
-        names.parent.mkdir(parents=True)
-        names.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
+        known = Path(catalog.get_catalog_path("common/accelerators.csv"))
+        known.parent.mkdir(parents=True)
+        known.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
 
     def volume_problem(self, content: Any) -> str | None:
-        """What SkyPilot's schema has against a volume, or None."""
+        """Returns what SkyPilot's schema rejects in a volume, or None."""
         try:
             self._common.validate_schema(content, self._schemas.get_volume_schema(), "")
         except Exception as error:
@@ -78,8 +78,8 @@ class SkyPilot:
         return None
 
 
-class Check:
-    """One job group: `problems`, `warnings`, and a line for every task in `tasks`."""
+class GroupCheck:
+    """The check of one job group: `problems`, `warnings`, and a line for every task in `tasks`."""
 
     def __init__(self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]) -> None:
         self.problems: list[str] = []
@@ -127,7 +127,7 @@ class Check:
             self._add(where, f"the name {name!r} cannot be part of a host name: lower-case letters, digits and -, at most 63")
 
     def _task(self, content: dict[str, Any], position: str) -> Any:
-        """The task as SkyPilot makes it, or None when it refuses."""
+        """Returns the task as SkyPilot makes it, or None when it refuses."""
         name = content.get("name")
         if not isinstance(name, str):
             self._add(position, f"it has no name (found {name!r})")
@@ -196,9 +196,9 @@ class Check:
 
     def _fit(self, tasks: Sequence[Placed]) -> None:
         try:
-            for name, told in problems(tasks):
-                self._add(name, told)
-            self.warnings = [f"{name}: {told}" for name, told in warnings(tasks)]
+            for problem in problems(tasks):
+                self._add(*problem)
+            self.warnings = [": ".join(warning) for warning in warnings(tasks)]
         except (ValueError, OSError, AttributeError, yaml.YAMLError) as error:
             self._add("settings", f"envs or RUN_CONFIG cannot be read: {_one_line(error)}")
 
@@ -242,7 +242,7 @@ def _placed(task: Any) -> Placed:
 
 @cache  # the job groups of this project share most scripts
 def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
-    """Syntax errors of a bash script and variables that it reads without a default and that nobody defines, by shellcheck.
+    """Returns syntax errors of a bash script, and variables that it reads without a default and nobody defines, by shellcheck.
 
     Args:
         script: of `setup` or `run`.
@@ -268,10 +268,10 @@ def _one_line(error: object) -> str:
 
 
 def _accelerators(text: str) -> set[str]:
-    """Names of the accelerators of a YAML, however they are written: `H100:8`, `{H100: 8}`, `[H100, A100]`."""
+    """Returns the names of the accelerators of a YAML, however they are written: `H100:8`, `{H100: 8}`, `[H100, A100]`."""
     try:
         nodes = list(yaml.safe_load_all(text))
-    except yaml.YAMLError:  # told by the check of that file
+    except yaml.YAMLError:  # reported by the check of that file
         return set()
     names: list[object] = []
     for node in nodes:  # grows
@@ -290,7 +290,7 @@ def _read(path: Path) -> str:
 
 
 def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
-    """Volumes by name, and problems of their files."""
+    """Returns volumes by name, and problems of their files."""
     volumes, problems = {}, []
     for path in paths:
         try:
@@ -306,7 +306,7 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(description="Checks job-group YAMLs with SkyPilot itself, offline.", allow_abbrev=False)
     parser.add_argument(
         "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (every *-jobgroup.yaml beside this file)"
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"INVALID {problem}")
         valid = not problems
         for name, text in groups.items():
-            check = Check(sky, text, env, volumes)
+            check = GroupCheck(sky, text, env, volumes)
             valid = valid and not check.problems
             print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
             print("".join(f"  WARNING {name}: {warning}\n" for warning in check.warnings), end="")

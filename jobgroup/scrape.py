@@ -20,19 +20,22 @@ from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topo
 from jobgroup import spec
 
 INTERVAL_S = 10
+SECTIONS = {DATA: "data", REWARD: "reward", REPLAY: "replay", CRITIC: "critic", TRAINER: "trainer"}
+"""The section of the settings with the port of each task that listens on a single one."""
 ENGINE, ROUTER = "rollout-engine", "router"
-"""Jobs of Prometheus beside those that are called like their task; the agents are `rollout-server`."""
+"""Prometheus jobs beside those named like their task; the agents are `rollout-server`."""
 
 
 def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: str | None) -> str:
-    """The text of a `prometheus.yml` with a job for every kind of service.
+    """Returns the text of a `prometheus.yml` with a job for every kind of service.
 
     Args:
-        group: whose tasks are scraped; one of another name is left out.
+        group: whose tasks are scraped, as far as they are tasks of this product.
         hosts: the environment with `JOBGROUP_HOSTS` of a local run; empty on a cluster.
-        token_file: has the run's API_TOKEN. The router's page takes none, so it gets none.
+        token_file: file with the run's API_TOKEN. The router's page requires none, so it gets none.
 
-    Raises ConfigError when the settings of a task cannot be read.
+    Raises:
+        ConfigError: the settings of a task cannot be read.
     """
     local = parse_hosts(hosts.get("JOBGROUP_HOSTS", ""))
     topology, files = Topology(group=group.name, local_hosts=local), tls()
@@ -58,8 +61,8 @@ def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: st
 
 
 def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
-    """Jobs and ports of a node, as the task's own environment sets them."""
-    if task.name not in (DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER):
+    """Yields jobs and ports of a node, as the task's own environment sets them."""
+    if task.name != ROLLOUT and task.name not in SECTIONS:
         return
     env = {**os.environ, **task.env}
     if file := env.get("RUN_CONFIG"):
@@ -71,18 +74,11 @@ def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
         if rank == 0:
             yield ROUTER, config.rollout.router_metrics_port
     elif task.name != TRAINER or rank == 0:
-        port = {
-            DATA: config.data.port,
-            REWARD: config.reward.port,
-            REPLAY: config.replay.port,
-            CRITIC: config.critic.port,
-            TRAINER: config.trainer.port,
-        }
-        yield task.name, port[task.name]
+        yield task.name, getattr(config, SECTIONS[task.name]).port
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints it. A wrong YAML or setting ends with status 2."""
+    """Runs the command. A wrong YAML or setting ends with status 2."""
     parser = Parser("jobgroup.scrape", __doc__ or "")
     parser.add_argument("yaml", type=Path, metavar="YAML", help="the job group")
     parser.add_argument("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task")

@@ -1,4 +1,4 @@
-"""A job-group YAML as SkyPilot reads it, checked more strictly: what SkyPilot would ignore or find out late is refused."""
+"""Reads a job-group YAML as SkyPilot does, but stricter: what SkyPilot would ignore or notice late is refused."""
 
 import math
 import os
@@ -20,7 +20,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Task:
-    """One task: what runs on each of its nodes."""
+    """One task, which runs on each of its nodes."""
 
     name: str
     num_nodes: int
@@ -30,14 +30,14 @@ class Task:
     env: Mapping[str, str]
     """`envs` and `secrets` with their overrides."""
     gpus: int
-    """GPUs that one node asks for."""
+    """GPUs that one node requests."""
     max_restarts: int
     restart_codes: frozenset[int]
     """Exit statuses after which a restart is not counted."""
     primary: bool
     termination_delay_s: float
     ignored: tuple[str, ...]
-    """What the YAML says that only a cluster can give (volumes, file mounts)."""
+    """Fields that only a cluster can provide (volumes, file mounts)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class JobGroup:
     tasks: tuple[Task, ...]
 
     def task(self, name: str, option: str) -> Task:
-        """The task of that name. Raises ConfigError that names `option` when there is none."""
+        """Returns the task of that name. Raises ConfigError that names `option` when there is none."""
         for task in self.tasks:
             if task.name == name:
                 return task
@@ -87,7 +87,7 @@ class _TaskDocument(_Document):
 
 
 def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]) -> JobGroup:
-    """Reads a job group; `env`, `secrets` (both reach every task) and `num_nodes` (by task) override what the file says.
+    """Reads a job group; `env`, `secrets` (both for every task) and `num_nodes` (by task) override the file.
 
     Raises ConfigError naming the field, its value and the remedy.
     """
@@ -109,7 +109,7 @@ def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nod
 
 
 def seconds(text: str | int, field: str) -> float:
-    """`10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot counts them. Raises ConfigError."""
+    """Parses `10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot does. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([smhdw]?)", str(text).lower())
     if match is None:
         raise ConfigError("this is no duration", field=field, value=text, remedy="write 10s, 1m or 2h")
@@ -117,7 +117,7 @@ def seconds(text: str | int, field: str) -> float:
 
 
 def variable(name: str, field: str) -> str:
-    """`name` if it can be the name of an environment variable, else ConfigError."""
+    """Returns `name` if it can name an environment variable, else raises ConfigError."""
     if not _VARIABLE.fullmatch(name):
         raise ConfigError(
             "this is no name of a variable", field=field, value=name, remedy="letters, digits and _, no digit first"
@@ -126,7 +126,7 @@ def variable(name: str, field: str) -> str:
 
 
 def assignment(text: str, option: str) -> tuple[str, str]:
-    """`K=V`, or `K` for a variable of this environment. Raises ConfigError."""
+    """Parses `K=V`, or `K` for a variable of this environment. Raises ConfigError."""
     name, equals, value = text.partition("=")
     variable(name, option)
     if not equals and name not in os.environ:
@@ -135,7 +135,7 @@ def assignment(text: str, option: str) -> tuple[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that comes twice: YAML would keep the last and say nothing."""
+    """Refuses a key that occurs twice, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -173,7 +173,7 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
     try:
         return model.model_validate({key: value for key, value in content.items() if value is not None})
     except ValidationError as error:
-        problems = error.errors()  # a misspelt field is told before the field that it leaves missing
+        problems = error.errors()  # a misspelt field comes before the field that it leaves missing
         first = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         where = content["name"] if isinstance(content.get("name"), str) and model is _TaskDocument else where
         field = ".".join([where, *(str(part) for part in first["loc"])])
@@ -219,7 +219,7 @@ def _task(
 
 
 def _environment(task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
-    """Values are taken literally. A secret that the file leaves empty comes from `--secret` or from this environment."""
+    """Returns the variables of a task, literally. An empty secret comes from `--secret` or this environment."""
     values: dict[str, Any] = {str(key): value for key, value in task.envs.items()} | dict(env)
     declared = task.secrets if isinstance(task.secrets, dict) else dict.fromkeys(task.secrets)
     for key, default in declared.items():
@@ -263,7 +263,7 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
 
 
 def _gpus(task: _TaskDocument) -> int:
-    """GPUs a node asks for: `H100:2`, `{H100: 2}`, or the first of a list of such."""
+    """Returns the GPUs that a node requests: `H100:2`, `{H100: 2}`, or the first of a list of such."""
     wanted = task.resources.get("accelerators")
     if isinstance(wanted, list) and wanted:
         wanted = wanted[0]

@@ -16,12 +16,12 @@ from transformers.masking_utils import sdpa_mask
 _Array = NDArray[np.int64]
 
 NAME = "packed"
-"""Of the attention function, in transformers' registry. Without `segments` it is plain SDPA."""
+"""Name of the attention function in transformers' registry. Without `segments` it is plain SDPA."""
 
 _WASTE = 0.9
-"""Rows are computed together as long as the shortest has this share of the longest's tokens."""
+"""Rows are computed together while the shortest has this share of the longest's tokens."""
 _SKIP = 0.25
-"""Share of a row that its prompt must be for a mask to be cheaper than to compute the prompt's queries with it."""
+"""Share of a row that its prompt must be for a mask to be cheaper than computing the prompt's queries too."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -29,32 +29,32 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 class Segments:
     """The prompts and completions of a line of T tokens, in two forms for two kinds of kernels.
 
-    Kernels for lengths that vary take the line as it is, and for every segment its keys. Others take segments of similar length
-    together, each as a row of its prompt's tokens and its own.
+    Kernels for variable lengths take the line, and the keys of every segment. Others take segments of similar length together,
+    each as a row of its prompt's tokens and its own.
     """
 
     mask: Tensor
     """[1, 1, 1, 1] stands for a finished mask, so that the model makes none."""
     starts: Tensor
-    """[segments + 1] int32: where each segment begins in the line, and its end."""
+    """[segments + 1] int32: the start of each segment in the line, and the end of the last."""
     key_starts: Tensor
-    """[segments + 1] int32: the same of its keys."""
+    """[segments + 1] int32: the start of each segment's keys, and the end of the last."""
     keys: Tensor
-    """[K] the keys of all segments as places in the line: those of the prompt, then its own."""
+    """[K] the keys of all segments as positions in the line: those of the prompt, then its own."""
     row_queries: Tensor
-    """[sum of rows · (width - skip)] places in the line, bucket by bucket, row by row; 0 where a row has ended."""
+    """[sum of rows · (width - skip)] queries as positions in the line, by bucket and row; 0 after the end of a row."""
     row_keys: Tensor
-    """[sum of rows · width] the same of the keys."""
+    """[sum of rows · width] keys, likewise."""
     back: Tensor
-    """[T] where in `row_queries` each token of the line is."""
+    """[T] the position of each token of the line in `row_queries`."""
     longest: int
     longest_keys: int
     buckets: list[tuple[int, int, int]]
-    """Rows, width, and how many tokens at the start of every row are only keys: they are of prompts."""
+    """Rows, width, and how many tokens at the start of every row are only keys: those of prompts."""
 
     @classmethod
     def of(cls, starts: _Array, sizes: _Array, prefix_starts: _Array, prefixes: _Array) -> "Segments":
-        """Of segments that begin at `starts` in the line, one after the other, and of the prompts that come before them.
+        """Describes consecutive segments that begin at `starts` in the line, and the prompts that come before them.
 
         All [segments]; `prefixes` are the prompts' lengths, 0 for the prompts themselves. No size is 0.
         """
@@ -63,7 +63,7 @@ class Segments:
         keys = key + np.where(key < prefix, np.repeat(prefix_starts, totals), np.repeat(starts - prefixes, totals))
         first = np.cumsum(totals) - totals
         row_queries, row_keys, buckets, places, size = [], [], [], np.empty_like(starts), 0
-        for part in _alike(prefixes, totals):
+        for part in _similar_lengths(prefixes, totals):
             width, skip = int(totals[part[0]]), int(prefixes[part].min())
             if skip < _SKIP * width:
                 skip = 0
@@ -89,13 +89,13 @@ class Segments:
 
 
 def register() -> None:
-    """Makes `NAME` known to transformers."""
+    """Registers `NAME` with transformers."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def unpackable(model: Any) -> str | None:
-    """Why `model` cannot be computed packed; None where it can."""
+    """Returns why `model` cannot be computed packed; None where it can."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
@@ -121,9 +121,9 @@ def unpackable(model: Any) -> str | None:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """[1, T, heads, size] from [1, heads, T, size], as transformers calls it.
+    """Returns [1, T, heads, size] from [1, heads, T, size], as transformers calls it.
 
-    Keys and values may have fewer heads (GQA). `sliding_window` counts the token itself.
+    Keys and values may have fewer heads (GQA). `sliding_window` includes the token itself.
     """
     segments: Segments | None = options.pop("segments", None)
     if segments is None:
@@ -133,13 +133,13 @@ def _attention(
     if torch.is_autocast_enabled(kind):  # rotating leaves float32
         query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
     line = [states[0].transpose(0, 1) for states in (query, key, value)]
-    attend = _of_segments if _has_kernel(query) else _of_rows
+    attend = _attend_segments if _has_kernel(query) else _attend_rows
     result = attend(line[0], line[1], line[2], segments, options.get("scaling"), options.get("sliding_window"))
     return result[None], None
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Flash attention for lengths that vary: half precision on an NVIDIA GPU from Ampere on."""
+    """Whether there is flash attention for variable lengths: half precision on an NVIDIA GPU from Ampere on."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -150,7 +150,7 @@ def _has_kernel(query: Tensor) -> bool:
     )
 
 
-def _of_segments(
+def _attend_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs a GPU
@@ -172,7 +172,7 @@ def _of_segments(
     return result
 
 
-def _of_rows(
+def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     queries, keys, values = _take(query, segments.row_queries), _take(key, segments.row_keys), _take(value, segments.row_keys)
@@ -189,20 +189,20 @@ def _of_rows(
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
-    """[N, heads, size] of [T, heads, size]. As an embedding: its gradient adds up without atomic operations."""
+    """Returns [N, heads, size] of [T, heads, size]. As an embedding, whose gradient adds up without atomic operations."""
     return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
 
 
 def _mask(width: int, skip: int, window: int | None, like: Tensor) -> Tensor:
-    """[width - skip, width] 0 where a query may look, at itself and what was before (in its window), -inf elsewhere."""
+    """Returns [width - skip, width] 0 where a query may look, at itself and earlier (in its window), -inf elsewhere."""
     allowed = torch.ones(width - skip, width, dtype=torch.bool, device=like.device).tril(skip)
     if window is not None:
         allowed = allowed.triu(skip + 1 - window)
     return like.new_zeros(allowed.shape).masked_fill_(~allowed, float("-inf"))
 
 
-def _alike(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
-    """Segments of similar length, longest first; prompts and completions apart."""
+def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
+    """Yields segments of similar length, longest first; prompts and completions apart."""
     for among in (np.flatnonzero(prefixes == 0), np.flatnonzero(prefixes)):
         order = among[np.argsort(-totals[among], kind="stable")]
         while len(order):
@@ -212,7 +212,7 @@ def _alike(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
 
 
 def _within(sizes: _Array) -> _Array:
-    """0 … size - 1 of each, one after the other."""
+    """Returns 0 … size - 1 of each, one after the other."""
     return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 

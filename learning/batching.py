@@ -1,6 +1,6 @@
-"""How a batch is cut: into mini-batches, shares of the ranks and micro-batches.
+"""Splits a batch into mini-batches, shares of the ranks and micro-batches.
 
-Pure functions over lengths and indices, so that every rank cuts the same batch the same way without talking.
+Pure functions over lengths and indices, so that every rank splits the same batch the same way without communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,25 +17,25 @@ from learning.ranks import Ranks
 Indices = NDArray[np.int64]
 
 _QUADRATIC = 24_576
-"""Tokens of a row at which attention costs as much as all else: 12 × hidden size, here of 2048."""
+"""Row length in tokens at which attention costs as much as all else: 12 × hidden size, here of 2048."""
 
 
 @dataclass(slots=True)
 class Sizes:
-    """Of the rows of a batch, as far as cutting looks at them."""
+    """Lengths and groups of the rows of a batch."""
 
     prompts: Indices
     """[rows] tokens."""
     completions: Indices
     """[rows] tokens."""
     groups: Indices
-    """[rows] the same number for the same prompt."""
+    """[rows] a number for each distinct prompt."""
     shared: bool
-    """Whether a prompt that rows of one part share is computed once and nothing is padded; else rows are padded."""
+    """Whether rows of one part compute a shared prompt once, without padding; else rows are padded."""
 
     @classmethod
     def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], shared: bool) -> "Sizes":
-        """Of rows of [P] and [L] token ids."""
+        """Measures rows of [P] and [L] token ids."""
         known: dict[bytes, int] = {}
         groups = [known.setdefault(prompt.tobytes(), len(known)) for prompt in prompts]
         sizes, lengths = ([len(tokens) for tokens in column] for column in (prompts, completions))
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def totals(self) -> Indices:
-        """[rows] tokens that are computed of prompt and completion."""
+        """[rows] computed tokens of prompt and completion."""
         return self.prompts + self.computed
 
     @property
@@ -53,11 +53,11 @@ class Sizes:
         return computed
 
     def order(self, indices: Indices) -> Indices:
-        """`indices` such that neighbours go well together: by prompt if that is shared, else shortest first."""
+        """Sorts `indices` so that neighbours belong together: by prompt if that is shared, else shortest first."""
         return indices[np.argsort((self.groups if self.shared else self.totals)[indices], kind="stable")]
 
     def tokens(self, indices: Sequence[int]) -> int:
-        """What is computed for these rows together: with prompts once, or with padding."""
+        """Returns the tokens computed for these rows together: with prompts once, or with padding."""
         if not len(indices):
             return 0
         if not self.shared:
@@ -66,7 +66,7 @@ class Sizes:
         return int(self.computed[indices].sum() + self.prompts[indices][one_each].sum())
 
     def costs(self, indices: Indices) -> NDArray[np.float64]:
-        """[len(indices)] what each of these rows, in `order`, adds: tokens, and attention in the same unit."""
+        """Returns [len(indices)] what each of these rows, in `order`, adds: tokens, and attention in the same unit."""
         totals = self.totals[indices].astype(np.float64)
         costs = totals + totals**2 / _QUADRATIC
         if self.shared:
@@ -77,15 +77,15 @@ class Sizes:
 
 
 def mini_batches(count: int, parts: int, seed: int) -> list[Indices]:
-    """`count` rows in random order, cut into `parts` nearly equal parts; in one part they keep their order."""
+    """Splits `count` rows in random order into `parts` nearly equal parts; a single part keeps their order."""
     order = np.arange(count) if parts == 1 else np.random.default_rng(seed).permutation(count)
     return [part for part in np.array_split(order, parts) if len(part)]
 
 
 def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
-    """Every rank's part of `indices`, of nearly the same cost: none is more than twice the costliest row above the mean.
+    """Splits `indices` into a part per rank of similar cost, at most twice the costliest row above the mean.
 
-    Rows that share a prompt stay together, except for those at a border between two ranks: there both compute the prompt.
+    Rows that share a prompt stay together, except at a border between two ranks, where both compute the prompt.
     """
     order = sizes.order(indices)
     if not sizes.shared:
@@ -97,10 +97,10 @@ def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
 
 
 def micro_batches(sizes: Sizes, indices: Indices, ranks: Ranks, max_tokens: int, max_rows: int | None = None) -> list[Indices]:
-    """This rank's share of `indices` in parts for one pass each; every rank has equally many, so some may be empty.
+    """Splits this rank's share of `indices` into parts for one pass each; all ranks have the same number, so some may be empty.
 
-    A part computes at most `max_tokens` tokens (or is one row) and has at most `max_rows` rows, where that is given. There are
-    as few parts as that permits, and they are as even as that number permits.
+    A part has at most `max_tokens` computed tokens (or a single row) and at most `max_rows` rows, if given. There are as few
+    parts as that permits, as even as possible.
     """
     parts = shares(sizes, indices, ranks.world_size)
     count = max(len(_filled(sizes, part, max_tokens, max_rows)) for part in parts)
@@ -113,7 +113,7 @@ def micro_batches(sizes: Sizes, indices: Indices, ranks: Ranks, max_tokens: int,
 
 
 def _filled(sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | None) -> list[list[int]]:
-    """`indices`, which are in `order`, cut into parts, each as full as the bounds permit."""
+    """Splits `indices`, which are in `order`, into parts as full as the bounds permit."""
     prompts, completions, groups = sizes.prompts.tolist(), sizes.computed.tolist(), sizes.groups.tolist()
     cuts: list[list[int]] = []
     tokens = 0
@@ -134,20 +134,21 @@ def _filled(sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | Non
 
 
 def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
-    """[sum of lengths] as one array for each row."""
+    """Splits [sum of lengths] into one array for each row."""
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
 
 def score_shared(
     sizes: Sizes, ranks: Ranks, max_tokens: int, score: Callable[[Indices], Tensor], max_rows: int | None = None
 ) -> list[Float32]:
-    """One number for every completion token of every row, the same on every rank, each rank computing a part.
+    """Returns one number for every completion token of every row, the same on every rank, each rank computing a part.
 
     Args:
         sizes: of the rows.
+        ranks: to share the work.
         max_tokens: of one call of `score`, as the layout computes them.
-        score: [C] numbers of the completion tokens of the rows at some indices, row by row. Where models are spread over the
-            ranks all ranks call it equally often, one without rows of its own with the first row.
+        score: returns [C] numbers of the completion tokens of the rows at some indices, row by row. Where models are sharded
+            all ranks call it equally often, one without rows of its own with the first row.
         max_rows: rows of one call of `score`; None for no limit but `max_tokens`.
     """
     lengths = sizes.completions.tolist()
@@ -157,9 +158,9 @@ def score_shared(
 
 
 def by_row(scored: Sequence[tuple[Indices, Tensor]], lengths: Sequence[int], ranks: Ranks) -> list[Float32]:
-    """[L] for every row, the same on every rank: `scored` has, of some rows, the numbers that this rank computed.
+    """Gathers [L] for every row, the same on every rank, from the rows that each rank computed.
 
-    What no rank has is 0. Every rank calls it.
+    Tokens that no rank has are 0. A collective.
     """
     flat, ends = torch.zeros(sum(lengths)), np.cumsum(lengths)
     for indices, numbers in scored:

@@ -1,7 +1,7 @@
-"""Rows of prompt and completion as the tensors that a model reads: padded, or packed without padding.
+"""Layouts of prompts and completions as the tensors that a model reads: padded, or packed without padding.
 
-C is the number of completion tokens of all rows together. What a layout yields for them lies row by row, in the order of the
-rows it was made of. The last token of a completion predicts nothing and is left out.
+C is the number of completion tokens of all rows. Results for them lie row by row, in the order of the rows. The last token of
+a completion predicts nothing and is left out.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,28 @@ _Array = NDArray[np.int64]
 _T = TypeVar("_T")
 
 
+class _Movable:
+    __slots__ = ()
+
+    def to(self, device: torch.device) -> Self:
+        """Copies the tensors to `device`."""
+        return moved(self, device)
+
+
 @dataclass(slots=True)
-class Padded:
-    """One row of the tensor for each row, filled up on the right. No mask is needed: causal attention does not look there."""
+class Padded(_Movable):
+    """A tensor row for each row, padded on the right. It needs no mask: causal attention does not reach the padding."""
 
     shared: ClassVar[bool] = False
     """Whether rows with the same prompt share its computation, and nothing is padded."""
     input_ids: Tensor
     """[rows, T]"""
     predicts: Tensor
-    """[C] the places in the flattened [rows · T] whose next token is a completion token."""
+    """[C] positions in the flattened [rows · T] whose next token is a completion token."""
 
     @classmethod
     def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:
-        """Rows of [P] and [L] token ids; prompts are not empty."""
+        """Lays out rows of [P] and [L] token ids; prompts are not empty."""
         width = max(len(prompt) + len(completion[:-1]) for prompt, completion in zip(prompts, completions, strict=True))
         input_ids = np.zeros((len(prompts), width), np.int64)
         for row, prompt, completion in zip(input_ids, prompts, completions, strict=True):
@@ -44,22 +52,18 @@ class Padded:
         first = np.arange(len(prompts)) * width + _lengths(prompts) - 1
         return cls(torch.from_numpy(input_ids), torch.from_numpy(_ranges(first, _lengths(completions))))
 
-    def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
-        return moved(self, device)
-
     def hidden(self, body: nn.Module) -> Tensor:
-        """[C, H] final hidden states of `body` (a decoder without its head) at the positions that predict the completions."""
+        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict the completions."""
         states = body(input_ids=self.input_ids, use_cache=False).last_hidden_state
         return nn.functional.embedding(self.predicts, states.flatten(0, 1))
 
 
 @dataclass(slots=True)
-class Packed:
-    """All rows in one line of T tokens without padding; a prompt that following rows share stands there, and is computed, once.
+class Packed(_Movable):
+    """All rows in one line of T tokens without padding; a prompt that consecutive rows share is there, and computed, once.
 
-    Prompt, completion 1 … completion n, next prompt …: a completion's positions go on after its prompt, and it attends to its
-    prompt and to itself. The state of a prompt's last token predicts the first token of every completion.
+    Prompt, completion 1 … completion n, next prompt …: a completion's positions continue after its prompt, and it attends to
+    its prompt and to itself. The state of a prompt's last token predicts the first token of every completion.
     """
 
     shared: ClassVar[bool] = True
@@ -68,17 +72,17 @@ class Packed:
     position_ids: Tensor
     """[1, T]"""
     predicts: Tensor
-    """[C] the places in the line whose next token is a completion token; the end of a prompt once for each completion."""
+    """[C] positions in the line whose next token is a completion token; the end of a prompt once for each completion."""
     segments: Segments
-    """What attends to what."""
+    """Which tokens attend to which."""
 
     @classmethod
     def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:
-        """Rows of [P] and [L] token ids; prompts are not empty. Rows that share a prompt follow each other."""
+        """Lays out rows of [P] and [L] token ids; prompts are not empty. Rows that share a prompt follow each other."""
         first = np.array([i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)])
-        pieces: list[Int32] = []
+        tokens: list[Int32] = []
         for new, prompt, completion in zip(first.tolist(), prompts, completions, strict=True):
-            pieces += [prompt, completion[:-1]] if new else [completion[:-1]]
+            tokens += [prompt, completion[:-1]] if new else [completion[:-1]]
         sizes, lengths = _lengths(prompts), _lengths(completions)
         computed = np.maximum(lengths - 1, 0)
         starts = np.cumsum(computed + sizes * first) - computed  # of the completions
@@ -90,18 +94,14 @@ class Packed:
         columns = ((prompt_starts, starts), (sizes, computed), (prompt_starts, prompt_starts), (np.zeros_like(sizes), sizes))
         own, length, prefix_start, prefix = (np.stack(column, 1).reshape(-1)[there] for column in columns)
         return cls(
-            torch.from_numpy(np.concatenate(pieces).astype(np.int64))[None],
+            torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
             torch.from_numpy(_ranges(prefix, length))[None],
             torch.from_numpy(predicts),
             Segments.of(own, length, prefix_start, prefix),
         )
 
-    def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
-        return moved(self, device)
-
     def hidden(self, body: nn.Module) -> Tensor:
-        """[C, H] final hidden states of `body` (a decoder without its head) at the positions that predict the completions."""
+        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict the completions."""
         states = body(
             input_ids=self.input_ids,
             position_ids=self.position_ids,
@@ -116,7 +116,7 @@ Layout = Padded | Packed
 
 
 def layout_for(model: Any, packing: Packing) -> type[Layout]:
-    """The layout to compute `model` (of transformers) with, prepared for it.
+    """Returns the layout for `model` (of transformers) and prepares the model for it.
 
     `auto` packs where the model permits it. Raises ConfigError naming `trainer.packing` for `on` where it does not.
     """
@@ -136,8 +136,7 @@ def layout_for(model: Any, packing: Packing) -> type[Layout]:
 
 
 def moved(value: _T, device: torch.device) -> _T:
-    """A tensor, or a dataclass with those in it, on `device`; to a GPU they go while this goes on."""
-
+    """Copies a tensor, or the tensors of a dataclass, to `device`; to a GPU asynchronously."""
     if device.type == "cpu" or not (isinstance(value, Tensor) or is_dataclass(value)):
         return value
     if isinstance(value, Tensor):
@@ -155,6 +154,6 @@ def _lengths(rows: Sequence[Int32]) -> _Array:
 
 
 def _ranges(starts: _Array, lengths: _Array) -> _Array:
-    """start, start + 1 … start + length - 1 of each, one after the other."""
+    """Returns start, start + 1 … start + length - 1 of each, one after the other."""
     ranges: _Array = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return ranges

@@ -1,11 +1,11 @@
-"""Watches the ranks of a run: when one is lost the others end with its name, instead of waiting for it in a collective.
+"""Watches the ranks of a run: when one is lost the others end and name it, instead of waiting for it in a collective.
 
     rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …"──► every other rank
 
-A thread of every rank holds one TCP connection to rank 0, which passes on what it hears. A closed connection is a killed
-process, known at once; silence is a node without power or network, or a stopped process. A rank that computes for long is
-neither: torch releases the interpreter lock in kernels and collectives. A rank that ends by itself says why first. ADR 0013
-says why this is not part of rank 0's HTTP server.
+A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed connection is a killed
+process, known at once; silence is a node without power or network, or a stopped process. A rank in a long computation still
+beats, as torch releases the interpreter lock in kernels and collectives. A rank that ends by itself sends the reason first.
+ADR 0013 explains why this is not part of rank 0's HTTP server.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
 LOST = 75
-"""Exit status of a rank that ends because another one is lost: EX_TEMPFAIL of sysexits.h, starting again helps."""
+"""Exit status of a rank that ends because another one is lost: EX_TEMPFAIL of sysexits.h, a restart helps."""
 _BEATS = 9
 """Beats within the limit."""
 _TICK_S = 0.2
 _OWN_ERROR_S = 5.0
-"""An error of one rank is often one of all: each may report its own before it ends because of another's."""
+"""One rank's error is often everyone's: each may report its own before it ends because of another's."""
 _VERDICT_S = 10.0
-"""How long a failed collective waits for the news that a rank is lost."""
-_GOODBYE_S = 1.0
-"""How long a rank that leaves waits for the others to read why: closing a socket with unread input discards what was sent."""
+"""Seconds that a failed collective waits for the news that a rank is lost."""
+_SHUTDOWN_S = 1.0
+"""Seconds that a rank that ends waits for the others to read why: closing a socket with unread input discards what was sent."""
 _MAX_LINE_BYTES = 4096
-_MAX_STRANGERS, _HELLO_S = 64, 10.0
-"""Connections without a valid token: how many may be open, and for how long."""
+_MAX_UNAUTHENTICATED, _HANDSHAKE_S = 64, 10.0
+"""Connections without a valid token: how many may be open, and for how many seconds."""
 
 
 class _Departure(NamedTuple):
@@ -54,7 +54,7 @@ class Liveness:
     """A context manager that watches the other ranks while inside; does nothing in a single process.
 
     Args:
-        ranks: their process group is up.
+        ranks: whose process group is initialised.
         topology: names the nodes.
         lost_after_s: seconds of silence until a rank is lost.
     """
@@ -64,13 +64,13 @@ class Liveness:
         self._token = ""
         self._server: asyncio.Server | None = None
         self._connections: dict[int, asyncio.StreamWriter] = {}
-        self._strangers: list[asyncio.StreamWriter] = []
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._unauthenticated: list[asyncio.StreamWriter] = []
+        self._listeners: set[asyncio.Task[None]] = set()
         self._heard: dict[int, float] = {}  # when each rank that this one watches gave its last sign of life
         self._gone: dict[int, _Departure] = {}
-        self._asked = False  # the main thread waits for a verdict: no grace
+        self._verdict_wanted = False  # the main thread waits for a verdict: no grace
         self._failed_at = ""
-        self._goodbye: str | None = None
+        self._final_message: str | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Liveness":
@@ -88,15 +88,15 @@ class Liveness:
         if isinstance(value, RuntimeError):  # torch's own: perhaps a collective whose other end is lost
             log.warning("%s; finding out whether a rank is lost", shorten(str(value).partition("\n")[0]))
             self._failed_at = "".join(traceback.format_tb(trace))
-            self._asked = True
+            self._verdict_wanted = True
             self._thread.join(_VERDICT_S)  # ends this process if so
         how = "done" if value is None else "stopped" if isinstance(value, KeyboardInterrupt) else "failed"
         reason = f"{type(value).__name__}: {value}".partition("\n")[0] if how == "failed" else ""
-        self._goodbye = f"gone {self._ranks.rank} {how} {shorten(reason)}"
+        self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
         self._thread.join()
 
     def _endpoint(self) -> socket.socket:
-        """Rank 0 listens at the address where torchrun's ranks met, the others connect to it and say the token."""
+        """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to it."""
         address = os.environ["MASTER_ADDR"]
         if not self._ranks.first:
             port, self._token = self._ranks.broadcast(b"").decode().split()
@@ -109,38 +109,38 @@ class Liveness:
         return server
 
     async def _watch(self, endpoint: socket.socket) -> None:
-        """The thread: listens, beats and judges until this rank leaves."""
+        """Runs the thread: listens, beats and judges until this rank ends."""
         if self._ranks.first:
-            self._server = await asyncio.start_server(self._greet, sock=endpoint, limit=_MAX_LINE_BYTES)
+            self._server = await asyncio.start_server(self._accept, sock=endpoint, limit=_MAX_LINE_BYTES)
         else:
             reader, writer = await asyncio.open_connection(sock=endpoint, limit=_MAX_LINE_BYTES)
             self._connections[0] = writer
-            self._tell(f"hello {self._token} {self._ranks.rank}")
-            self._conversations.add(asyncio.create_task(self._listen(0, reader, writer)))
+            self._broadcast(f"hello {self._token} {self._ranks.rank}")
+            self._listeners.add(asyncio.create_task(self._listen(0, reader, writer)))
         beat_s = self._lost_after_s / _BEATS
         before = beaten = time.monotonic()
-        while self._goodbye is None:
+        while self._final_message is None:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             if now - before > 2 * beat_s:  # this process itself was stopped or starved: that time proves nothing
                 self._heard = {rank: min(now, heard + now - before) for rank, heard in self._heard.items()}
             before = now
-            if now - beaten >= beat_s or self._asked:
-                self._tell("beat")
+            if now - beaten >= beat_s or self._verdict_wanted:
+                self._broadcast("beat")
                 beaten = now
             await self._judge(now)
-        self._tell(self._goodbye)
-        await self._hang_up()
+        self._broadcast(self._final_message)
+        await self._close()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Rank 0: lets in who sends `hello TOKEN RANK`, hangs up on everybody else."""
-        self._strangers.append(writer)
-        if len(self._strangers) > _MAX_STRANGERS:
-            self._strangers[0].transport.abort()
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Accepts, on rank 0, connections that send `hello TOKEN RANK`; closes all others."""
+        self._unauthenticated.append(writer)
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+            self._unauthenticated[0].transport.abort()
         hello = b""
         with suppress(TimeoutError, ValueError, OSError):
-            hello = await asyncio.wait_for(reader.readline(), _HELLO_S)
-        self._strangers.remove(writer)
+            hello = await asyncio.wait_for(reader.readline(), _HANDSHAKE_S)
+        self._unauthenticated.remove(writer)
         said, _, rank = hello.rpartition(b" ")
         if not secrets.compare_digest(said, f"hello {self._token}".encode()):
             writer.close()
@@ -148,7 +148,7 @@ class Liveness:
         self._connections[int(rank)] = writer
         for gone, departure in self._gone.items():
             writer.write(f"gone {gone} {departure.how} {departure.reason}\n".encode())
-        self._conversations.add(asyncio.create_task(self._listen(int(rank), reader, writer)))
+        self._listeners.add(asyncio.create_task(self._listen(int(rank), reader, writer)))
 
     async def _listen(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Reads `beat` and `gone RANK HOW REASON` until the connection ends."""
@@ -164,13 +164,13 @@ class Liveness:
         self._depart(peer, "died", "")
 
     def _depart(self, rank: int, how: str, reason: str) -> None:
-        """The first word about a rank counts; rank 0 passes it on."""
+        """Records a rank's end, of which the first message counts; rank 0 relays it."""
         if rank not in self._gone:
             self._gone[rank] = _Departure(how, reason, time.monotonic())
             if self._ranks.first:
-                self._tell(f"gone {rank} {how} {reason}")
+                self._broadcast(f"gone {rank} {how} {reason}")
 
-    def _tell(self, text: str) -> None:
+    def _broadcast(self, text: str) -> None:
         for writer in self._connections.values():
             writer.write(text.encode() + b"\n")  # never waits; that the other end is gone shows in `_listen`
 
@@ -180,11 +180,11 @@ class Liveness:
                 self._depart(rank, "silent", "")
         grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}  # a rank that was stopped is often one of all
         for rank, (how, reason, at) in self._gone.items():
-            if how != "done" and (self._asked or now - at >= grace.get(how, 0)):
+            if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
                 await self._end(rank, how, reason)
 
     async def _end(self, rank: int, how: str, reason: str) -> None:
-        """Ends this process: the main thread is in a collective that nothing else ends."""
+        """Ends this process, as nothing else ends the collective that the main thread is in."""
         what = {
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
             "failed": f"has failed: {reason}",
@@ -197,24 +197,24 @@ class Liveness:
             *(self._name(rank), what, self._name(self._ranks.rank)),
         )
         log.error("%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or watchdog.stacks())
-        await self._hang_up()
+        await self._close()
         logging.shutdown()
         os._exit(LOST)
 
-    async def _hang_up(self) -> None:
-        """Ends every connection once its other end has read the last words, or after a moment."""
+    async def _close(self) -> None:
+        """Closes every connection once its other end has read the last message, or after a moment."""
         if self._server is not None:
             self._server.close()
-        for stranger in self._strangers:
-            stranger.transport.abort()
+        for writer in self._unauthenticated:
+            writer.transport.abort()
         for writer in self._connections.values():
             with suppress(OSError):
                 writer.write_eof()
-        if self._conversations:
-            await asyncio.wait(self._conversations, timeout=_GOODBYE_S)
+        if self._listeners:
+            await asyncio.wait(self._listeners, timeout=_SHUTDOWN_S)
 
     def _name(self, rank: int) -> str:
-        """As the cluster names it: `rank 3 on ppo-trainer-1 (10.0.0.5)`."""
+        """Names a rank as the cluster does: `rank 3 on ppo-trainer-1 (10.0.0.5)`."""
         node = rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         addresses = self._topology.node_ips
         return f"rank {rank} on {TRAINER}-{node}" + (f" ({addresses[node]})" if node < len(addresses) else "")

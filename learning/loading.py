@@ -1,7 +1,7 @@
-"""Models from the hub, a directory or a checkpoint; sharded ones without any rank ever holding the whole model.
+"""Loads models from the hub, a directory or a checkpoint; no rank ever holds the whole of a sharded one.
 
-A sharded model is made on the meta device, sharded, and every rank reads its own slices from the safetensors files. Where the
-other ranks do not see the files, or their names are not the model's, rank 0 reads and sends one tensor at a time.
+A sharded model is made on the meta device and sharded, then every rank reads its own slices of the safetensors files. Where
+the other ranks do not see the files, or the names in them are not the model's, rank 0 reads and sends a tensor at a time.
 """
 
 import json
@@ -30,16 +30,16 @@ _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.py", "*.mode
 
 
 class Reader(Protocol):
-    """Tensors in files or in memory."""
+    """A source of tensors, in files or in memory."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor that lies in `region`."""
+        """Returns the part of a tensor in `region`."""
 
 
 class SafetensorsReader:
-    """The tensors of all safetensors files in a directory; reads no more than what is asked for."""
+    """Reads the tensors of all safetensors files in a directory, only as far as they are asked for."""
 
     def __init__(self, directory: Path) -> None:
         index = directory / "model.safetensors.index.json"
@@ -56,7 +56,7 @@ class SafetensorsReader:
 
 
 class MemoryReader:
-    """Tensors in memory."""
+    """Reads tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -68,18 +68,18 @@ class MemoryReader:
         return self._tensors[name][region]
 
 
-class Added:
-    """What a model gets beside what is in its files; by itself nothing."""
+class AddedModules:
+    """Modules that a model gets beside those in its files; by default none."""
 
     def change(self, model: Any) -> None:
         """Adds modules to the model, whose parameters may be on the meta device."""
 
     def name(self, name: str) -> str:
-        """In the files, of the changed model's tensor `name`."""
+        """Returns the name in the files of the changed model's tensor `name`."""
         return name
 
     def first(self, _name: str, _shape: Sequence[int]) -> Tensor | None:
-        """What this tensor begins with, the same on every rank; None for one that is in the files."""
+        """Returns the initial value of a tensor, the same on every rank; None for one that is in the files."""
         return None
 
 
@@ -88,11 +88,11 @@ class Pretrained:
     """A model with float32 weights, by its transformers auto class.
 
     Args:
-        auto: as AutoModelForCausalLM.
+        auto: such as AutoModelForCausalLM.
         name: on the hub, or a directory that every node has.
-        directory: of a checkpoint, which comes before `name`; rank 0 at least sees it.
+        directory: of a checkpoint, which replaces `name`; at least rank 0 sees it.
         configure: changes the model's configuration.
-        added: to the model.
+        added: modules for the model.
     """
 
     auto: Any
@@ -100,11 +100,11 @@ class Pretrained:
     directory: Path | None = None
     trust_remote_code: bool = False
     configure: Callable[[Any], None] = lambda _: None
-    added: Added | None = None
+    added: AddedModules | None = None
 
     @property
     def source(self) -> str:
-        """Where this rank finds the model, or at least its configuration."""
+        """Name or directory of the model, or at least of its configuration, on this rank."""
         return str(self.directory) if self.directory and self.directory.is_dir() else self.name
 
     def config(self) -> Any:
@@ -113,12 +113,12 @@ class Pretrained:
         return config
 
     def plain(self) -> Any:
-        """What is in the files, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
+        """Loads the tensors in the files into CPU memory. Raises OSError or ValueError."""
         options = {"trust_remote_code": self.trust_remote_code, "use_safetensors": True}
         return self.auto.from_pretrained(self.source, config=self.config(), dtype=torch.float32, **options)
 
     def whole(self) -> Any:
-        """All of it, in CPU memory. Raises OSError or ValueError when it cannot be loaded."""
+        """Loads the model with its added modules into CPU memory. Raises OSError or ValueError."""
         model = self.plain()
         if self.added:
             self.added.change(model)
@@ -127,7 +127,7 @@ class Pretrained:
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
         """Sets what is not in the files; returns this rank's shares of the other tensors, by their names in the files."""
-        added, targets = self.added or Added(), {}
+        added, targets = self.added or AddedModules(), {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
                 first = added.first(name, tensor.shape)
@@ -138,7 +138,7 @@ class Pretrained:
         return targets
 
     def empty(self) -> Any:
-        """Its modules with parameters on the meta device, and buffers as they are to be."""
+        """Builds the modules with parameters on the meta device and initialised buffers."""
         with _parameters_on_meta():
             model = self.auto.from_config(self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code)
             if self.added:
@@ -150,7 +150,7 @@ class Pretrained:
         return model.eval()
 
     def files(self, ranks: Ranks) -> Path:
-        """The directory with the model's files on this node, which one process of a node downloads."""
+        """Returns the directory of the files on this node; one process of each node downloads them."""
         if self.directory or Path(self.name).is_dir():
             return self.directory or Path(self.name)
         if ranks.local_rank == 0:
@@ -159,6 +159,15 @@ class Pretrained:
         return Path(snapshot_download(self.name, allow_patterns=_FILES, local_files_only=True))
 
 
+@contextmanager
+def _damage_as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"damaged safetensors file: {error}") from None
+
+
+@_damage_as_os_error()
 def load(
     pretrained: Pretrained,
     wrap: Callable[[Any], nn.Module],
@@ -168,25 +177,10 @@ def load(
     trained: bool = True,
     exact: Callable[[Any], list[nn.Module]] = lambda _: [],
 ) -> nn.Module:
-    """`wrap(model)` on this rank's device: sharded, or whole and the same as rank 0's.
+    """Returns `wrap(model)` on this rank's device: sharded, or whole and equal to rank 0's.
 
     Raises OSError or ValueError when the model cannot be loaded. See `sharding.shard` for the last three arguments.
     """
-    try:
-        return _load(pretrained, wrap, ranks, settings, low_precision, trained, exact)
-    except SafetensorError as error:
-        raise OSError(f"damaged safetensors file: {error}") from None
-
-
-def _load(
-    pretrained: Pretrained,
-    wrap: Callable[[Any], nn.Module],
-    ranks: Ranks,
-    settings: TrainerSection,
-    low_precision: bool,
-    trained: bool,
-    exact: Callable[[Any], list[nn.Module]],
-) -> nn.Module:
     if not ranks.sharded:
         model = pretrained.whole().to(ranks.device)
         ranks.broadcast_model(model)
@@ -213,7 +207,7 @@ def _load(
 
 
 def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:
-    """The model's files, where they have its tensors by its own names."""
+    """Opens the files, if they have the model's tensors by its own names."""
     converted = any(isinstance(change, WeightConverter) for change in get_model_conversion_mapping(model))
     quantised = getattr(model.config, "quantization_config", None) is not None
     names = ("model.safetensors", "model.safetensors.index.json")
@@ -225,7 +219,7 @@ def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> Safete
 
 
 def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, everywhere: bool) -> None:
-    """Sets this rank's share of every tensor. Where not every rank can read, rank 0 does and sends."""
+    """Reads this rank's share of every tensor. Unless `everywhere`, rank 0 reads and sends."""
     with torch.no_grad():
         for name, target in targets.items():
             mine, part = local(target), region(target)
@@ -240,7 +234,7 @@ def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, eve
 
 
 def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Memory on `device` for parameters that are on the meta device; what is tied stays tied. Buffers go to `buffers`."""
+    """Allocates parameters of the meta device on `device`, tied ones once; moves buffers to `buffers`."""
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -256,7 +250,7 @@ def materialise(root: nn.Module, device: torch.device, buffers: torch.device) ->
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device; buffers are computed, as no file has all of them."""
+    """Puts parameters made inside on the meta device. Buffers are computed, as no file has all of them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -272,7 +266,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _fingerprint(directory: Path) -> bytes:
-    """Tells whether ranks see the same files: names and sizes, and the small state file of a checkpoint."""
+    """Identifies the files that a rank sees: names and sizes, and the small state file of a checkpoint."""
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))

@@ -1,4 +1,4 @@
-"""One optimiser step: AdamW or Muon, clipping of the gradient norm, and skipping of gradients that are not finite."""
+"""The optimiser: AdamW or Muon, with clipping of the gradient norm and skipping of gradients that are not finite."""
 
 import logging
 import math
@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 
 
 _STATE = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
-"""What the optimisers of torch keep for a parameter."""
+"""Tensors that torch's optimisers keep for a parameter."""
 
 
 MAX_SKIPPED_UPDATES = 3
 """Updates in a row that may be skipped because the gradient is not finite."""
 
 
-class NotFinite(ServiceError):
-    """The gradient is NaN or infinite, several times in a row."""
+class NonFiniteGradients(ServiceError):
+    """The gradient was NaN or infinite several times in a row."""
 
     code = "not_finite"
 
@@ -49,9 +49,10 @@ class Optimizer:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> None:
-        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._max_grad_norm, self._in_a_row = max_grad_norm, 0
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._parameters = list(named.values())
+        self._max_grad_norm, self._skipped_in_a_row = max_grad_norm, 0
         hidden = _hidden_matrices(model) if kind == "muon" else []
         if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in hidden):
             raise ConfigError(
@@ -73,34 +74,31 @@ class Optimizer:
     def step(self, learning_rate: float) -> float:
         """Applies the gradients and returns their norm before clipping.
 
-        A norm that is not finite changes nothing but is returned. Raises NotFinite after more than `MAX_SKIPPED_UPDATES` of
-        them in a row.
+        A norm that is not finite changes nothing but is returned. Raises NonFiniteGradients after more than
+        `MAX_SKIPPED_UPDATES` of them in a row.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the one wait for a GPU
         if not math.isfinite(norm):
             self.zero_grad()
-            self._skip(norm)
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row > MAX_SKIPPED_UPDATES:
+                raise NonFiniteGradients(
+                    f"{self._skipped_in_a_row} gradients in a row are not finite",
+                    field="grad_norm",
+                    value=norm,
+                    remedy="lower the learning rate or resume from an earlier checkpoint",
+                )
+            log.warning("a gradient is not finite: the update is skipped")
             return norm
-        self._in_a_row = 0
+        self._skipped_in_a_row = 0
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = learning_rate
             part.step()
         return norm
 
-    def _skip(self, norm: float) -> None:
-        self._in_a_row += 1
-        if self._in_a_row > MAX_SKIPPED_UPDATES:
-            raise NotFinite(
-                f"{self._in_a_row} gradients in a row are not finite",
-                field="grad_norm",
-                value=norm,
-                remedy="lower the learning rate or resume from an earlier checkpoint",
-            )
-        log.warning("a gradient is not finite: the update is skipped")
-
     def state_dict(self) -> dict[str, Tensor]:
-        """The optimiser's own tensors by "parameter.what"; empty before the first step. Sharded as the parameters are."""
+        """Returns the optimiser's tensors by "parameter.name"; empty before the first step. Sharded as the parameters are."""
         return {
             f"{self._names[id(parameter)]}.{key}": value
             for part in self._parts
@@ -109,7 +107,7 @@ class Optimizer:
         }
 
     def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Room for the tensors `names` of another's state_dict. Raises ConfigError for another kind of optimiser."""
+        """Allocates the tensors `names` of a state_dict. Raises ConfigError for another kind of optimiser."""
         made: dict[str, Tensor] = {}
         for part in self._parts:
             for parameter in part.param_groups[0]["params"]:
@@ -128,7 +126,7 @@ class Optimizer:
         return made
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the tensors, which fit as those of `empty_state` do."""
+        """Sets the state from tensors as `empty_state` allocates them."""
         for part in self._parts:
             part.state.clear()
             for parameter in part.param_groups[0]["params"]:
@@ -140,7 +138,7 @@ class Optimizer:
 
 
 def _hidden_matrices(model: Any) -> list[nn.Parameter]:
-    """Matrices between hidden states: neither embeddings nor the head."""
+    """Returns the matrices between hidden states: neither embeddings nor the head."""
     outer = {
         id(parameter)
         for layer in (model.get_input_embeddings(), model.get_output_embeddings())

@@ -1,4 +1,4 @@
-"""The processes that learn together: every rank computes, rank 0 also talks to the services."""
+"""The processes that train together: every rank computes, rank 0 also calls the services."""
 
 import logging
 import os
@@ -22,10 +22,10 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 @dataclass
 class Ranks:
-    """This process among all trainer processes. One process needs no process group.
+    """This process among all trainer processes. A single process needs no process group.
 
-    `device_kind` cpu leaves a GPU alone; cuda raises ConfigError where there is none. `shard_size` ranks share one copy of
-    every model, all of them when None; ConfigError when it does not divide their number.
+    With `device_kind` cpu a GPU is not used; with cuda there is a ConfigError where there is none. `shard_size` ranks share one
+    copy of every model, all of them when None; a ConfigError when it does not divide their number.
     """
 
     rank: int = 0
@@ -54,7 +54,7 @@ class Ranks:
 
     @classmethod
     def from_env(cls, timeout_s: float, device_kind: DeviceKind = "auto", shard_size: int | None = None) -> "Ranks":
-        """From what torchrun sets; a single process without torchrun."""
+        """Reads what torchrun sets; a single process without torchrun."""
         rank, world_size, local_rank = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
@@ -62,7 +62,7 @@ class Ranks:
 
     @classmethod
     def alone(cls, settings: TrainerSection) -> "Ranks":
-        """One process, which torchrun did not start."""
+        """Returns a single process, started without torchrun."""
         return cls(device_kind=settings.device, shard_size=settings.shard_size)
 
     def __enter__(self) -> "Ranks":
@@ -86,14 +86,14 @@ class Ranks:
 
     @property
     def sharded(self) -> bool:
-        """Whether models are spread over the ranks, so that every forward and backward pass is one of all of them.
+        """Whether models are sharded over the ranks, so that every forward and backward pass is a collective.
 
-        On a GPU one process shards too, over itself: mixed precision and offloading are then the same on one GPU and on many.
+        On a GPU a single process shards too, so mixed precision and offloading are the same on one GPU and on many.
         """
         return self.shard_size != 1 and (self.world_size > 1 or self._on_gpu)
 
     def mesh(self, device_type: str | None = None) -> Any:
-        """The device mesh that models are sharded over: [ranks], or [copies, ranks of a copy] (HSDP)."""
+        """Returns the device mesh that models are sharded over: [ranks], or [copies, ranks of a copy] (HSDP)."""
         kind, size = device_type or self.device.type, self.shard_size or self.world_size
         if not dist.is_initialized():  # one process, which torchrun did not start
             dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -104,7 +104,7 @@ class Ranks:
         return self._meshes[kind]
 
     def group(self) -> Any:
-        """A group of all ranks of its own, for a thread that talks while another one does. None for one process."""
+        """Returns a new group of all ranks, for a thread that communicates beside another one. None for one process."""
         timeout = timedelta(seconds=self.timeout_s)
         return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
@@ -114,11 +114,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Is this the rank that talks to the services?"""
+        """Whether this is the rank that calls the services."""
         return self.rank == 0
 
     def broadcast(self, body: bytes) -> bytes:
-        """Bytes of rank 0 on every rank (the other ranks' argument does not count)."""
+        """Returns rank 0's bytes on every rank; the argument of other ranks is ignored."""
         if self.world_size == 1:
             return body
         size = torch.tensor([len(body)])
@@ -131,12 +131,12 @@ class Ranks:
         return shared
 
     def same_path(self, path: Path | None) -> Path | None:
-        """Rank 0's path on every rank. Whether something is there on this rank's node is another question."""
+        """Returns rank 0's path on every rank, whether or not it exists there."""
         shared = self.broadcast(str(path or "").encode()).decode()
         return Path(shared) if shared else None
 
     def all_say(self, body: bytes) -> bool:
-        """Whether `body` is the same on every rank, and not empty."""
+        """Whether `body` is the same on every rank, and not empty. A collective."""
         first = self.broadcast(body)
         same = torch.tensor(int(bool(body) and body == first))
         if self.world_size > 1:
@@ -150,7 +150,7 @@ class Ranks:
                 dist.broadcast(tensor, 0)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Returns the sum over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -158,7 +158,7 @@ class Ranks:
     def sum_gradients(self, model: nn.Module) -> None:
         """Replaces every gradient by its sum over all ranks, in one message; a rank without rows contributes zeros.
 
-        With sharded models the backward pass has done it.
+        Does nothing for sharded models, whose backward pass has summed them.
         """
         if self.world_size == 1 or self.sharded:
             return
@@ -178,10 +178,10 @@ class Ranks:
 
 
 def end() -> NoReturn:
-    """Ends a rank that has succeeded, at once.
+    """Ends a successful rank at once.
 
-    Without this torch's threads now and then abort the process while the interpreter shuts down ("terminate called without
-    an active exception"; 1 of 24 runs on an overloaded CPU), and the rank would count as failed.
+    Otherwise torch's threads now and then abort the process while the interpreter shuts down ("terminate called without an
+    active exception"; 1 of 24 runs on an overloaded CPU), and the rank would count as failed.
     """
     logging.shutdown()
     sys.stdout.flush()

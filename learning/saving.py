@@ -1,4 +1,4 @@
-"""A model and its optimiser as files: copied to CPU memory first, so that they can be written while training goes on."""
+"""Saves a model and its optimiser. They are copied to CPU memory first, so that training continues meanwhile."""
 
 import json
 import warnings
@@ -31,13 +31,13 @@ class Contents:
     tensors: Mapping[str, Tensor]
     """Sharded as the model is."""
     files: Mapping[str, str]
-    """By the name of every tensor its safetensors file."""
+    """The safetensors file of every tensor."""
     texts: Mapping[str, str]
-    """The other files."""
+    """Contents of the other files."""
 
     @classmethod
     def of(cls, model: Any) -> "Contents":
-        """Of a transformers model."""
+        """Describes a transformers model."""
         tensors = named_tensors(model)
         files = split_state_dict_into_shards_factory(
             dict(tensors),
@@ -50,22 +50,22 @@ class Contents:
 
 @dataclass
 class Snapshot:
-    """What this rank writes of a model directory: `write_files` on every rank, then `write_state` on all of them together."""
+    """This rank's part of a model directory: `write_files` on every rank, then `write_state` on all of them together."""
 
     texts: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Tensors of safetensors files, by file name."""
     state: dict[str, Tensor] = field(default_factory=dict)
-    """The optimiser's, for torch.distributed.checkpoint."""
+    """Tensors of the optimiser, for torch.distributed.checkpoint."""
     together: bool = False
     """Whether every rank writes its share of `state`."""
 
     @classmethod
     def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
-        """A copy in CPU memory. A call of all ranks, as sharded tensors are put together, one after the other.
+        """Copies to CPU memory. A collective, which gathers sharded tensors one after the other.
 
-        A model becomes safetensors files of at most 4 GB in float32; of a sharded one every rank keeps and writes some.
-        The optimiser's state stays in shares. `alone`: rank 0 writes everything, for the others do not see its disk.
+        A model becomes safetensors files of at most 4 GB in float32; of a sharded one every rank keeps and writes some. The
+        optimiser's state stays sharded. With `alone` rank 0 writes everything, as the others do not see its disk.
         """
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         files: dict[str, dict[str, Tensor]] = {}
@@ -83,7 +83,7 @@ class Snapshot:
         return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
 
     def write_files(self, directory: Path) -> None:
-        """Texts and weights."""
+        """Writes texts and weights."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts.items():
             (directory / name).write_text(text)
@@ -91,7 +91,7 @@ class Snapshot:
             save_file(tensors, directory / name, metadata={"format": "pt"})
 
     def write_state(self, directory: Path, group: Any = None) -> None:
-        """The optimiser's state; with `together` a call of all ranks in `group`."""
+        """Writes the optimiser's state; with `together` a collective in `group`."""
         if self.state:
             writer = dcp.FileSystemWriter(
                 directory / _STATE, per_thread_copy_ahead=0
@@ -99,15 +99,15 @@ class Snapshot:
             dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
 
     def write(self, directory: Path) -> None:
-        """Everything, on one rank alone."""
+        """Writes everything, on one rank alone."""
         self.write_files(directory)
         self.write_state(directory)
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
-    """Sets the state that a snapshot left in `directory`, by any number of ranks; rank 0 at least sees it.
+    """Loads the state that a snapshot left in `directory`, by any number of ranks; at least rank 0 sees it.
 
-    Raises ConfigError for the state of another kind of optimiser, and whatever a damaged file leads to.
+    Raises ConfigError for another kind of optimiser, and whatever a damaged file causes.
     """
     seen = b"".join(path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists())
     everywhere = ranks.all_say(seen)
@@ -128,7 +128,7 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
 
 
 class _StateReader:
-    """The tensors of a checkpoint of torch.distributed.checkpoint, read by one process."""
+    """Reads tensors of a checkpoint of torch.distributed.checkpoint in one process."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -146,7 +146,7 @@ class _StateReader:
 
 
 def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A copy in CPU memory, sharded as the tensor is."""
+    """Copies a tensor to CPU memory, sharded as it is."""
     mine = local(tensor).to("cpu", copy=True)
     if not isinstance(tensor, DTensor):
         return mine
@@ -155,7 +155,7 @@ def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Configuration, and the index of several files."""
+    """Returns configuration, and the index if there are several files."""
     model.config.architectures = [type(model).__name__]
     texts = {"config.json": model.config.to_json_string()}
     if getattr(model, "generation_config", None) is not None:

@@ -1,6 +1,6 @@
-"""Spreading a model over the ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`), and its tensors wherever they are.
+"""Shards models over the ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-A decoder layer is the unit that is gathered and let go. Our losses are divided by the tokens of the global batch, so gradients
+A decoder layer is the unit that is gathered and freed. Our losses are divided by the tokens of the global batch, so gradients
 are summed over the ranks, where FSDP2 would average them.
 """
 
@@ -21,7 +21,7 @@ from learning.ranks import Ranks
 
 
 def layers(model: Any) -> list[Any]:
-    """The decoder layers of a transformers model."""
+    """Returns the decoder layers of a transformers model."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, model.base_model_prefix)
     if isinstance(found := getattr(body, "layers", None), nn.ModuleList):
         return list(found)
@@ -38,7 +38,7 @@ def layers(model: Any) -> list[Any]:
 
 
 def prepare(model: Any, settings: TrainerSection, trained: bool) -> None:
-    """`trainer.compile` and `trainer.activation_checkpointing`: changes the forward of every decoder layer, and no name."""
+    """Applies `trainer.compile` and `trainer.activation_checkpointing` to every decoder layer, without renaming anything."""
     checkpointing = settings.activation_checkpointing and trained
     for layer in layers(model) if settings.compile or checkpointing else ():
         if settings.compile:
@@ -59,10 +59,13 @@ def shard(
     """Shards `root`, whose forward runs the transformers model `model` inside it.
 
     Args:
+        root: the outer module.
+        model: whose decoder layers are the units.
+        ranks: that share it.
         low_precision: bfloat16 in the forward and backward pass; gradients are reduced in float32.
-        offload: parameters, gradients and so the optimiser's state stay in CPU memory.
-        trained: False for a model that is only asked: it is let go after every pass.
-        exact: modules of `root` that compute in float32 in any case.
+        offload: keep parameters, gradients and optimiser state in CPU memory.
+        trained: False for a model that is only evaluated and freed after every pass.
+        exact: modules of `root` that always compute in float32.
     """
     mesh = ranks.mesh()
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
@@ -80,9 +83,9 @@ def shard(
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names; of those that are tied only the first.
+    """Returns parameters and persistent buffers by name; of tied ones only the first.
 
-    Of a sharded model these are DTensors with this rank's share, also between a forward and a backward pass.
+    Those of a sharded model are DTensors with this rank's share, also between a forward and a backward pass.
     """
     seen: set[int] = set()
     found = {}
@@ -94,18 +97,18 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share of a tensor; all of one that is not sharded."""
+    """Returns this rank's share of a tensor; all of one that is not sharded."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor. A call of all ranks if it is sharded."""
+    """Returns the whole tensor. A collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def region(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's share lies in the whole tensor."""
+    """Returns the place of this rank's share in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,7 +1,7 @@
-"""Groups that carry weights from the trainer to engines, laid out as SGLang lays out its end.
+"""Process groups that send weights from the trainer to engines, compatible with SGLang's side.
 
-The trainer is rank 0 and the source of every broadcast; an engine has one rank per GPU. A group stands beside whatever else
-its processes use torch.distributed for, and needs no default group.
+The trainer is rank 0 and the source of every broadcast; an engine has one rank per GPU. A group is independent of any other
+torch.distributed group of its processes and needs no default group.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from common.schemas import Bucket
 
 
 def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Joins the group; returns when every rank has.
+    """Joins the group; returns when every rank has joined.
 
-    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer gives the group up. The same limit holds for
-    every later operation of a gloo group.
+    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group. The limit holds for every
+    later operation of a gloo group too.
     """
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
@@ -34,18 +34,13 @@ def join(address: str, port: int, rank: int, world_size: int, name: str, backend
     return group
 
 
-def leave(group: dist.ProcessGroup) -> None:
-    """Closes this end's connections."""
-    dist.destroy_process_group(group)
-
-
 def size_of(bucket: Bucket) -> int:
-    """Bytes of a bucket."""
+    """Returns the bytes of a bucket."""
     return sum(prod(shape) * dtype_of(name).itemsize for name, shape in zip(bucket.dtypes, bucket.shapes, strict=True))
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """`float32` → `torch.float32`. Raises ValueError for anything else."""
+    """Converts `float32` to `torch.float32`. Raises ValueError for anything else."""
     found: Any = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch")
@@ -53,7 +48,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the bytes of a bucket, uint8 [size], which they share."""
+    """Yields views of the tensors in the bytes of a bucket, uint8 [size]."""
     start = 0
     for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = dtype_of(dtype_name)
@@ -63,9 +58,9 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """What SGLang's `/weights_checker` says of such a tensor on a CPU: SHA-256 of the bytes, the first 16 hex digits.
+    """Returns what SGLang's `/weights_checker` reports of a tensor on a CPU: the first 16 hex digits of its bytes' SHA-256.
 
-    Of several tensors: of what they are one after the other, as in a parameter that an engine has fused along dimension 0.
+    Several tensors count as concatenated, like those that an engine has fused along dimension 0.
     """
     found = hashlib.sha256()
     for tensor in tensors:
@@ -74,6 +69,6 @@ def digest(*tensors: Tensor) -> str:
 
 
 def digest_all(checksums: dict[str, str]) -> str:
-    """One checksum of all tensors of a rank, in the order of their names."""
+    """Returns one checksum of all tensors of a rank, in the order of their names."""
     text = "".join(f"{name}{checksums[name]}" for name in sorted(checksums))
     return hashlib.sha256(text.encode()).hexdigest()

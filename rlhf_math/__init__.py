@@ -35,7 +35,7 @@ def _activate() -> None:
         if loaded:
             raise ImportError(
                 f"rlhf_math needs its own package {name} in {ROOT / name}, but another one is imported already: {origin}. "
-                f"Import rlhf_math first, or in a process (an environment) of its own."
+                f"Import rlhf_math first, or in a separate process (environment)."
             )
         warnings.warn(
             f"{name} is now rlhf_math's own package in {ROOT / name}; it hides {origin} in this process",

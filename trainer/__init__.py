@@ -8,69 +8,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from common.schemas import Prompt
-    from services.data.loaders import CustomDatasetLoader, GSM8KLoader, MATHLoader
-    from services.reward.functions import (
-        CodeRewardFunction,
-        CompositeRewardFunction,
-        FormatRewardFunction,
-        JudgeRewardFunction,
-        LengthPenaltyFunction,
-        MathRewardFunction,
-        RepetitionPenaltyFunction,
-        RewardFunction,
-        RewardModelFunction,
-    )
-    from trainer.api.evaluator import EvaluationResults, ModelEvaluator, compare_evaluations
-    from trainer.api.online import OnlineRLTrainer, TrainResult
-    from trainer.api.settings import TrainerConfig
-    from trainer.in_process import train_in_process
+    from common.schemas import Prompt as Prompt
+    from services.data.loaders import CustomDatasetLoader as CustomDatasetLoader
+    from services.data.loaders import GSM8KLoader as GSM8KLoader
+    from services.data.loaders import MATHLoader as MATHLoader
+    from services.reward.functions import CodeRewardFunction as CodeRewardFunction
+    from services.reward.functions import CompositeRewardFunction as CompositeRewardFunction
+    from services.reward.functions import FormatRewardFunction as FormatRewardFunction
+    from services.reward.functions import JudgeRewardFunction as JudgeRewardFunction
+    from services.reward.functions import LengthPenaltyFunction as LengthPenaltyFunction
+    from services.reward.functions import MathRewardFunction as MathRewardFunction
+    from services.reward.functions import RepetitionPenaltyFunction as RepetitionPenaltyFunction
+    from services.reward.functions import RewardFunction as RewardFunction
+    from services.reward.functions import RewardModelFunction as RewardModelFunction
+    from trainer.api.evaluator import EvaluationResults as EvaluationResults
+    from trainer.api.evaluator import ModelEvaluator as ModelEvaluator
+    from trainer.api.evaluator import compare_evaluations as compare_evaluations
+    from trainer.api.online import OnlineRLTrainer as OnlineRLTrainer
+    from trainer.api.online import TrainResult as TrainResult
+    from trainer.api.settings import TrainerConfig as TrainerConfig
+    from trainer.in_process import train_in_process as train_in_process
 
 __path__.append(str(Path(__file__).with_name("cli")))  # `python -m trainer.train_math` is trainer/cli/train_math.py
 
 _HOMES = {
-    "common.schemas": ("Prompt",),
-    "services.data.loaders": ("CustomDatasetLoader", "GSM8KLoader", "MATHLoader"),
-    "services.reward.functions": (
-        "CodeRewardFunction",
-        "CompositeRewardFunction",
-        "FormatRewardFunction",
-        "JudgeRewardFunction",
-        "LengthPenaltyFunction",
-        "MathRewardFunction",
-        "RepetitionPenaltyFunction",
-        "RewardFunction",
-        "RewardModelFunction",
-    ),
-    "trainer.api.evaluator": ("EvaluationResults", "ModelEvaluator", "compare_evaluations"),
-    "trainer.in_process": ("train_in_process",),
-    "trainer.api.online": ("OnlineRLTrainer", "TrainResult"),
-    "trainer.api.settings": ("TrainerConfig",),
+    "common.schemas": "Prompt",
+    "services.data.loaders": "CustomDatasetLoader GSM8KLoader MATHLoader",
+    "services.reward.functions": "CodeRewardFunction CompositeRewardFunction FormatRewardFunction JudgeRewardFunction "
+    "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction RewardModelFunction",
+    "trainer.api.evaluator": "EvaluationResults ModelEvaluator compare_evaluations",
+    "trainer.api.online": "OnlineRLTrainer TrainResult",
+    "trainer.api.settings": "TrainerConfig",
+    "trainer.in_process": "train_in_process",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "CodeRewardFunction",
-    "CompositeRewardFunction",
-    "CustomDatasetLoader",
-    "EvaluationResults",
-    "FormatRewardFunction",
-    "GSM8KLoader",
-    "JudgeRewardFunction",
-    "LengthPenaltyFunction",
-    "MATHLoader",
-    "MathRewardFunction",
-    "ModelEvaluator",
-    "OnlineRLTrainer",
-    "Prompt",
-    "RepetitionPenaltyFunction",
-    "RewardFunction",
-    "RewardModelFunction",
-    "TrainResult",
-    "TrainerConfig",
-    "compare_evaluations",
-    "train_in_process",
-]
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

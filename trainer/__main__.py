@@ -3,7 +3,6 @@
 import gc
 import logging
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.liveness import Liveness
 from learning.ranks import Ranks, end
-from trainer.background import LoopThread
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
 from trainer.loop import train
@@ -34,15 +32,15 @@ from trainer.trackers.thread import prompt_exit
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.sync import Publishes
-from trainer.weights.transfer import BackendName, Meeting
+from trainer.weights.sync import WeightPublisher
+from trainer.weights.transfer import BackendName, Rendezvous
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Runs this rank; a wrong setting ends with status 2, any other named error with 1, Ctrl-C with 130."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Runs this rank; exits with status 2 for a wrong setting, 1 for any other named error, 130 for Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         config = load(prog=program("trainer"))
         run(config, Topology.from_env())
@@ -55,10 +53,6 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def _interrupt(_sig: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def run(config: Config, topology: Topology) -> None:
     """Trains on this rank until the last step."""
     settings = config.trainer
@@ -69,46 +63,34 @@ def run(config: Config, topology: Topology) -> None:
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
     ranks = Ranks.from_env(patience, settings.device, settings.shard_size)
     setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs", service=names.TRAINER, rank=ranks.rank)
-    _say_start(config, ranks, topology, run_dir)
+    place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(names.TRAINER)} ({ranks.device})"
+    model, algorithm = config.model.name, config.algorithm.name
+    log.info("ppo-trainer %s starts: %s, model=%s algorithm=%s run_dir=%s", VERSION, place, model, algorithm, run_dir)
+    if ranks.world_size > 1:
+        log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
-    with (
-        watchdog.stalls(),
-        ranks,
-        Liveness(ranks, topology, settings.lost_after_s),
-        ExitStack() as stack,
-    ):
-        training = Run.build(config, ranks, run_dir, topology.group or "local", JobGroup(topology), stack)
-        gc.freeze()  # libraries and models stay: the search for cycles need not pass over them again and again
+    with watchdog.stalls(), ranks, Liveness(ranks, topology, settings.lost_after_s), ExitStack() as stack:
+        training = Run.build(config, ranks, run_dir, topology.group or "local", JobGroupBackend(topology), stack)
+        gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
         train(training)
         training.finish()
         ranks.barrier()
 
 
-def _say_start(config: Config, ranks: Ranks, topology: Topology, run_dir: Path) -> None:
-    """The first lines of the log. Every rank has one; that the ranks meet can take as long as the slowest of their nodes."""
-    place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(names.TRAINER)} ({ranks.device})"
-    model, algorithm = config.model.name, config.algorithm.name
-    log.info("ppo-trainer %s starts: %s, model=%s algorithm=%s run_dir=%s", VERSION, place, model, algorithm, run_dir)
-    if ranks.world_size > 1:
-        log.info("waiting for the other ranks to meet at %s", topology.node_ips[0])
+class JobGroupBackend:
+    """The `Backend` of a job group: services by name, weights pulled by or broadcast to the rollout nodes."""
 
-
-class JobGroup:
-    """The `Backend` of a job group: services by name, weights pulled by or broadcast to the rollout nodes.
-
-    Args:
-        topology: of the job group, and this node in it.
-    """
+    _config: Config
+    _board: WeightBoard
 
     def __init__(self, topology: Topology) -> None:
         self.console, self._topology = console(), topology
-        self._agents: Callable[[], list[Client]] = list
 
-    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
         config, topology, recorder = opening.config, self._topology, opening.recorder
         services = _clients(config, topology, opening)
-        board = WeightBoard(opening.run_dir / "weights")
+        self._config, self._board = config, (board := WeightBoard(opening.run_dir / "weights"))
         health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
         replay = LiveReplay(services.replay, opening.loop)
         app = create_trainer_app(board, opening.registry, health, replay)
@@ -117,15 +99,16 @@ class JobGroup:
         opening.stack.callback(board.close)
         recorder.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
         recorder.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
-        self._agents = lambda: _agents(config, topology, board)
-        return services, self._publisher(opening, services, board)
+        return services, self._publisher(opening, services)
 
     def agents(self) -> list[Client]:
-        """See `Backend`: those that are alive."""
-        return self._agents()
+        """The agents that are alive."""
+        nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in self._board.workers())
+        port = self._config.rollout.agent_port
+        return [Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node)) for node in nodes]
 
-    def _publisher(self, opening: Opening, services: Services, board: WeightBoard) -> Publishes:
-        config, run_id = opening.config, opening.run_id
+    def _publisher(self, opening: Opening, services: Services) -> WeightPublisher:
+        config, run_id, board = opening.config, opening.run_id, self._board
 
         def fence(worker: WorkerReport) -> None:
             opening.loop.call(services.rollout.remove_worker(worker.url))
@@ -133,8 +116,11 @@ class JobGroup:
         timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
         broadcaster = None
         if sync == "distributed":
-            meeting = _meeting(config, self._topology, opening.policy.ranks.device)
-            broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, meeting)
+            # NCCL needs a GPU at both ends; the embedded engine has none.
+            engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device == "cuda"
+            backend: BackendName = "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
+            rendezvous = Rendezvous(self._topology.host(names.TRAINER), backend, exact=not engine_on_gpu)
+            broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
             opening.stack.callback(broadcaster.close)
         publisher = Publisher(
             *(board, opening.static_files, run_id, timeout_s, fence, opening.recorder.say),
@@ -158,27 +144,13 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
     if config.algorithm.needs_critic and config.critic.location == "server":
         url = topology.url(names.CRITIC, config.critic.port)
         services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)
-    for client in services.all():
-        opening.stack.callback(_close, opening.loop, client)
+
+    async def close() -> None:
+        for client in services.all():
+            await client.close()
+
+    opening.stack.callback(lambda: opening.loop.call(close()))
     return services
-
-
-def _meeting(config: Config, topology: Topology, device: torch.device) -> Meeting:
-    """NCCL needs a GPU at both ends; the embedded engine has none."""
-    engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device == "cuda"
-    backend: BackendName = "nccl" if engine_on_gpu and device.type == "cuda" else "gloo"
-    return Meeting(topology.host(names.TRAINER), backend, exact=not engine_on_gpu)
-
-
-def _close(loop: LoopThread, client: Client) -> None:
-    loop.call(client.close())
-
-
-def _agents(config: Config, topology: Topology, board: WeightBoard) -> list[Client]:
-    """A client for the agent of every rollout node that is alive."""
-    nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in board.workers())
-    port = config.rollout.agent_port
-    return [Client(f"{names.ROLLOUT}-{node}", topology.url(names.ROLLOUT, port, node)) for node in nodes]
 
 
 if __name__ == "__main__":

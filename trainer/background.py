@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from common import watchdog
 
 _T = TypeVar("_T")
-_LAST_TASKS_S = 10.0
+_LIMIT_S = 10.0
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for code that computes in the main thread."""
+    """An event loop in a thread, for code that computes in the main thread. On exit it cancels what still runs in it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -25,25 +25,32 @@ class LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:
+        async def end_all() -> None:  # asyncio logs a traceback for a task that is destroyed with its loop
+            await _cancel({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
+
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(_end_all(), self.loop).result(_LAST_TASKS_S)
+            asyncio.run_coroutine_threadsafe(end_all(), self.loop).result(_LIMIT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=10)
+        self._thread.join(_LIMIT_S)
         if not self._thread.is_alive():
             self.loop.close()
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Runs a coroutine in the loop and waits for its result; Ctrl-C cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self.begin(coroutine)()
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Runs a coroutine in the loop; the function returned waits for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result
+        """Starts a coroutine in the loop; the function returned waits for its result."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+        def wait() -> _T:
+            try:
+                return future.result()
+            except BaseException:
+                future.cancel()
+                raise
+
+        return wait
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Starts a task in the loop."""
@@ -55,17 +62,10 @@ class LoopThread:
 
     def cancel(self, task: "asyncio.Task[None]") -> None:
         """Cancels a task and waits until it has ended."""
-
-        async def end() -> None:
-            task.cancel()
-            await asyncio.wait([task])
-
-        self.call(end())
+        self.call(_cancel({task}))
 
 
-async def _end_all() -> None:
-    """Cancels what is left and waits for it: a task that is destroyed with its loop says so, with a traceback."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -28,14 +28,13 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient, adapters_kept
-from services.rollout.weights.adapters import load_adapter
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.rollouts.services import Services
 from trainer.run import Opening, Run
 from trainer.weights.adapters import AdapterPublisher, base_directory
 from trainer.weights.publisher import Weights, version_name, write_version
-from trainer.weights.sync import Publishes
+from trainer.weights.sync import WeightPublisher
 
 _BASE = "http://in-process"
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
@@ -43,7 +42,7 @@ WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 @dataclass(frozen=True)
 class Problems:
-    """Data given by the caller, in place of `config.data`."""
+    """The caller's data, in place of `config.data`."""
 
     train: list[Prompt]
     held_out: list[Prompt]
@@ -60,11 +59,11 @@ def train_in_process(
     """Trains on this machine in this process, with the embedded engine, and returns the path of the last checkpoint.
 
     Args:
-        config: as for the job group; the sections' ports, replicas and engines, and `trainer.weight_sync`, play no role.
+        config: as for the job group; ports, replicas, engines and `trainer.weight_sync` have no effect.
         console: for progress and results; standard output when None.
         rollout_transport: makes the transport to the engine's app, for example one that fails now and then in a test.
-        problems: to train and to evaluate on; those that `config.data` names when None.
-        rewards: grade every answer, in this process; what `config.reward` says when None.
+        problems: to train and to evaluate on; those of `config.data` when None.
+        rewards: grade every answer, in this process; those of `config.reward` when None.
 
     Raises ConfigError, or another ServiceError with the reason when training cannot go on.
     """
@@ -73,29 +72,26 @@ def train_in_process(
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
-    backend = InProcess(console or standard_console(), rollout_transport or _asgi, problems, rewards)
+    backend = InProcessBackend(console or standard_console(), rollout_transport or httpx.ASGITransport, problems, rewards)
     with ExitStack() as stack:
         run = Run.build(config, ranks, run_dir, "in-process", backend, stack)
         train(run)
         return run.finish()
 
 
-class InProcess:
+@dataclass
+class InProcessBackend:
     """The `Backend` of one process: the services' apps behind ASGI, the embedded engine, weights loaded from this disk.
 
-    The arguments are those of `train_in_process`.
+    The fields are the arguments of `train_in_process`.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        rollout_transport: WrapApp,
-        problems: Problems | None,
-        rewards: Sequence[RewardFunction] | None,
-    ) -> None:
-        self.console, self._arguments = console, (rollout_transport, problems, rewards)
+    console: Console
+    rollout_transport: WrapApp
+    problems: Problems | None
+    rewards: Sequence[RewardFunction] | None
 
-    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
         config, policy, loop = opening.config, opening.policy, opening.loop
         publisher = DirectPublisher(opening)
@@ -111,54 +107,45 @@ class InProcess:
         )
         apps = AsyncExitStack()
         opening.stack.callback(lambda: loop.call(apps.aclose()))
-        services, publisher.engine = loop.call(_start(config, engine, apps, *self._arguments))
+        services, publisher.engine = loop.call(self._start(config, engine, apps))
         if config.lora.publishes_adapter:
             return services, AdapterPublisher(publisher, services.rollout, opening.run_id, sglang=False)
         return services, publisher
 
     def agents(self) -> list[Client]:
-        """See `Backend`: none."""
+        """No agents."""
         return []
 
-
-def _asgi(app: FastAPI) -> httpx.AsyncBaseTransport:
-    return httpx.ASGITransport(app)
-
-
-async def _start(
-    config: Config,
-    engine: Engine,
-    apps: AsyncExitStack,
-    rollout_transport: WrapApp,
-    problems: Problems | None,
-    rewards: Sequence[RewardFunction] | None,
-) -> tuple[Services, EngineClient]:
-    """The services' apps, started, with a client for each."""
-    body = config.max_body_mb << 20
-    if problems is None:
-        problems = Problems(load_split(config.data, "train", config.seed), load_split(config.data, "eval", config.seed))
-    data = create_data_app(config, problems.train, problems.held_out)
-    reward = create_reward_app(config.reward, body, rewards)
-    replay = create_replay_app(config.replay, config.state_dir, body)
-    rollout = make_app(engine)
-    for app in (data, reward, replay, rollout):
-        await apps.enter_async_context(app.router.lifespan_context(app))
-    services = Services(
-        await apps.enter_async_context(DataClient("data-server", _BASE, transport=_asgi(data))),
-        await apps.enter_async_context(RolloutClient("rollout-server", _BASE, transport=rollout_transport(rollout))),
-        await apps.enter_async_context(RewardClient("reward-server", _BASE, transport=_asgi(reward))),
-        await apps.enter_async_context(ReplayClient("replay-buffer", _BASE, transport=_asgi(replay))),
-    )
-    if config.algorithm.needs_critic and config.critic.location == "server":
-        critic = create_critic_app(config)
-        await apps.enter_async_context(critic.router.lifespan_context(critic))
-        client = CriticClient("critic-server", _BASE, transport=_asgi(critic), deadline_s=config.trainer.service_timeout_s)
-        services.critic = await apps.enter_async_context(client)
-    return services, await apps.enter_async_context(EngineClient("engine", _BASE, transport=_asgi(rollout)))
+    async def _start(self, config: Config, engine: Engine, apps: AsyncExitStack) -> tuple[Services, EngineClient]:
+        """Starts the services' apps; returns a client for each, and one for the engine."""
+        body, problems = config.max_body_mb << 20, self.problems
+        if problems is None:
+            problems = Problems(load_split(config.data, "train", config.seed), load_split(config.data, "eval", config.seed))
+        data = create_data_app(config, problems.train, problems.held_out)
+        reward = create_reward_app(config.reward, body, self.rewards)
+        replay = create_replay_app(config.replay, config.state_dir, body)
+        rollout = make_app(engine)
+        services = Services(
+            DataClient("data-server", _BASE, transport=httpx.ASGITransport(data)),
+            RolloutClient("rollout-server", _BASE, transport=self.rollout_transport(rollout)),
+            RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
+            ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
+        )
+        started = [data, reward, replay, rollout]
+        if config.algorithm.needs_critic and config.critic.location == "server":
+            started.append(critic := create_critic_app(config))
+            transport, patience = httpx.ASGITransport(critic), config.trainer.service_timeout_s
+            services.critic = CriticClient("critic-server", _BASE, transport=transport, deadline_s=patience)
+        for app in started:
+            await apps.enter_async_context(app.router.lifespan_context(app))
+        engine_client = EngineClient("engine", _BASE, transport=httpx.ASGITransport(rollout))
+        for client in (*services.all(), engine_client):
+            await apps.enter_async_context(client)
+        return services, engine_client
 
 
 class DirectPublisher:
-    """Writes a version and has the one engine load it: what agents do on rollout nodes, without the download."""
+    """Writes a version and has the one engine load it, as agents do on rollout nodes, but without a download."""
 
     def __init__(self, opening: Opening) -> None:
         self.engine: EngineClient | None = None
@@ -166,17 +153,17 @@ class DirectPublisher:
         self._timeout_s, self._kept = opening.config.trainer.publish_timeout_s, adapters_kept(opening.config)
 
     def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
-        """Writes a version, and removes the others."""
+        """Writes a version and removes the others; returns its manifest and directory."""
         shutil.rmtree(self._directory, ignore_errors=True)
         manifest = write_version(weights, self._opening.static_files, self._directory, self._opening.run_id, version)
         return manifest, self._directory / version_name(version)
 
     def publish(self, weights: Weights, version: int) -> None:
-        """Returns when the engine has confirmed the version. Raises LoadFailed when it does not."""
+        """Waits until the engine has confirmed the version. Raises LoadFailed when it does not."""
         assert self.engine is not None
         manifest, path = self.write(weights, version)
         if manifest.kind == "adapter":
-            load = load_adapter(self.engine, path, manifest, self._kept, self._timeout_s)
+            load = self.engine.load_adapter(path, manifest, self._kept, self._timeout_s)
         else:
             load = self.engine.load(path, str(version), self._timeout_s)
         self._opening.loop.call(load)

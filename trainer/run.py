@@ -34,30 +34,30 @@ from trainer.background import LoopThread
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder
 from trainer.observe.run_log import RecordedRun, RunLog
-from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.rollouts.evaluation import Evaluator, ServedEvaluator
-from trainer.rollouts.prompt_cursor import Progress
+from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
 from trainer.timing import StageClock
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
-from trainer.weights.sync import PublishedWeights, Publishes, WeightSync
+from trainer.weights.sync import PublishedWeights, WeightPublisher, WeightSync
 
 
 @dataclass
 class Opening:
-    """What rank 0 has before the services are there."""
+    """The parts of rank 0 that a backend needs to start the services."""
 
     config: Config
     run_dir: Path
     run_id: str
-    """Of this attempt: weights of an earlier attempt are never taken for this one's."""
+    """Names this attempt: no weights of an earlier one are taken for this one's."""
     policy: Policy
     tokenizer: Any
     static_files: list[Path]
@@ -73,12 +73,12 @@ class Opening:
 
 
 class Backend(Protocol):
-    """Where the services of a run are, and how weights reach the engines. Rank 0 alone uses it."""
+    """The services of a run and the way of weights to the engines. Rank 0 alone uses it."""
 
     console: Console
     """For progress and results."""
 
-    def start(self, opening: Opening) -> tuple[Services, Publishes]:
+    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         """Starts the services, or connects to them."""
 
     def agents(self) -> list[Client]:
@@ -106,33 +106,27 @@ class Run:
     run_id: str = ""
     total_steps: int = 0
     flush: Callable[[], None] = lambda: None
-    """Makes the state of every service durable: nobody tells the services that the group ends."""
+    """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
 
     @classmethod
     def build(cls, config: Config, ranks: Ranks, run_dir: Path, name: str, backend: Backend, stack: ExitStack) -> "Run":
         """Loads or resumes the models, starts the services and publishes the weights. A collective.
 
-        Args:
-            config: of the run.
-            ranks: this process among the trainer's processes.
-            run_dir: of the run.
-            name: beginning of the run's id.
-            backend: starts the services.
-            stack: closes everything.
-
-        Raises ConfigError, or another ServiceError with the reason why the run cannot begin.
+        The run's id begins with `name`; `stack` closes everything. Raises ConfigError, or another ServiceError with the reason
+        why the run cannot begin.
         """
         if ranks.first:
             check(config.trackers)
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
-        reference, checkpoints = Reference(policy, saved), Checkpoints.open(config, ranks, run_dir)
+        reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints
+        checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
         run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
         run = cls(config, ranks, policy, reference, value_function(config, ranks), checkpoints, Rollouts(ranks), run_id=run_id)
         watchdog.at("waiting for the services and the first publishing")
         known = policy.step > 0 or (config.trainer.resume and checkpoints.directory.is_dir())
         if ranks.first:
-            run._lead(run_dir, state, backend, stack)
+            run._build_rank_zero(run_dir, state, backend, stack)
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
         if ranks.first:  # the next attempt knows by the directory that the stored experience is this run's
             checkpoints.directory.mkdir(exist_ok=True)
@@ -143,8 +137,8 @@ class Run:
         run.critic.restore(saved)
         return run
 
-    def _lead(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> None:
-        """Takes rank 0's parts; the services are ready when this returns."""
+    def _build_rank_zero(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> None:
+        """Replaces the default parts by rank 0's; waits until the services are ready."""
         config, policy, run_id = self.config, self.policy, self.run_id
         set_run(run_id)
         metrics = TrainerMetrics(registry := Metrics(TRAINER))
@@ -157,9 +151,9 @@ class Run:
         services, publisher = backend.start(opening)
         loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, recorder.say))
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(policy.model, tokenizer))
-        progress = Progress(state.position, state.finished) if state else Progress()
+        progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
         self.clock = StageClock(metrics.took)
-        self.critic = value_function(config, self.ranks, services.critic, loop.call, run_id)
+        self.critic = value_function(config, self.ranks, services.critic, loop, run_id)
         self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress)
         self.weights = PublishedWeights(publisher, self.clock, in_background=config.trainer.max_staleness > 0)
         self.evaluator = ServedEvaluator(config, services, prompter, loop)

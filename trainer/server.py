@@ -17,24 +17,20 @@ from services.http.openapi import described, errors
 from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 from trainer.weights.publisher import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
 _MAX_REQUESTS = 1024
-"""Requests in work at once. A rollout node has two: it waits for news, and downloads."""
+"""Concurrent requests. A rollout node has two: one waits for a new version, one downloads."""
 
 
 def create_trainer_app(
     board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
 ) -> FastAPI:
-    """The app of rank 0, with the dashboard of its run (where the board's directory is).
+    """The app of rank 0, with the dashboard of the run whose directory holds the board's.
 
-    Args:
-        board: what the rollout nodes ask and tell.
-        metrics: of `/metrics`.
-        health: asks the other tasks, for the dashboard.
-        replay: the replay-buffer, for the dashboard.
+    `health` (of the other tasks) and `replay` are for the dashboard.
     """
     app = create_app(
         "ppo-trainer",
@@ -45,7 +41,7 @@ def create_trainer_app(
         open_paths=PAGES,
         access_level=logging.DEBUG,  # the console belongs to the steps; agents log what they fetch
     )
-    add_dashboard(app, Run(board.directory.parent, live=True), health, replay)
+    add_dashboard(app, [RunReader(board.directory.parent, live=True)], health, replay)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
     for state in get_args(WorkerState):
         nodes.labels(state).set_function(partial(board.count, state))
@@ -57,13 +53,13 @@ def create_trainer_app(
         wait_s: Annotated[float, Query(ge=0, le=60)] = 0.0,
         files: bool = False,
     ) -> WeightManifest:
-        """The newest weight version, as soon as it is another one than the caller has; with `files` as files in any case."""
+        """The newest weight version, as soon as it differs from the caller's; with `files` always as files."""
         latest = await board.latest_after(after_run, after_version, wait_s)
         return await board.with_files(latest) if files else latest
 
     @app.post("/weights/{version}/verify", responses=errors(404, 409))
     async def verify(version: Annotated[int, Path(ge=0)], body: WeightChecksums) -> WeightVerdict:
-        """Whether an engine has received a broadcast version as it was sent; 409 when it has not."""
+        """Checks that an engine has received a broadcast version unchanged; 409 when it has not."""
         return await board.verify(version, body)
 
     @app.get("/weights/{version}/files/{name}", **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)))
@@ -73,7 +69,7 @@ def create_trainer_app(
 
     @app.post("/workers/{name}")
     async def report(name: str, body: WorkerReport) -> dict[str, str]:
-        """An agent tells what its engine serves."""
+        """Records an agent's report on its engine."""
         if name != body.name:
             raise InvalidInput("path and body name different workers", field="name", value=body.name, remedy=f"say {name}")
         board.report(body)
@@ -88,7 +84,7 @@ def create_trainer_app(
 
 
 class BackgroundServer:
-    """Serves an app from a thread of its own while the training loop computes."""
+    """Serves an app from a thread while the training loop computes."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self._socket = listen(host, port)

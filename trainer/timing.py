@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""Clocks that split the seconds of a step into stages."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 STAGES = ("update", "publish", "evaluation", "generation", "reward", "replay")
 """In order of precedence: while several are active, the time counts for the first of them."""
 PUBLISHING = "publishing"
-"""Publishing behind the training loop: comes last, and counts as `publish` where nothing else is active."""
+"""Publishing behind the training loop: comes last, and counts as `publish` while nothing else is active."""
 WAITING = "waiting"
 """Time in which no stage is active."""
 
@@ -16,8 +16,7 @@ WAITING = "waiting"
 class StageClock:
     """Splits wall time into stages that may overlap and come from several threads; the parts add up to the whole.
 
-    Args:
-        took: is told the stage and the seconds of every single activity.
+    `took` gets the stage and the seconds of every single activity.
     """
 
     def __init__(self, took: Callable[[str, float], None] = lambda stage, seconds: None) -> None:
@@ -44,19 +43,19 @@ class StageClock:
             self._took(name, time.perf_counter() - began)
 
     def active(self) -> str:
-        """What is going on now, for people: `generation 12, reward 1`."""
+        """Returns the stages that are active now: `generation 12, reward 1`."""
         with self._lock:
             return ", ".join(f"{name} {count}" for name, count in self._active.items() if count) or "nothing"
 
     def lap(self) -> dict[str, float]:
-        """Seconds by stage since the last lap."""
+        """Returns the seconds by stage since the last lap."""
         with self._lock:
             self._attribute()
             seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
             return seconds
 
     def generating(self) -> float:
-        """Share of the wall time since it was last asked in which something was generated, whatever went on beside it."""
+        """Returns the share of the wall time since the last call in which generation was active, alone or not."""
         with self._lock:
             self._attribute()
             share = self._generating / max(1e-9, self._since - self._lap_since)
@@ -80,12 +79,12 @@ class CpuClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What is used inside does not count."""
+        """Excludes the seconds used inside."""
         start = time.process_time()
         yield
         self._since += time.process_time() - start
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Returns the seconds since the last lap."""
         since, self._since = self._since, time.process_time()
         return self._since - since

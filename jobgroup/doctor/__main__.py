@@ -15,11 +15,11 @@ from pathlib import Path
 
 from common.config import program
 from common.errors import ConfigError
-from common.security import Hider
+from common.security import SecretRedactor
 from jobgroup.doctor import environment, gpu, hub, machine, memory, network, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform
-from jobgroup.spec import variable
+from jobgroup.spec import assignment
 
 _CHECKS = (
     ("python", environment.check_python, 15),
@@ -42,12 +42,12 @@ _CHECKS_HERE = (
     ("sandbox", machine.check_sandbox, 60),
     ("proxies", network.check_proxies, 15),
 )
-"""Left out when the GPUs of a cluster are assumed: its machines cannot be seen from here."""
+"""Left out when `--gpu-memory-gb` assumes the GPUs of a cluster, whose machines cannot be examined from here."""
 _HUB_S = 12.0
 
 
 def results(plan: Plan) -> Iterator[Result]:
-    """All lines of the report; the models come first, since disk and memory need their sizes."""
+    """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
     loading = [
         Check(f"model {name}", partial(hub.check_model, plan, name, job), _HUB_S) for name, job in hub.models(plan).items()
@@ -62,20 +62,20 @@ def results(plan: Plan) -> Iterator[Result]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
+    """Runs the command and returns its exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
     env = dict(os.environ)
     try:
         if options.gpus is not None and (options.gpu_memory_gb is None or options.gpus < 1):
             raise ConfigError("--gpus needs --gpu-memory-gb, and at least 1 GPU", field="--gpus", value=options.gpus)
-        overrides = dict(_assignment(text) for text in options.env)
+        overrides = dict(assignment(text, "--env") for text in options.env)
         plan = make(options.yaml, overrides, env, options.task)
     except ConfigError as error:
         parser.error(str(error))
     plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus
     plan.gpus, plan.no_gpus = gpu.visible(env)
-    redactors = [Hider(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
+    redactors = [SecretRedactor(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
     if not options.json:
         print(_title(plan) + "\n")
     found = []
@@ -120,15 +120,6 @@ def _positive(text: str) -> float:
     if not 0 < float(text) < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is no size of a memory")
     return float(text)
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    """`K=V`, or `K` for a variable of this environment. Raises ConfigError."""
-    name, equals, value = text.partition("=")
-    variable(name, "--env")
-    if not equals and name not in os.environ:
-        raise ConfigError(f"{name} is not set here: write --env {name}=VALUE")
-    return name, value if equals else os.environ[name]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`python -m jobgroup.doctor.collective BACKEND WORLD`: processes that really add up a tensor, and check the sum.
+"""`python -m jobgroup.doctor.collective BACKEND WORLD`: processes that add up a tensor and check the sum.
 
-Rank 0 prints the seconds. Any failure, or `TIMEOUT_S` without the others, ends with an error.
+Rank 0 prints the seconds. A failure, or `TIMEOUT_S` without the others, ends with an error.
 """
 
 import sys
@@ -16,12 +16,12 @@ from torch.multiprocessing.spawn import start_processes
 TIMEOUT_S = 45.0
 
 
-def worker(rank: int, backend: str, world: int, meeting: Path) -> None:
-    """One rank; over nccl it has the GPU of its number."""
+def worker(rank: int, backend: str, world: int, rendezvous: Path) -> None:
+    """Runs one rank; over nccl it uses the GPU of its number."""
     if backend == "nccl" and (seen := torch.cuda.device_count()) != world:
         raise RuntimeError(f"torch sees {seen} GPUs of {world} (built for CUDA {torch.version.cuda})")
     start, timeout = time.monotonic(), timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group(backend, f"file://{meeting}", timeout, world, rank)
+    dist.init_process_group(backend, f"file://{rendezvous}", timeout, world, rank)
     tensor = torch.full((1 << 20,), rank + 1.0, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
     dist.all_reduce(tensor)
     if {tensor.min().item(), tensor.max().item()} != {world * (world + 1) / 2}:
@@ -33,6 +33,5 @@ def worker(rank: int, backend: str, world: int, meeting: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:  # fork: torch is imported once, and the parent has touched no GPU
-        start_processes(
-            worker, (sys.argv[1], int(sys.argv[2]), Path(folder) / "meeting"), int(sys.argv[2]), start_method="fork"
-        )
+        world, rendezvous = int(sys.argv[2]), Path(folder) / "rendezvous"
+        start_processes(worker, (sys.argv[1], world, rendezvous), world, start_method="fork")

@@ -1,4 +1,4 @@
-"""Python, the pinned packages, the environments of SGLang and SkyPilot, and the secrets, whose values are never shown."""
+"""Python, the pinned packages, the environments of SGLang and SkyPilot, and secrets (never their values)."""
 
 import importlib.metadata
 import platform
@@ -23,7 +23,7 @@ _HOW = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when la
 
 
 def check_python(plan: Plan) -> Iterator[Result]:
-    """The interpreter of this command, and those that the tasks name."""
+    """Checks this interpreter and those that the tasks name."""
     found = f"{platform.python_version()} in {sys.prefix}"
     fix = "make the environment anew: make PYTHON=/path/to/python3.11 lint"
     yield expect("python", (3, 11) <= sys.version_info[:2] <= (3, 13), found, f"3.11 to 3.13 is needed: {fix}")
@@ -34,7 +34,7 @@ def check_python(plan: Plan) -> Iterator[Result]:
 
 
 def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
-    """What the tasks here import is installed, in the pinned version."""
+    """Checks that the imports of the tasks here are installed, in the pinned versions."""
     installed = {_key(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
     pins = _pins(root / "constraints.txt")
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -53,14 +53,14 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
 
 
 def check_router(plan: Plan) -> Iterator[Result]:
-    """The router is a compiled extension: installed does not mean usable."""
+    """Imports the router, a compiled extension: that it is installed does not prove it usable."""
     if plan.job(ROLLOUT):
         ask(sys.executable, "-c", "import sglang_router", fix="bash jobgroup/setup.sh rollout")
         yield ok("sglang-router", "can be imported")
 
 
 def check_sglang(plan: Plan) -> Iterator[Result]:
-    """The environment of SGLang, where the engine is SGLang."""
+    """Checks the environment of SGLang, where that is the engine."""
     job = plan.job(ROLLOUT)
     if job is None or not job.uses_sglang or plan.assumed_gb:
         return
@@ -79,9 +79,9 @@ def check_sglang(plan: Plan) -> Iterator[Result]:
 
 
 def check_skypilot(plan: Plan) -> Iterator[Result]:
-    """On whichever machine the group is launched from."""
+    """Checks SkyPilot, if this machine launches the group."""
     pin = _pins(ROOT / "jobgroup/skypilot-requirements.txt")["skypilot"]
-    fix = f"uv tool install 'skypilot[kubernetes]=={pin}', an environment of its own"
+    fix = f"uv tool install 'skypilot[kubernetes]=={pin}', in a separate environment"
     if plan.topology is None and (sky := shutil.which("sky")):
         version = next(iter(re.findall(r"\d+\.\d+[\w.]*", ask(sky, "--version", fix=fix, timeout_s=30))), "no version")
         yield expect("skypilot", version == pin, f"{version}, tried was {pin}", fix, "warn")
@@ -90,7 +90,7 @@ def check_skypilot(plan: Plan) -> Iterator[Result]:
 
 
 def check_secrets(plan: Plan) -> Iterator[Result]:
-    """API_TOKEN, the same everywhere; JUDGE_API_KEY where there is a judge; HF_TOKEN, which the hub may ask for."""
+    """Checks API_TOKEN (the same everywhere), JUDGE_API_KEY for a judge, and HF_TOKEN, which the hub may require."""
     values = {job.env.get(TOKEN, "") for job in plan.here or plan.jobs}
     exposed = plan.assumed_gb is not None or (plan.topology is not None and not plan.topology.local_hosts)
     reward, loading = plan.job(REWARD), [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)]
@@ -111,7 +111,7 @@ def check_secrets(plan: Plan) -> Iterator[Result]:
 
 
 def _pins(path: Path) -> dict[str, str]:
-    """The versions of every `name==version` of a file."""
+    """Reads every `name==version` of a file."""
     lines = re.findall(r"(?m)^([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)", path.read_text(encoding="utf-8"))
     return {_key(name): version for name, version in lines}
 
@@ -121,5 +121,5 @@ def _key(name: str) -> str:
 
 
 def _differs(version: str | None, pin: str) -> bool:
-    """Whether this is another release; the build (`+cpu`) does not count, nor does a package that is not there."""
+    """Whether this is another release. Builds (`+cpu`) and missing packages do not count."""
     return version is not None and version.partition("+")[0] != pin.partition("+")[0]

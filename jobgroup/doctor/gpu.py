@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi sees them, and as torch uses them."""
+"""GPUs as nvidia-smi lists them, and as torch uses them."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect, fail, gb, ok, warn
 
 COLLECTIVE_S = 90.0
-"""For the sum over processes: importing torch on a busy machine is most of it."""
+"""Time limit of the collective, mostly for importing torch on a busy machine."""
 _REDUCE_FIX = {
     "gloo": "GLOO_SOCKET_IFNAME=lo (lo0 on macOS) in the environment; no firewall on loopback; or rm -r .venv && make lint",
     "nccl": "a CUDA build of torch that the driver supports; NCCL_DEBUG=INFO tells more; often /dev/shm is small, or GPUs are "
@@ -21,7 +21,7 @@ _REDUCE_FIX = {
 
 
 def visible(env: Mapping[str, str]) -> tuple[list[Gpu], str]:
-    """The GPUs that processes started here may use, and why there are none."""
+    """Returns the GPUs that processes started here may use, and the reason if there are none."""
     if shutil.which("nvidia-smi") is None:
         return [], "there is no nvidia-smi"
     try:
@@ -46,7 +46,7 @@ def _smi(query: str) -> list[list[str]]:
 
 
 def needs_cuda(plan: Plan) -> list[str]:
-    """Settings that cannot do without a GPU."""
+    """Returns the settings that require a GPU."""
     rollout, trainer = plan.job(ROLLOUT), plan.job(TRAINER)
     sglang = rollout is not None and rollout.uses_sglang and rollout.config.rollout.device == "cuda"
     cuda = trainer is not None and trainer.config.trainer.device == "cuda"
@@ -54,7 +54,7 @@ def needs_cuda(plan: Plan) -> list[str]:
 
 
 def check_gpus(plan: Plan) -> Iterator[Result]:
-    """How many there are against what the tasks ask for, and who uses them already."""
+    """Compares the GPUs with what the tasks ask for, and finds who uses them already."""
     asked, needing, count = sum(job.nodes * job.gpus for job in plan.here), needs_cuda(plan), len(plan.gpus)
     if plan.assumed_gb:
         yield ok("GPUs", f"of {plan.assumed_gb:g} GB each are assumed (--gpu-memory-gb); those of this machine do not count")
@@ -79,7 +79,7 @@ def check_gpus(plan: Plan) -> Iterator[Result]:
 
 
 def check_collective(plan: Plan) -> Iterator[Result]:
-    """An all_reduce: over NCCL with a process for every GPU; without GPUs two processes over gloo on loopback."""
+    """Runs an all_reduce: over NCCL with a process per GPU; without GPUs with two processes over gloo on loopback."""
     if find_spec("torch") and any(job.needs_torch for job in plan.here):
         backend, world = ("nccl", len(plan.gpus)) if plan.gpus else ("gloo", 2)
         env = {"OMP_NUM_THREADS": "1", **os.environ, **Topology().loopback_env(), "PYTHONPATH": str(ROOT)}

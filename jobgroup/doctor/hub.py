@@ -1,4 +1,4 @@
-"""Models and data sets: in a folder, in the cache or on the hub; and clocks, from the Date header of an answer."""
+"""Availability of models and data sets in a folder, the cache or the hub; and the clock, from the Date of an answer."""
 
 import json
 import os
@@ -12,13 +12,13 @@ import httpx
 
 from common.topology import CRITIC, DATA, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.network import compare_clocks
-from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fail, ok
 
 _TIMEOUT_S = 5.0
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
-"""As in services/data/loaders_math.py, which is not imported: that takes seconds, and a light environment lacks it."""
+"""As in services/data/loaders_math.py, whose import takes seconds and fails in a light environment."""
 _NO_ACCESS = "ask for access on its page and give HF_TOKEN (--secret HF_TOKEN); the hub answers a wrong name in the same way"
 _ANSWERS = {
     401: (": gated, private or not there", _NO_ACCESS),
@@ -43,13 +43,13 @@ class Hub:
         self.token = env.get("HF_TOKEN") or (path.read_text().strip() if os.access(path, os.R_OK) and path.is_file() else "")
 
     def cached(self, kind: str, name: str) -> Path | None:
-        """The newest snapshot in the cache that has files."""
+        """Returns the newest snapshot in the cache that has files."""
         folder = self.cache / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
         found = [path for path in folder.iterdir() if any(path.iterdir())] if os.access(folder, os.R_OK | os.X_OK) else []
         return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
     def look_up(self, title: str, path: str, cached: Path | None) -> tuple[Result, httpx.Response | None]:
-        """Whether the hub has it, and its answer if it does. Asks once, with the token, through the environment's proxies."""
+        """Asks the hub once, with the token and through the environment's proxies; returns its answer if it has the path."""
         problem, fix, elsewhere = "the hub is switched off (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE", _ELSEWHERE
         if not self.offline:
             headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
@@ -71,9 +71,9 @@ class Hub:
         ), None
 
 
-def models(plan: Plan) -> dict[str, Job]:
-    """The models that processes here load, each with a task that does."""
-    found: dict[str, Job] = {}
+def models(plan: Plan) -> dict[str, PlannedTask]:
+    """Returns the models that processes here load, each with a task that does."""
+    found: dict[str, PlannedTask] = {}
     for job in plan.here:
         config, learns = job.config, job.name in (TRAINER, CRITIC)
         names = {
@@ -87,8 +87,8 @@ def models(plan: Plan) -> dict[str, Job]:
     return found
 
 
-def check_model(plan: Plan, name: str, job: Job) -> Iterator[Result]:
-    """Whether it can be had. Puts the content of its config.json into the plan's shapes."""
+def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:
+    """Looks for the model, and puts the content of its config.json into the plan's shapes."""
     title, folder, hub = f"model {name}", job.path(name), Hub(job.env)
     cached = folder if folder.is_dir() else hub.cached("model", name)
     if cached is not None and (cached / "config.json").is_file():
@@ -109,7 +109,7 @@ def check_model(plan: Plan, name: str, job: Job) -> Iterator[Result]:
 
 
 def check_dataset(plan: Plan) -> Iterator[Result]:
-    """Whether the prompts can be had."""
+    """Looks for the prompts."""
     if (job := plan.job(DATA)) is None:
         return
     source, hub = job.config.data.source, Hub(job.env)
@@ -126,7 +126,7 @@ def check_dataset(plan: Plan) -> Iterator[Result]:
 
 
 def check_clock(plan: Plan) -> Iterator[Result]:
-    """Our clock against the hub's, or against that of another server which a set-up needs."""
+    """Compares our clock with the hub's, or with that of the package index."""
     hub = Hub(os.environ)
     for url in [] if hub.offline else [hub.endpoint, "https://pypi.org/simple/"]:
         with suppress(httpx.HTTPError, httpx.InvalidURL):

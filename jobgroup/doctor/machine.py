@@ -1,4 +1,4 @@
-"""Cores, memory, limits and the sandbox of this machine, by its own account and that of the control group (version 2 or 1)."""
+"""Cores, memory, limits and sandbox of this machine and its control group (version 2 or 1)."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from common.topology import CRITIC, REWARD, ROLLOUT, TRAINER
-from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, gb, ok, warn
 
 _FILES = 1024
@@ -18,7 +18,7 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - a file system, no file
 
 
 def available_memory(in_use: bool = False) -> tuple[int, str]:
-    """Bytes that processes started here can have, or with `in_use` have already, and what bounds them."""
+    """Returns the bytes that new processes can have, or with `in_use` can have in all, and what bounds them."""
     machine = psutil.virtual_memory()
     bounds = [(machine.total, "of the machine") if in_use else (machine.available, "available on the machine")]
     for limit, used in _limits("memory", "memory.max memory.current", "memory.limit_in_bytes memory.usage_in_bytes"):
@@ -28,13 +28,13 @@ def available_memory(in_use: bool = False) -> tuple[int, str]:
 
 
 def cores() -> float:
-    """Processors that processes started here can use, a quota of the control group included."""
+    """Returns the processors that processes started here can use, limited by a quota of the control group."""
     usable = len(os.sched_getaffinity(0)) if psutil.LINUX else os.cpu_count() or 1
     return min([usable, *(quota / period for quota, period in _limits("cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"))])
 
 
 def _limits(controller: str, *files: str) -> Iterator[tuple[int, int]]:
-    """The two numbers in these files (of version 2, of version 1) of every control group above this process with a limit."""
+    """Yields the two numbers in these files (of version 2, of version 1) of every control group above this process."""
     table = Path("/proc/self/cgroup")
     for line in table.read_text().splitlines() if table.is_file() else []:
         _, controllers, place = line.split(":", 2)
@@ -47,15 +47,15 @@ def _limits(controller: str, *files: str) -> Iterator[tuple[int, int]]:
                     yield int(limit), int(other)
 
 
-def _computing(job: Job) -> int:
-    """Processes of a task, on all its nodes, that keep a core busy each."""
+def _computing(job: PlannedTask) -> int:
+    """Returns the number of processes of a task, on all its nodes, that keep a core busy each."""
     if job.name == REWARD:
         return job.config.reward.workers
     return job.nodes * max(1, job.gpus if job.name == TRAINER else 1) if job.name in (TRAINER, ROLLOUT, CRITIC) else 0
 
 
 def check_cores(plan: Plan) -> Iterator[Result]:
-    """Enough of them, and not all of them for each process."""
+    """Checks for enough cores, and that not every process takes all of them."""
     usable, busy = cores(), sum(_computing(job) for job in plan.here)
     found = f"{usable:g} for {busy} processes that compute"
     yield expect("cores", usable >= 2, found, "expect it to be slow; or --num-nodes rollout-server=1", "warn")
@@ -67,12 +67,13 @@ def check_cores(plan: Plan) -> Iterator[Result]:
 
 
 def check_memory(plan: Plan) -> Iterator[Result]:
+    """Enough memory for the built-in task."""
     size, bound = available_memory()
     yield expect("memory", size >= 3e9, f"{gb(size)} {bound}", "end other programs, or ask for more", "warn")
 
 
 def check_files(plan: Plan) -> Iterator[Result]:
-    """A trainer has a connection for every group in flight; an engine and a router for every request."""
+    """Checks the limit: a trainer has a connection for every group in flight, an engine and a router for every request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = [job.config.trainer for job in plan.here]
     wanted = _FILES + 4 * max((each.batch_size * (each.max_staleness + 1) for each in settings), default=0)
@@ -81,7 +82,7 @@ def check_files(plan: Plan) -> Iterator[Result]:
 
 
 def check_shared_memory(plan: Plan) -> Iterator[Result]:
-    """NCCL passes tensors between GPUs of a machine through /dev/shm where they are not linked directly."""
+    """Checks /dev/shm, through which NCCL passes tensors between GPUs that are not linked directly."""
     if _SHARED.is_dir():
         total = shutil.disk_usage(_SHARED).total
         small = total < 1 << 30 and any(max(job.gpus, job.config.rollout.tensor_parallel_size) > 1 for job in plan.here)
@@ -90,7 +91,7 @@ def check_shared_memory(plan: Plan) -> Iterator[Result]:
 
 
 def check_sandbox(plan: Plan) -> Iterator[Result]:
-    """Runs the probes with which the reward-server tries its sandbox."""
+    """Runs the probes of the reward-server's sandbox."""
     if (job := plan.job(REWARD)) and "code" in job.config.reward.function_names():
         from services.reward.sandbox.run import Limits, Sandbox
 

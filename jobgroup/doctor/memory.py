@@ -1,6 +1,5 @@
-"""Does the model fit the GPUs, or the CPU memory, that the tasks will have? By the estimates of `common.memory`."""
+"""Whether the model fits the GPUs, or the CPU memory, of the tasks, by the estimates of `common.memory`."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -10,7 +9,7 @@ from common.sections import LoraSection
 from common.topology import CRITIC, ROLLOUT, TRAINER
 from jobgroup.doctor.gpu import needs_cuda
 from jobgroup.doctor.machine import available_memory
-from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fail, failed, fits, gb, ok, warn
 
 TITLE = "memory for the model"
@@ -49,16 +48,14 @@ def check_fit(plan: Plan) -> Iterator[Result]:
                 yield from _on_gpu(job, shape, size, plan)
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
-        if not plan.assumed_gb:
-            yield from _on_shared_gpus(jobs, shape, size, len(plan.gpus))
     elif needs_cuda(plan):
         yield warn(TITLE, "not judged: there is no GPU here", "--gpu-memory-gb 80 judges it for a cluster's GPUs")
     else:
         yield _on_cpu(jobs, shape, *available_memory(plan.topology is not None))
 
 
-def _estimate(job: Job, shape: ModelShape, ranks: int, width: int | None = None) -> TrainerMemory:
-    """The memory of one process of the trainer, or of critic-server: one that learns a whole model without a reference."""
+def _estimate(job: PlannedTask, shape: ModelShape, ranks: int, width: int | None = None) -> TrainerMemory:
+    """Estimates a process of the trainer, or of critic-server: it learns a whole model without a reference."""
     if job.name == TRAINER:
         return trainer_memory(shape, job.config, ranks, width)
     algorithm = job.config.algorithm.model_copy(update={"kl_coef": 0.0})
@@ -70,8 +67,8 @@ def _parts(estimate: TrainerMemory) -> str:
     return ", ".join(f"{each.name} {gb(size)}" for each in fields(estimate) if (size := getattr(estimate, each.name)))
 
 
-def _on_gpu(job: Job, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
-    """One process of this task on a GPU of its own of `size` bytes."""
+def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
+    """Judges one process of this task on a GPU of its own of `size` bytes."""
     if job.name == ROLLOUT:
         yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device == "cuda" else []
         return
@@ -81,21 +78,19 @@ def _on_gpu(job: Job, shape: ModelShape, size: int, plan: Plan) -> Iterator[Resu
     found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {_parts(estimate)}"
     yield fits(f"memory of {job.name}", found, estimate.total, size, _SMALLER)
     if job.name == TRAINER and not plan.assumed_gb:
-        needed, (left, bound) = (
-            trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus))),
-            available_memory(bool(plan.topology)),
-        )
+        needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
+        left, bound = available_memory(bool(plan.topology))
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
         yield fits(f"CPU memory of {job.name}", found, needed, left, "less offloading, LoRA, or a machine with more")
 
 
-def _static(job: Job) -> float:
-    """`--mem-fraction-static` among the engine's arguments."""
+def _static(job: PlannedTask) -> float:
+    """Returns `--mem-fraction-static` of the engine's arguments."""
     words = [part for word in job.config.rollout.engine_args for part in word.split("=", 1)]
     return float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
 
 
-def _engine(job: Job, shape: ModelShape, size: int) -> Result:
+def _engine(job: PlannedTask, shape: ModelShape, size: int) -> Result:
     engine, one = engine_memory(shape, job.config, size, _static(job)), _PROMPT + job.config.sampling.max_new_tokens
     found = (
         f"weights {gb(engine.weights)} on each of {job.config.rollout.tensor_parallel_size} GPUs; "
@@ -108,25 +103,8 @@ def _engine(job: Job, shape: ModelShape, size: int) -> Result:
     return expect("memory of an engine", engine.kv_tokens >= one * job.config.sampling.group_size, found, fix, "warn")
 
 
-def _on_shared_gpus(jobs: list[Job], shape: ModelShape, size: int, gpus: int) -> Iterator[Result]:
-    """GPUs of this machine that several processes get, in turn as `jobgroup.local.places.share_gpus` gives them."""
-    held, given = defaultdict[int, list[tuple[str, int]]](list), 0
-    for job, node in [(each, node) for each in jobs for node in range(each.nodes)]:
-        count = min(job.gpus, gpus)
-        engine = job.name == ROLLOUT
-        needed = int(_static(job) * size) if engine else _estimate(job, shape, max(1, job.nodes * count)).total
-        for each in range(min(count, job.config.rollout.tensor_parallel_size) if engine else count):
-            held[(given + each) % gpus].append((f"{job.name}-{node}", needed))
-        given += count
-    for number, parts in sorted(each for each in held.items() if len(each[1]) > 1):
-        needed = sum(part for _, part in parts)
-        found = f"{gb(needed)} of {gb(size)}: {', '.join(f'{name} {gb(part)}' for name, part in parts)}"
-        fix = "fewer nodes (num_nodes), and --mem-fraction-static in rollout.engine_args: an engine fills what it gets"
-        yield fits(f"GPU number {number} is shared", found, needed, size, fix)
-
-
-def _on_cpu(jobs: list[Job], shape: ModelShape, left: int, bound: str) -> Result:
-    """All processes of all tasks in the memory of this machine; everything is float32 there."""
+def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, left: int, bound: str) -> Result:
+    """Judges all processes of all tasks in the memory of this machine, where everything is float32."""
     parts, total = [], 0
     for job in jobs:
         if job.name == ROLLOUT:

@@ -13,23 +13,23 @@ import httpx
 import psutil
 
 from common.security import authorization, trusted
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
-from jobgroup.doctor.plan import Job, Plan
+from common.topology import ROLLOUT, Topology
+from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Check, Result, expect, fail, ok, warn
+from jobgroup.scrape import SECTIONS
 
 _TIMEOUT_S = 5.0
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 60.0
 _OLD = 1
 """Weight versions that a node may be behind while it loads the newest."""
 _ROLLOUT_PORTS = ("rollout.router_port", "rollout.engine_port", "rollout.agent_port", "rollout.router_metrics_port")
-_SECTIONS = {DATA: "data", REWARD: "reward", REPLAY: "replay", CRITIC: "critic", TRAINER: "trainer"}
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
-"""As the address of a node of a local run (`jobgroup/local/places.py`): on Linux nobody else listens there alone."""
+"""Like a node of a local run (`jobgroup/local/places.py`): on Linux no other server listens on this address alone."""
 
 
-def _ports(job: Job) -> dict[str, int]:
-    """The ports of a task by the setting that changes them."""
-    settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{_SECTIONS[job.name]}.port"] if job.name in _SECTIONS else []
+def _ports(job: PlannedTask) -> dict[str, int]:
+    """Returns the ports of a task by their settings."""
+    settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{SECTIONS[job.name]}.port"] if job.name in SECTIONS else []
     return {setting: attrgetter(setting)(job.config) for setting in settings}
 
 
@@ -51,7 +51,7 @@ def check_ports(plan: Plan) -> Iterator[Result]:
 
 
 def _taken(address: str, port: int) -> str:
-    """Why nothing can listen there, and who does as far as this user may see it; empty if something can."""
+    """Returns why nothing can listen there, and who does as far as this user may see it; empty if it is free."""
     try:
         socket.create_server((address, port)).close()  # with SO_REUSEADDR: connections that just ended do not count
     except OSError as error:
@@ -65,7 +65,7 @@ def _taken(address: str, port: int) -> str:
 
 
 def check_proxies(plan: Plan) -> Iterator[Result]:
-    """The project's clients ignore proxies; the router and SGLang ask them even for names of the group."""
+    """Checks proxies: our clients ignore them, but the router and SGLang use them even for names of the group."""
     env = plan.env
     caught = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if env.get(name)]
     spared = [each.strip() for each in (env.get("NO_PROXY") or env.get("no_proxy") or "").split(",")]
@@ -80,7 +80,7 @@ def check_proxies(plan: Plan) -> Iterator[Result]:
 
 
 def compare_clocks(name: str, response: httpx.Response, sent: float) -> Result:
-    """The clock of another machine against ours, which said `sent` when the request was sent."""
+    """Compares the clock of another machine with ours, which was at `sent` when the request left."""
     trip = response.elapsed.total_seconds()
     try:
         theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
@@ -95,7 +95,7 @@ def compare_clocks(name: str, response: httpx.Response, sent: float) -> Result:
 
 
 def cluster_checks(plan: Plan) -> list[Check]:
-    """One for every service of every node, and one for the weights of every rollout node; none outside a group."""
+    """Returns a check for every service and one for the weights of every rollout node; none outside a group."""
     services, weights, topology = list[Check](), list[Check](), plan.topology
     if topology is None:
         return []
@@ -110,8 +110,8 @@ def cluster_checks(plan: Plan) -> list[Check]:
     return services + weights
 
 
-def _get(job: Job, url: str) -> tuple[httpx.Response, dict[str, Any]]:
-    """An answer and its JSON, asked as the project's clients do: no proxy, the token of the run, and its authority."""
+def _get(job: PlannedTask, url: str) -> tuple[httpx.Response, dict[str, Any]]:
+    """Sends a request as our clients do (no proxy, the run's token and authority); returns the answer and its JSON."""
     headers = authorization(job.env)
     response = httpx.get(url, headers=headers, verify=trusted(job.env), timeout=_TIMEOUT_S, trust_env=False)
     try:
@@ -121,8 +121,8 @@ def _get(job: Job, url: str) -> tuple[httpx.Response, dict[str, Any]]:
     return response, content if isinstance(content, dict) else {}
 
 
-def _service(title: str, topology: Topology, job: Job, node: int, port: int) -> Iterator[Result]:
-    """Its name, its port, its health and its clock."""
+def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: int) -> Iterator[Result]:
+    """Checks name, port, health and clock of a service."""
     host, url, sent = topology.host(job.name, node), topology.url(job.name, port, node), time.time()
     fix = f"is {job.name} up? sky jobs queue, then its log (sky jobs logs ID {job.name})"
     try:
@@ -133,9 +133,8 @@ def _service(title: str, topology: Topology, job: Job, node: int, port: int) -> 
         yield fail(title, f"the name {host} does not resolve: {error.strerror}", f"{fix}; {mismatch}")
         return
     except httpx.HTTPError as error:
-        yield fail(
-            title, f"{url} ({address}) does not answer: {str(error) or type(error).__name__}", f"{fix}; a network policy?"
-        )
+        reason = str(error) or type(error).__name__
+        yield fail(title, f"{url} ({address}) does not answer: {reason}", f"{fix}; a network policy?")
         return
     found = f"{1000 * response.elapsed.total_seconds():.0f} ms, {url}{'' if address in url else f' ({address})'}"
     if response.status_code == 401:
@@ -148,8 +147,8 @@ def _service(title: str, topology: Topology, job: Job, node: int, port: int) -> 
     yield compare_clocks(f"clock of {title}", response, sent)
 
 
-def _weights(topology: Topology, job: Job, node: int) -> Iterator[Result]:
-    """What a rollout node serves against the newest version of the trainer."""
+def _weights(topology: Topology, job: PlannedTask, node: int) -> Iterator[Result]:
+    """Compares the weights of a rollout node with the trainer's newest version."""
     title = f"weights of {job.name}-{node}"
     try:
         _, status = _get(job, f"{topology.url(job.name, job.config.rollout.agent_port, node)}/status")
@@ -160,11 +159,8 @@ def _weights(topology: Topology, job: Job, node: int) -> Iterator[Result]:
         yield fail(title, "unknown: its agent does not answer", "see the line of that agent")
         return
     found = f"{state}, version {'base' if version is None else version}, newest {'none yet' if wanted is None else wanted}"
-    found += (
-        f", engine started {starts} times" * (starts > 1)
-        + ", not in the router" * (not registered)
-        + f": {detail}" * bool(detail)
-    )
+    found += f", engine started {starts} times" * (starts > 1) + ", not in the router" * (not registered)
+    found += f": {detail}" * bool(detail)
     broken, behind = state in ("failed", "stale"), wanted is not None and wanted - (version or 0) > _OLD
     logs = f"the log of {job.name} and STATE_DIR/logs/{job.name}-{node}.engine.log say why"
     fix = logs if broken else "look again in a minute; then at its log"

@@ -1,4 +1,4 @@
-"""What the doctor examines: the tasks of a job group with the settings of their processes, and the GPUs they get."""
+"""The subject of the doctor: tasks of a job group with the settings of their processes, and their GPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +36,8 @@ class Gpu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
-    """One task, as its processes find it."""
+class PlannedTask:
+    """One task with the settings and environment of its processes."""
 
     name: str
     config: Config
@@ -50,7 +50,7 @@ class Job:
     run: str = ""
 
     def path(self, path: Path | str) -> Path:
-        """A path of the settings, which is relative to the task's folder."""
+        """Resolves a path of the settings, which is relative to the task's folder."""
         return self.workdir / Path(path).expanduser()
 
     @property
@@ -66,12 +66,12 @@ class Job:
 
 @dataclass
 class Plan:
-    """What the checks look at."""
+    """Input of all checks."""
 
     group: str
-    jobs: Sequence[Job] = ()
+    jobs: Sequence[PlannedTask] = ()
     """All tasks that matter, wherever they run."""
-    here: Sequence[Job] = ()
+    here: Sequence[PlannedTask] = ()
     """The tasks on this machine."""
     topology: Topology | None = None
     """Set inside a running job group."""
@@ -79,38 +79,39 @@ class Plan:
     problems: Sequence[Result] = ()
     """Errors of the YAML and the settings."""
     assumed_gb: float | None = None
-    """Memory of a cluster's GPU, to judge the model for it instead of for this machine."""
+    """GB of a cluster's GPU, to judge the model for it instead of for this machine."""
     assumed_gpus: int | None = None
-    """The trainer's GPUs there; by the YAML when None."""
+    """The trainer's GPUs on the cluster; by the YAML when None."""
     gpus: Sequence[Gpu] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """Of this process, and of the first task here."""
+    """Environment of this process and of the first task here."""
     no_gpus: str = "not looked for"
-    """Why `gpus` is empty."""
+    """The reason for empty `gpus`."""
     shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The config.json of every model that could be read; `hub.check_model` fills it."""
 
-    def job(self, name: str) -> Job | None:
-        """The task of that name among those on this machine."""
+    def job(self, name: str) -> PlannedTask | None:
+        """Returns the task of that name if it is on this machine."""
         return next((job for job in self.here if job.name == name), None)
 
 
 def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str], task: str | None) -> Plan:
-    """Reads YAML, environment and settings. Errors in them are the plan's `problems`.
+    """Reads YAML, environment and settings; their errors become the plan's `problems`.
 
     Args:
         path: of a job group; None: the demo, or inside a job group the tasks that the environment configures.
         overrides: variables of every task, as `jobgroup.local --env`.
         env: of this process.
-        task: examine what this task needs, instead of all.
+        task: examine only what this task needs.
 
-    Raises ConfigError for a file or a task that does not exist.
+    Raises:
+        ConfigError: the file or the task does not exist.
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
         raise ConfigError(f"there is no file {path}")
     group = env.get("SKYPILOT_JOBGROUP_NAME", "")
-    inside, topology, jobs, problems = bool(group), None, list[Job](), dict[str, tuple[ConfigError, list[str]]]()
+    inside, topology, jobs, problems = bool(group), None, list[PlannedTask](), dict[str, tuple[ConfigError, list[str]]]()
     try:
         topology = Topology.from_env(env) if inside else None
         if path is None and topology is not None:
@@ -135,20 +136,20 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
     return Plan(group, wanted, here, topology, path is None and not inside, lines, env={**env, **(here[0].env if here else {})})
 
 
-def _job(task: spec.Task, env: Mapping[str, str]) -> Job:
-    """A task with its settings. Raises ConfigError."""
+def _job(task: spec.Task, env: Mapping[str, str]) -> PlannedTask:
+    """Reads the settings of a task. Raises ConfigError."""
     file = env.get("RUN_CONFIG")
     if file and (task.workdir / file).exists():
         file = str(task.workdir / file)
     config = load([], {**env, "RUN_CONFIG": file} if file else env)
-    return Job(task.name, config, env, task.num_nodes, task.gpus, task.workdir, task.setup or "", task.run)
+    return PlannedTask(task.name, config, env, task.num_nodes, task.gpus, task.workdir, task.setup or "", task.run)
 
 
-def _from_environment(env: Mapping[str, str], topology: Topology) -> list[Job]:
-    """The tasks of a running group without its YAML; only under the local runner their nodes are known."""
+def _from_environment(env: Mapping[str, str], topology: Topology) -> list[PlannedTask]:
+    """Returns the tasks of a running group without its YAML; only the local runner tells how many nodes they have."""
     config = load([], env)
     critic = config.algorithm.needs_critic and config.critic.location == "server"
     names = [DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if critic else []), TRAINER]
     nodes = {name: sum(host.startswith(f"{name}-") for host in topology.local_hosts) for name in names}
     names = [name for name in names if nodes[name] or not topology.local_hosts]
-    return [Job(name, config, env, max(1, nodes[name]), workdir=Path.cwd()) for name in names]
+    return [PlannedTask(name, config, env, max(1, nodes[name]), workdir=Path.cwd()) for name in names]

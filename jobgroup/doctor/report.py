@@ -1,4 +1,4 @@
-"""A check, what it finds, and how checks run: all at once, each within its time, none able to stop the others."""
+"""Checks and their results. All run at once, each within its time limit, and none can stop the others."""
 
 import subprocess
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from common.errors import ConfigError, ServiceError
-from common.security import Hider
+from common.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
 _SLOW = "what it asks hangs, or this machine is overloaded"
@@ -23,35 +23,38 @@ class Result:
     state: State
     found: str
     fix: str = ""
-    """What to do about it; never empty unless the state is ok."""
+    """The remedy; empty only for `ok`."""
 
     def text(self) -> str:
-        """One line, and the fix on a second one."""
+        """Formats one line, and the fix on a second one."""
         line = f"{'FAIL' if self.state == 'fail' else self.state:<4}  {self.name}: {self.found}"
         return f"{line}\n      fix: {self.fix}" if self.fix else line
 
-    def redacted(self, hiders: Iterable[Hider]) -> "Result":
-        """The result without the values of secrets, whatever brought them into it."""
+    def redacted(self, redactors: Iterable[SecretRedactor]) -> "Result":
+        """Returns the result without the values of secrets."""
         found, fix = self.found, self.fix
-        for hider in hiders:
-            found, fix = hider.text(found), hider.text(fix)
+        for redactor in redactors:
+            found, fix = redactor.redact(found), redactor.redact(fix)
         return replace(self, found=found, fix=fix)
 
 
 def ok(name: str, found: str) -> Result:
+    """A check that passed."""
     return Result(name, "ok", found)
 
 
 def warn(name: str, found: str, fix: str) -> Result:
+    """A check that found something to improve."""
     return Result(name, "warn", found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> Result:
+    """A check that found something that stops a run."""
     return Result(name, "fail", found, fix)
 
 
 def expect(name: str, good: bool, found: str, fix: str, otherwise: State = "fail") -> Result:
-    """The result `ok` if this is good, else `otherwise` with the fix."""
+    """Returns `ok` if `good`, else `otherwise` with the fix."""
     return ok(name, found) if good else Result(name, otherwise, found, fix)
 
 

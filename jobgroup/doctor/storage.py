@@ -1,4 +1,4 @@
-"""Folders that a run writes: can they be written and synced, on what kind of file system, and is there room."""
+"""Folders that a run writes: whether they can be written and synced, their file system, and free space."""
 
 import os
 import shutil
@@ -14,13 +14,13 @@ from common.errors import ConfigError
 from common.memory import ModelShape
 from common.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub, models
-from jobgroup.doctor.plan import Job, Plan
+from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fail, fits, gb, ok, warn
 
 _STATE = 12
 """Bytes of a parameter in a checkpoint: float32 weights and AdamW's two moments."""
 _VERSIONS, _PULLED = 3, 5
-"""Weight versions on disk at the trainer and on a rollout node: two kept, one of an engine that starts, those that arrive."""
+"""Weight versions on disk at the trainer (two kept, one arriving) and on a rollout node (two more in use or on their way)."""
 _TOKEN, _RECORDED = 8, 12
 """Bytes of a stored token (id, log-probability) and of one that the trainer records (and its own log-probability)."""
 _LOGS = 200 << 20
@@ -30,7 +30,7 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glu
 
 
 class Need(NamedTuple):
-    """Something that comes into a folder, with its bytes."""
+    """Content of a folder, with its bytes."""
 
     purpose: str
     folder: Path
@@ -57,15 +57,15 @@ def needs(plan: Plan) -> Iterator[Need]:
 
 
 def _shape(plan: Plan, name: str) -> ModelShape | None:
-    """None if the config.json is not there, or has an architecture that the line about memory calls unknown."""
+    """Returns None without a config.json, or for an architecture that the line about memory calls unknown."""
     try:
         return ModelShape.of(plan.shapes[name])
     except (KeyError, ConfigError):
         return None
 
 
-def _sizes(job: Job, shape: ModelShape | None) -> dict[str, int]:
-    """What a task keeps, beside logs."""
+def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
+    """Returns what a task stores, besides logs."""
     trainer, lora, sampling, algorithm = job.config.trainer, job.config.lora, job.config.sampling, job.config.algorithm
     parameters = trained = shape.parameters if shape else 0
     if job.name == REPLAY:
@@ -90,7 +90,7 @@ def _sizes(job: Job, shape: ModelShape | None) -> dict[str, int]:
 
 
 def check_disk(plan: Plan) -> Iterator[Result]:
-    """Every folder, then a line per disk; for a cluster only what volumes need."""
+    """Yields a line per folder, then one per disk; for a cluster only what volumes need."""
     wanted = list(needs(plan))
     folders = {need.folder: [each for each in wanted if each.folder == need.folder] for need in wanted}
     for folder, group in folders.items():
@@ -104,7 +104,7 @@ def check_disk(plan: Plan) -> Iterator[Result]:
 
 
 def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
-    """Writes, syncs and removes a file where the folder is or will be."""
+    """Writes, syncs and removes a file in the folder, or where it will be made."""
     title, place, start = f"{purpose} {folder}", _existing(folder), time.monotonic()
     try:
         if not os.access(place, os.W_OK | os.X_OK):
@@ -130,35 +130,32 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
 
 
 def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
-    """A line per disk: what comes there against what is free. A group that runs has written some of it already."""
+    """Compares the needs on each disk with its free space. A running group has written some of it already."""
     disks: dict[int, list[Need]] = {}
     for need in wanted:
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
     for group in disks.values():
-        left, title = (
-            shutil.disk_usage(_existing(group[0].folder)).free,
-            ", ".join(dict.fromkeys(each.purpose for each in group)),
-        )
-        lower = "trainer.keep_checkpoints, trainer.keep_groups_mb or replay.capacity"
-        fix = f"free some, name folders on a larger disk, or lower {lower}"
+        left = shutil.disk_usage(_existing(group[0].folder)).free
+        title = ", ".join(dict.fromkeys(each.purpose for each in group))
+        fix = "free space, use a larger disk, or lower trainer.keep_checkpoints, trainer.keep_groups_mb or replay.capacity"
         found = f"{gb(left)} free, {_total(group)} needed"
         result = fits(f"disk of {title}", found, sum(need.size for need in group), left, fix)
         yield warn(result.name, found, fix) if running and result.state == "fail" else result
 
 
 def _total(group: Sequence[Need]) -> str:
-    """The sum, and the largest parts of it."""
+    """Formats the sum with its largest parts."""
     largest = sorted(group, key=lambda need: -need.size)[:4]
     return f"{gb(sum(need.size for need in group))} ({', '.join(f'{need.what} {gb(need.size)}' for need in largest)})"
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that is there."""
+    """Returns the folder, or the nearest one above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def file_system(path: Path, mounts: Sequence[Any] = ()) -> str:
-    """Kind of the file system that holds `path` (`ext4`, `nfs4`, `fuse.rclone`), by `mounts` as psutil lists them."""
+    """Returns the type of the file system of `path` (`ext4`, `nfs4`, `fuse.rclone`), from `mounts` as psutil lists them."""
     mounts = mounts or psutil.disk_partitions(all=True)
     holding = [each for each in mounts if path.resolve().is_relative_to(each.mountpoint)]
     return max(reversed(holding), key=lambda each: len(Path(each.mountpoint).parts)).fstype if holding else "unknown"

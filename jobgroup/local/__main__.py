@@ -1,8 +1,8 @@
 """`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a cluster.
 
-Every node of every task is a process group with the `SKYPILOT_*` variables it would have in its pod, and its name
-(`reward-server-0.rlhf-math`) stands for a loopback address of its own, through `common.topology` (`JOBGROUP_HOSTS`).
-Primary tasks decide when the group ends and with which status; nothing is left behind.
+Every node of every task is a process group with the `SKYPILOT_*` variables of its pod, and its name
+(`reward-server-0.rlhf-math`) stands for its own loopback address, through `common.topology` (`JOBGROUP_HOSTS`).
+Primary tasks decide when the group ends and with which status. No process survives the group.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from jobgroup.local.runner import Runner
 from jobgroup.spec import JobGroup, Task, assignment, seconds
 
 _PYTHON = ".venv/bin/python"
-"""What the YAMLs call. `jobgroup/setup.sh` makes it; in a folder that lacks it, this Python takes its place."""
+"""Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that lacks it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit status. A wrong option or YAML ends with status 2 and says what to do."""
+    """Runs the command and returns its exit status; a wrong option or YAML ends with status 2."""
     options = _parser().parse_args(argv)
     try:
         yaml = packaged(Path(options.yaml), "jobgroup")
@@ -54,9 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = Screen(names, follow=follow, quiet=options.quiet)
     if yaml != Path(options.yaml):
         screen.say(f"there is no file {options.yaml} here: running {yaml}, which comes with the package")
-    if not options.setup and (elsewhere := {task.name: _with_this_python(task) for task in tasks if _lacks_python(task)}):
-        screen.say(f"there is no {_PYTHON} here: {', '.join(elsewhere)} run with {sys.executable}")
-        tasks = [elsewhere.get(task.name, task) for task in tasks]
+    lacking = [task for task in tasks if _PYTHON in task.run and not (task.workdir / _PYTHON).exists()]
+    if lacking and not options.setup:
+        screen.say(f"there is no {_PYTHON} here: {', '.join(task.name for task in lacking)} run with {sys.executable}")
+        python = shlex.quote(sys.executable)
+        tasks = [replace(task, run=task.run.replace(_PYTHON, python)) if task in lacking else task for task in tasks]
     for line in [*_notices(tasks, log_dir, setup=options.setup), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
@@ -104,7 +106,7 @@ def _parser() -> Parser:
     add("--num-nodes", action="append", default=[], metavar="TASK=N", help="nodes of a task, instead of the YAML's")
     add("--only", action="append", default=[], metavar="TASK,…", help="runs these tasks only")
     add("--log-dir", metavar="DIR", help="for one log file per node (runs/GROUP/logs/TIME when not given)")
-    add("--follow", metavar="TASK", help="shows node 0 of this task as it is, and the others in their log files only")
+    add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
     add("--quiet", action="store_true", help="shows only what this command itself has to say")
     add("--setup", action="store_true", help="runs every task's setup first")
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
@@ -123,14 +125,6 @@ def _chosen(group: JobGroup, only: Sequence[str]) -> list[Task]:
     names = [name.strip() for text in only for name in text.split(",")]
     chosen = {group.task(name, "--only").name for name in names}
     return [task for task in group.tasks if not only or task.name in chosen]
-
-
-def _lacks_python(task: Task) -> bool:
-    return _PYTHON in task.run and not (task.workdir / _PYTHON).exists()
-
-
-def _with_this_python(task: Task) -> Task:
-    return replace(task, run=task.run.replace(_PYTHON, shlex.quote(sys.executable)))
 
 
 def _log_dir(given: str | None, group: JobGroup) -> Path:
@@ -156,7 +150,7 @@ def _notices(tasks: Sequence[Task], log_dir: Path, *, setup: bool) -> list[str]:
 
 
 def _scraped(group: JobGroup, tasks: Sequence[Task], places: Places, log_dir: Path) -> list[str]:
-    """Writes `prometheus.yml` for the services of this product among the tasks; what cannot be read is no reason to stop."""
+    """Writes `prometheus.yml` for the tasks of this product; an error is a notice, not a reason to stop."""
     try:
         token_file = "api_token" if token() else None  # beside it; put there by whoever starts Prometheus
         chosen = replace(group, tasks=tuple(tasks))

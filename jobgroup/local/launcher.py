@@ -1,9 +1,9 @@
-"""Runs one node's command as init runs a pod: nothing of it outlives this process. Standard library only.
+"""Runs one node's command as init runs a pod: none of its processes outlives this one. Standard library only.
 
-`python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes it to
-end the node; the system closes it when the runner dies, even by `kill -9`. Then the command's process group gets SIGTERM,
-and SIGKILL after GRACE_S seconds. On Linux this process is the "subreaper" of all it starts: a daemon that left its
-session and lost its parent becomes its child, so it is found and ended too.
+`python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes it to end the node; the
+system closes it when the runner dies, even by `kill -9`. Then the command's process group gets SIGTERM, and SIGKILL after
+GRACE_S seconds. On Linux this process is the "subreaper" of its descendants: a daemon that left its session and lost its
+parent becomes its child, so it is found and ended too.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ import time
 from pathlib import Path
 
 LEFTOVER_S = 1.0
-"""Seconds that processes get which the command left behind when it ended by itself."""
+"""Grace for processes that the command left behind when it ended by itself."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """Descendants of this process that lose their parent become its children (Linux; nothing elsewhere)."""
+    """Makes descendants that lose their parent children of this process (Linux only)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of the living processes that `pid` started, directly or not."""
+    """Returns the ids of the living descendants of `pid`."""
     children: dict[int, list[int]] = {}
     for child, parent in _living():
         children.setdefault(parent, []).append(child)
@@ -40,14 +40,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def orphans(known: set[int]) -> list[int]:
-    """Children of this process that it did not start itself (Linux; elsewhere it never gets any)."""
+    """Returns the children that this process did not start itself (Linux; elsewhere there are none)."""
     if sys.platform != "linux":
         return []
     return [pid for pid, parent in _living() if parent == os.getpid() and pid not in known]
 
 
 def end_descendants() -> None:
-    """Kills everything this process started, until nothing is left."""
+    """Kills all descendants."""
     while below := descendants(os.getpid()):
         for pid in below:
             with contextlib.suppress(ProcessLookupError):
@@ -58,7 +58,7 @@ def end_descendants() -> None:
 
 
 def reap() -> dict[int, int]:
-    """Collects children that ended: exit status by process id."""
+    """Reaps children that ended; returns their exit status by id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -67,12 +67,12 @@ def reap() -> dict[int, int]:
 
 
 def exit_status(code: int) -> int:
-    """A status as shells show it: 128 + N for a process that signal N ended."""
+    """Converts a status to that of a shell: 128 + N for a process that signal N ended."""
     return code if code >= 0 else 128 - code
 
 
 def _living() -> list[tuple[int, int]]:
-    """(id, parent's id) of every process that is not a zombie."""
+    """Returns (id, parent's id) of every process that is not a zombie."""
     if not Path("/proc/self/stat").exists():
         ps = subprocess.Popen(["ps", "-axo", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True)
         rows = [line.split() for line in ps.communicate()[0].splitlines()]
@@ -93,7 +93,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Init:
-    """The command, everything below it, and when it has to be gone."""
+    """The command, its descendants, and the deadline by which they must end."""
 
     def __init__(self, script: str) -> None:
         self.status: int | None = None
@@ -107,13 +107,13 @@ class _Init:
         )
 
     def end(self, grace_s: float) -> None:
-        """Asks the command's group to end within `grace_s` seconds; once."""
+        """Asks the command's group, once, to end within `grace_s` seconds."""
         if self.deadline is None:
             self.deadline = time.monotonic() + grace_s
             self._signal_group(signal.SIGTERM)
 
     def advance(self) -> bool:
-        """Looks after what has ended; False when nothing is left."""
+        """Reaps what has ended; False when nothing is left."""
         ended = reap()
         if self.main.pid in ended:
             self.status = self.main.returncode = ended[self.main.pid]
@@ -132,7 +132,7 @@ class _Init:
         return True
 
     def _signal_group(self, number: signal.Signals, only_strays: bool = False) -> None:
-        """Signals the command's process group, or those below that are no longer in it."""
+        """Signals the command's process group, or those descendants that are no longer in it."""
         if not only_strays:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.main.pid, number)
@@ -144,7 +144,7 @@ class _Init:
 
 
 def run(script: str, grace_s: float) -> int:
-    """Runs `script` with bash until it and all that it started are gone; its exit status."""
+    """Runs `script` with bash until it and its descendants are gone; returns its exit status."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)

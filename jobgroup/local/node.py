@@ -57,7 +57,7 @@ class Node:
         self.process.stdin.close()
 
     def poll(self) -> None:
-        """Called when a child process ended: if it was this one, relays what is left and tells the exit status."""
+        """Called when a child process ended: if it is this one, relays its remaining output and sets the exit status."""
         if not self.ended.done() and (code := self.process.poll()) is not None:
             while self._relay():
                 pass
@@ -72,7 +72,7 @@ class Node:
         self.stop()
 
     def _relay(self) -> bool:
-        """Passes on what is there now, at most one chunk; False when nothing is."""
+        """Relays the available output, at most one chunk; False when there is none."""
         try:
             data = os.read(self._output, _CHUNK)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What a local run shows: the merged stream of all nodes, or one node as it is, and a table at the end."""
+"""Output of a local run: the merged lines of all nodes, or one node unchanged, and a table at the end."""
 
 import os
 import signal
@@ -13,14 +13,14 @@ TAIL_LINES = 20
 
 
 class Screen:
-    """Writes to stdout: lines with the name of their node, or raw bytes of the node that is followed.
+    """Writes to stdout: lines with the name of their node, or the raw bytes of the node that is followed.
 
-    The runner's own lines go into the merged stream too, or to stderr while a node is followed.
+    The runner's own lines go into the merged output too, or to stderr while a node is followed.
 
     Args:
         names: of all nodes, for the width of the prefix and the colours.
-        follow: the node whose bytes are shown as they come; other nodes are in their log files only.
-        quiet: shows the runner's own lines only.
+        follow: the node whose bytes are shown as they come; other nodes only have their log files.
+        quiet: shows only the runner's own lines.
     """
 
     def __init__(self, names: Sequence[str], *, follow: str | None = None, quiet: bool = False) -> None:
@@ -36,30 +36,30 @@ class Screen:
         return self.follow is None and not self.quiet
 
     def line(self, name: str, text: bytes) -> None:
-        """One line of a node, in the merged stream."""
+        """Shows one line of a node in the merged output."""
         if self.merged:
             shown = text.rstrip(b"\r\n").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
             self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
 
     def raw(self, data: bytes) -> None:
-        """Bytes of the node that is followed."""
+        """Shows bytes of the node that is followed."""
         if not self.quiet:
             self._write(data, sys.stdout)
 
     def say(self, text: str, *, loud: bool = False) -> None:
-        """The runner's own words; in red when `loud`."""
+        """Shows a message of the runner; in red when `loud`."""
         for line in text.splitlines():
             shown = self._coloured(line, _RED) if loud else line
             self._write(self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
 
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
-        """The last lines of a node that failed."""
+        """Shows the last lines of a node that failed."""
         self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
         for line in lines:
             self._write(b"    " + line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n")
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Rows of texts, in columns."""
+        """Shows rows of texts in columns."""
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

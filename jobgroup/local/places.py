@@ -1,4 +1,4 @@
-"""Where the nodes of a local run are: addresses that no other run on this machine has, and GPUs."""
+"""Loopback addresses for the nodes of a local run, which no other run on this machine uses, and their GPUs."""
 
 import contextlib
 import os
@@ -19,29 +19,31 @@ _SHIFTED_NODES = 30
 
 @dataclass(frozen=True)
 class Places:
-    """Addresses of every node of a group, held until `lock` is closed (the system closes it when the process dies)."""
+    """Addresses of every node of a group, reserved until `lock` is closed (by the system if the process dies)."""
 
     group: str
     hosts: dict[str, LocalHost]
     lock: socket.socket
 
     def of(self, task: Task) -> list[LocalHost]:
-        """The places of a task's nodes, by rank."""
+        """Returns the addresses of a task's nodes, by rank."""
         return [self.hosts[f"{task.name}-{rank}.{self.group}"] for rank in range(task.num_nodes)]
 
     def text(self) -> str:
-        """`JOBGROUP_HOSTS`, which `common.topology` reads."""
+        """Formats `JOBGROUP_HOSTS`, which `common.topology` reads."""
         return format_hosts(self.hosts)
 
 
 def choose(group: JobGroup) -> Places:
-    """Gives every node a place.
+    """Chooses an address for every node.
 
-    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes have the ports of the YAML;
-    elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket marks the block as taken, across
-    the machine and without a file. Raises ConfigError when no block is free.
+    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes have the ports of the YAML.
+    Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket reserves the block across the machine,
+    without a file. Raises ConfigError when no block is free.
     """
-    own_address = _can_bind("127.254.254.253", 0)
+    probe = _bind("127.254.254.253", 0)
+    if own_address := probe is not None:
+        probe.close()
     blocks = range(1, 255) if own_address else range(100)
     for block in random.sample(blocks, len(blocks)):
         lock = _bind(f"127.{block}.255.254", _LOCK_PORT) if own_address else _bind("127.0.0.1", _LOCK_PORT - block)
@@ -74,15 +76,8 @@ def _bind(address: str, port: int) -> socket.socket | None:
     return sock
 
 
-def _can_bind(address: str, port: int) -> bool:
-    sock = _bind(address, port)
-    if sock is not None:
-        sock.close()
-    return sock is not None
-
-
 def gpus_of_machine() -> list[str]:
-    """The GPUs that processes started here may use: `CUDA_VISIBLE_DEVICES` when set, else what `nvidia-smi` lists."""
+    """Returns the GPUs that processes started here may use: `CUDA_VISIBLE_DEVICES` if set, else what `nvidia-smi` lists."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
     if shutil.which("nvidia-smi") is None:
@@ -94,7 +89,7 @@ def gpus_of_machine() -> list[str]:
 
 
 def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[list[str]]]:
-    """GPUs of every node, by task and rank: in turn, so that they are shared only when there are too few."""
+    """Returns the GPUs of every node, by task and rank, in turn, so that they are shared only when there are too few."""
     shares: dict[str, list[list[str]]] = {}
     given = 0
     for task in tasks:

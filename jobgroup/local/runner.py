@@ -1,4 +1,4 @@
-"""Lives and deaths of a job group on one machine, as SkyPilot decides them on a cluster."""
+"""Starts, restarts and ends a job group on one machine by SkyPilot's rules."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class TaskRun:
 
     @property
     def seconds(self) -> float:
-        """How long it ran, restarts included."""
+        """Seconds that it ran, restarts included."""
         return (time.monotonic() if self.state == "RUNNING" else self._ended) - self._began
 
     async def run(self) -> None:
@@ -68,7 +68,7 @@ class TaskRun:
             node.stop()
 
     async def _first_failure(self) -> Node | None:
-        """The first node that ends with another status than 0; None when all succeed or the task is stopped."""
+        """Returns the first node that ends with another status than 0; None when all succeed or the task is stopped."""
         pending: set[asyncio.Future[int]] = {node.ended for node in self.nodes}
         while pending:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -98,6 +98,8 @@ class Runner:
     Args:
         tasks: to run. When none of them is primary, all are.
         environment: of node `rank` of a task.
+        screen: for output.
+        log_dir: for a log file per node.
         grace_s: seconds between SIGTERM and SIGKILL.
         fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
     """
@@ -123,7 +125,7 @@ class Runner:
         self._defect: BaseException | None = None
 
     async def run(self, *, setup: bool = False) -> int:
-        """Runs everything and leaves no process behind. The exit status for the shell."""
+        """Runs everything, leaves no process behind, and returns the exit status for the shell."""
         launcher.adopt_orphans()
         main = asyncio.create_task(self._main(setup))
         loop = asyncio.get_running_loop()
@@ -176,7 +178,7 @@ class Runner:
         run.stop()
 
     async def _setup(self) -> int:
-        """The tasks' `setup`, one after the other: they share this machine's environment."""
+        """Runs the tasks' `setup` one after the other, as they share this machine's environment."""
         for run in self.runs:
             if run.task.setup:
                 name = f"{run.task.name}-setup"
@@ -210,7 +212,7 @@ class Runner:
         self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kills what a launcher that was killed left behind: only launchers are children of this process."""
+        """Kills what a killed launcher left behind: only launchers are children of this process."""
         known = {node.process.pid for node in self._nodes}
         for pid in launcher.orphans(known):
             for each in (*launcher.descendants(pid), pid):
@@ -218,7 +220,7 @@ class Runner:
                     os.kill(each, signal.SIGKILL)
 
     def _on_defect(self, context: dict[str, Any], main: asyncio.Task[int]) -> None:
-        """An error in a callback (a log file that cannot be written) ends the run instead of scrolling by."""
+        """Ends the run on an error in a callback, such as a log file that cannot be written."""
         self._defect = context.get("exception") or RuntimeError(context["message"])
         main.cancel()
 

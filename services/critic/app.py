@@ -1,4 +1,4 @@
-"""critic-server over HTTP."""
+"""The critic-server's HTTP API."""
 
 import asyncio
 import contextvars
@@ -13,7 +13,7 @@ from common import wire
 from common.config import Config
 from common.observe import Metrics, critic_gauges
 from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
-from services.critic.keeper import CriticKeeper
+from services.critic.service import CriticService
 from services.http.app import create_app
 from services.http.openapi import described, errors, struct_schema
 
@@ -25,21 +25,21 @@ _VALUE_REQUEST = struct_schema(ValueRequest) | {
     "examples": [{"sequences": [{"prompt_ids": [5, 6], "completion_ids": [7, 2]}]}],
 }
 MAX_REQUESTS = 16
-"""Requests in work at once: the critic computes them one after the other."""
+"""Limit of requests in work; the critic computes them one after the other."""
 
 
 def create_critic_app(config: Config) -> FastAPI:
-    """The service over the checkpoints in `config.state_dir/critic`; usable in process without its lifespan.
+    """Returns the app over the checkpoints in `config.state_dir/critic`; usable in process without its lifespan.
 
-    One thread computes, so that `/health` answers meanwhile and updates come one after the other. Raises ConfigError when
-    the value model cannot be loaded.
+    One thread computes, so that `/health` answers meanwhile and updates run one after the other. Raises ConfigError when the
+    value model cannot be loaded.
     """
-    keeper = CriticKeeper(config)
+    service = CriticService(config)
     thread = ThreadPoolExecutor(1, thread_name_prefix="critic")
 
     async def call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """In the thread. Once begun it is finished, also when the client has gone."""
-        run = contextvars.copy_context().run  # what it logs is of this request
+        """Runs `function` in the thread, to its end even when the client disconnects."""
+        run = contextvars.copy_context().run  # its log lines have this request's id
         return await asyncio.get_running_loop().run_in_executor(thread, lambda: run(function, *args, **kwargs))
 
     @asynccontextmanager
@@ -52,55 +52,45 @@ def create_critic_app(config: Config) -> FastAPI:
     metrics = Metrics("critic-server")
     app = create_app(
         "critic-server",
-        flush=lambda: call(keeper.status),  # what was to be kept is on disk; a running update is waited for
+        flush=lambda: call(service.status),  # waits for a running update; checkpoints are on disk already
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=MAX_REQUESTS,
     )
-    tell = _gauges(metrics, keeper)
+    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(lambda: service.status().step)
+    skipped = metrics.counter("critic_skipped_updates_total", "Updates not applied because the gradient was not finite")
+    gauges = critic_gauges(metrics, "critic")
 
     @app.post("/values", **described(_VALUE_REQUEST, struct_schema(Values), reads=_KINDS, writes=_KINDS, fails=(409,)))
     async def values(request: Request) -> Response:
-        """Values of the states before the completion tokens of a batch of token sequences; msgpack in and out."""
+        """Returns the values of the states before the completion tokens of token sequences; msgpack in and out."""
         wanted = await asyncio.to_thread(wire.decode, await request.body(), ValueRequest)
-        return Response(wire.encode(await call(keeper.values, wanted)), media_type=wire.MSGPACK)
+        return Response(wire.encode(await call(service.values, wanted)), media_type=wire.MSGPACK)
 
     @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
         """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes nothing."""
         wanted = await asyncio.to_thread(wire.decode, await request.body(), UpdateRequest)
-        result = await call(keeper.update, wanted)
-        tell(result)
+        result = await call(service.update, wanted)
+        skipped.inc(result.skipped)
+        for name, gauge in gauges.items():
+            gauge.set(getattr(result, name))
         return result
 
     @app.post("/restore", responses=errors(404, 409))
     async def restore(body: RestoreRequest) -> CriticStatus:
-        """The run goes on with the critic that was saved at `step`; step 0 is a new one."""
-        return await call(keeper.restore, body)
+        """Loads the critic saved at `step`; step 0 makes a new one."""
+        return await call(service.restore, body)
 
     @app.post("/save", responses=errors(409))
     async def save(body: SaveRequest) -> CriticStatus:
-        """Writes a checkpoint of the critic, which has to be at `step` of `run_id`."""
-        return await call(keeper.save, body)
+        """Writes a checkpoint of the critic, which must be at `step` of `run_id`."""
+        return await call(service.save, body)
 
     @app.get("/status")
     async def status() -> CriticStatus:
-        """Whose critic this is, and how often it was updated."""
-        return keeper.status()
+        """Returns the critic's run and step."""
+        return service.status()
 
     return app
-
-
-def _gauges(metrics: Metrics, keeper: CriticKeeper) -> Callable[[CriticMetrics], None]:
-    """A function that puts the metrics of an update on /metrics."""
-    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(lambda: keeper.status().step)
-    skipped = metrics.counter("critic_skipped_updates_total", "Updates not applied because the gradient was not finite")
-    gauges = critic_gauges(metrics, "critic")
-
-    def tell(result: CriticMetrics) -> None:
-        skipped.inc(result.skipped)
-        for name, gauge in gauges.items():
-            gauge.set(getattr(result, name))
-
-    return tell

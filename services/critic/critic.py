@@ -1,8 +1,9 @@
-"""The critic: value model, optimiser and the update. The same code in the trainer, on every rank, and in the critic-server."""
+"""The critic: value model, loss, optimiser and update, for the ranks of the trainer and for the critic-server."""
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from learning.layout import Layout
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
-from services.critic.losses import value_loss
 from services.critic.model import load_value_model
 
 _STATE = "critic_state.json"
@@ -26,18 +26,13 @@ _FORMAT = 2
 
 
 class Critic:
-    """Expects the return of every state of a completion, and learns from the returns there were.
+    """Predicts the return of every state of a completion, and learns from observed returns.
 
-    `step` counts the batches it was trained on. Every rank calls the same methods with the same arguments and gets the same
-    results; each computes its share.
+    `step` counts its training batches. Every rank calls the same methods with the same arguments and gets the same results;
+    each computes its share. Raises ConfigError when the model or the checkpoint cannot be loaded.
 
     Args:
-        config: of the run.
-        ranks: this process among those that learn together.
-        directory: of a checkpoint that `save` wrote, to go on from; only rank 0's counts. None: `critic.model` with a new
-            value head.
-
-    Raises ConfigError when the model or the checkpoint cannot be loaded.
+        directory: checkpoint that `save` wrote, on rank 0. None: `critic.model` with a new value head.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -46,18 +41,15 @@ class Critic:
         self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
         self._optimizer = Optimizer(
-            self.model.module,
-            betas=trainer.adam_betas,
-            weight_decay=trainer.weight_decay,
-            max_grad_norm=trainer.max_grad_norm,
+            self.model.module, betas=trainer.adam_betas, weight_decay=trainer.weight_decay, max_grad_norm=trainer.max_grad_norm
         )
         if directory is not None:
             self._restore(directory)
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
-        """[L] for each sequence: the value of the state before each of its completion tokens.
+        """Returns, [L] for each sequence, the value of the state before each completion token.
 
-        Raises InvalidInput for tokens that the model does not know and for sequences that are too long for it.
+        Raises InvalidInput for tokens outside the vocabulary and for sequences that are too long.
         """
         self._check(sequences, "sequences")
         with torch.no_grad():
@@ -65,12 +57,12 @@ class Critic:
             return score_shared(sizes, self._ranks, budget, lambda indices: self.model(self._rows(sequences, indices)))
 
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
-        """`algorithm.update_epochs` passes over the rows of `algorithm.mini_batches` optimiser steps each.
+        """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps over the rows.
 
         The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight, so
         the result does not depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is
-        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NotFinite after more
-        than `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic is of no further use.
+        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NonFiniteGradients after
+        more than `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic is of no further use.
         """
         if not rows:
             raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
@@ -87,20 +79,20 @@ class Critic:
         return _metrics(rows, self._ranks.sum(sums), norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
-        """Weights (as a Hugging Face model), optimiser and step, to be written. Every rank calls it; see `Snapshot.take`."""
+        """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `Snapshot.take`."""
         snapshot = Snapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
         if self._ranks.first:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return snapshot
 
     def save(self, directory: Path) -> None:
-        """Writes all of it into `directory`, on rank 0. Every rank calls it."""
+        """Writes a snapshot into `directory` on rank 0. Every rank calls it."""
         snapshot = self.snapshot(alone=True)
         if self._ranks.first:
             snapshot.write(directory)
 
     def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
-        """Adds this rank's share of a mini-batch to the gradient; its sums of loss, clipped tokens and tokens."""
+        """Adds this rank's share of a mini-batch to the gradient. Returns its sums of loss, clipped tokens and tokens."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
         for part in micro_batches(sizes, indices, self._ranks, self._config.trainer.micro_batch_tokens):
@@ -133,26 +125,20 @@ class Critic:
         return rows.to(self._ranks.device)
 
     def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
-        """Tokens outside the vocabulary end a process, on a GPU for good: they are refused before they get there."""
+        """Refuses tokens outside the vocabulary, which would crash the process, and sequences that are too long."""
         known, longest = self.model.vocabulary, self.model.max_tokens
         for i, sequence in enumerate(sequences):
             for name in ("prompt_ids", "completion_ids"):
                 ids = getattr(sequence, name)
                 wrong = ids[(ids < 0) | (ids >= known)]
                 if len(wrong):
-                    raise InvalidInput(
-                        f"the critic's model has the tokens 0 to {known - 1}",
-                        field=f"{where}[{i}].{name}",
-                        value=int(wrong[0]),
-                        remedy="take a critic.model that has the tokenizer of the policy",
-                    )
+                    reason = f"the critic's model has the tokens 0 to {known - 1}"
+                    remedy = "take a critic.model that has the tokenizer of the policy"
+                    raise InvalidInput(reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy)
             if longest is not None and len(sequence) > longest:
-                raise InvalidInput(
-                    f"the critic's model takes {longest} tokens at most",
-                    field=f"{where}[{i}]",
-                    value=len(sequence),
-                    remedy="lower sampling.max_new_tokens, or take another critic.model",
-                )
+                reason = f"the critic's model takes {longest} tokens at most"
+                remedy = "lower sampling.max_new_tokens, or take another critic.model"
+                raise InvalidInput(reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy)
 
     def _restore(self, directory: Path) -> None:
         try:
@@ -162,17 +148,35 @@ class Critic:
                 raise ValueError("another format")
             load_optimizer(self._optimizer, directory, self._ranks)
             self.step = int(content["step"])
-        except Exception as error:  # whatever the damage leads to
-            raise _cannot_resume(f"{type(error).__name__} {error}".splitlines()[0], directory) from None
+        except Exception as error:  # damage may cause any error
+            reason = f"{type(error).__name__} {error}".splitlines()[0]
+            reason = f"the critic's checkpoint cannot be resumed from: {reason}"
+            remedy = "remove that directory to go on from the one before, or start with --trainer.resume false"
+            raise ConfigError(reason, field="checkpoint", value=str(directory), remedy=remedy) from None
 
 
-def _cannot_resume(reason: str, directory: Path | None) -> ConfigError:
-    return ConfigError(
-        f"the critic's checkpoint cannot be resumed from: {reason}",
-        field="checkpoint",
-        value=str(directory),
-        remedy="remove that directory to go on from the one before, or start with --trainer.resume false",
-    )
+@dataclass
+class ValueLoss:
+    """The loss of C tokens."""
+
+    loss: Tensor
+    """[C] with gradient."""
+    clipped: Tensor
+    """[C] bool: the value is too far from the old one, so the loss no longer moves it."""
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+    """Returns ½·max((v − R)², (clip(v, v_old ± clip) − R)²) of every token; ½(v − R)² when `clip` is None.
+
+    The squared error of Schulman et al. 2017 (arXiv:1707.06347), clipped as in PPO's reference implementation in OpenAI
+    baselines. Values, old values and returns are [C]; `clip` is the distance from the old value up to which the loss falls.
+    """
+    error = (values - returns).square()
+    if clip is None:
+        return ValueLoss(0.5 * error, torch.zeros_like(error, dtype=torch.bool))
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    clipped = (bounded > error) & ((values - old_values).abs() > clip)  # inside the range both are equal up to rounding
+    return ValueLoss(0.5 * torch.where(clipped, bounded, error), clipped)
 
 
 def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float]) -> CriticMetrics:

@@ -1,4 +1,4 @@
-"""The value model: a language model's body with one number for every token in place of its head."""
+"""The value model: a language model with a head of one number per token."""
 
 import logging
 from collections.abc import Sequence
@@ -13,56 +13,56 @@ from transformers.utils import logging as transformers_logging
 from common.config import Config
 from common.errors import ConfigError
 from learning.layout import Layout, Packing, layout_for
-from learning.loading import Added, Pretrained, load
+from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 
 _HEADS = ("score", "classifier")
-"""What transformers calls the head of a model for token classification."""
+"""Names of the head of transformers' models for token classification."""
 
 
 class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A value for every completion token: of the state before that token, so it looks at nothing but what came before.
+    """Predicts a value for every completion token: that of the state before the token.
 
     Args:
-        module: for token classification, one number a token.
+        module: a model for token classification with one number per token.
         packing: `trainer.packing`; ConfigError for `on` where the model does not permit it.
-        low_precision: compute the body in bfloat16 by autocast; a sharded model is cast by FSDP2.
+        low_precision: compute the body in bfloat16 by autocast; FSDP2 casts a sharded model itself.
     """
 
     def __init__(self, module: Any, packing: Packing = "auto", low_precision: bool = False) -> None:
         super().__init__()
         self.layout = layout_for(module, packing)
-        """What rows are to be made into for `forward`."""
+        """Makes the rows for `forward`."""
         self.module, self._low_precision = module, low_precision
-        self.eval()  # values are compared with later ones of the same tokens: no dropout, also while learning
+        self.eval()  # no dropout, even in training: values of the same tokens are compared
         self.vocabulary: int = module.get_input_embeddings().num_embeddings
         self.max_tokens: int | None = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         self.size: int = sum(parameter.numel() for parameter in module.parameters())
-        """How many numbers it learns."""
+        """Number of parameters."""
 
     def forward(self, rows: Layout) -> Tensor:
-        """[C] values of the completion tokens, row by row, float32, with gradient when grad is enabled."""
+        """Returns the values of the completion tokens row by row, [C] float32, with gradient when grad is enabled."""
         device, module = rows.input_ids.device.type, self.module
         with torch.autocast(device, torch.bfloat16, enabled=self._low_precision):
             hidden = rows.hidden(getattr(module, module.base_model_prefix))
         head = getattr(module, _head(module) or "")
-        values: Tensor = head(hidden.float())[:, 0]  # bfloat16 would leave a value two or three digits
+        values: Tensor = head(hidden.float())[:, 0]  # bfloat16 has two or three digits only
         return values
 
 
-class _NewHead(Added):
-    """A head of zeros, whatever the files say."""
+class _NewHead(AddedModules):
+    """A head of zeros, whatever the files hold."""
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Zeros for the head."""
+        """Returns zeros for the head."""
         return torch.zeros(tuple(shape)) if name.partition(".")[0] in _HEADS else None
 
 
 def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None) -> ValueModel:
-    """`critic.model` or `model.name` with float32 weights and a head of zeros, so that its first values are exactly 0.
+    """Loads a checkpoint's `directory`, or `critic.model` or `model.name` with a head of zeros: its first values are 0.
 
-    Or what a checkpoint's `directory` holds, head included. Ready to be trained on these ranks, sharded or the same on each.
-    Raises ConfigError naming `critic.model`, or `checkpoint` when `directory` cannot be loaded.
+    Weights are float32, sharded or replicated over these ranks. Raises ConfigError naming `critic.model`, or `checkpoint`
+    when `directory` cannot be loaded.
     """
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that the head is new
@@ -78,12 +78,8 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
-            raise ConfigError(
-                "this model has no head of one value a token",
-                field="critic.model",
-                value=name,
-                remedy="take a decoder that transformers knows for token classification",
-            )
+            remedy = "choose a decoder that transformers supports for token classification"
+            raise ConfigError("this model has no head of one value per token", field="critic.model", value=name, remedy=remedy)
         return ValueModel(module, config.trainer.packing, low and not ranks.sharded)
 
     def exact(module: Any) -> list[nn.Module]:
@@ -105,5 +101,5 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
 
 def _head(module: Any) -> str | None:
-    """The name of a linear head of one value a token."""
+    """Returns the name of the linear head of one value per token."""
     return next((name for name in _HEADS if isinstance(getattr(module, name, None), nn.Linear)), None)

@@ -1,4 +1,4 @@
-"""`python -m services.data`: loads the data set, then serves it. What does not load stops the start with status 2."""
+"""`python -m services.data`: loads the data set, then serves it. A data set that does not load ends it with status 2."""
 
 from common.config import Config, main
 from common.observe import setup_logging

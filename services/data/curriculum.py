@@ -1,11 +1,11 @@
 """Difficulty-aware sampling: prompts whose pass rate is near the target come more often, and every prompt keeps coming.
 
-The first pass hands out every prompt once, in the order of the plain stream, since nothing is known of them. Then each
-position is drawn: with a chance of `free_share` it is the next prompt of the plain stream, else a prompt by its pass rate.
+The first pass hands out every prompt once, in the order of the plain stream, since no pass rate is known yet. Then each
+position is drawn: with probability `free_share` it is the next prompt of the plain stream, else a prompt by its pass rate.
 
-A draw is a function of the seed, the position, the draws before it, and the pass rates reported before it; draws and reports
-are on disk with the cursor, in one transaction. Setting the position back forgets the draws from there on and the reports
-that were made later, so the stream goes on as it was at that time.
+A draw is a function of the seed, the position, the draws before it, and the pass rates reported before it. Draws and reports
+are stored with the cursor, in one transaction. A seek back forgets the draws from there on and the reports made later, so the
+stream continues as it was at that time.
 """
 
 import json
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput
+from common.schemas import Wire
 
 Float64 = NDArray[np.float64]
 _STREAM = 1  # tells these random numbers from those of the plain order
@@ -35,30 +36,29 @@ INSERT INTO curriculum VALUES (0);
 
 @dataclass(frozen=True)
 class Difficulty:
-    """What `data.curriculum difficulty` prefers."""
+    """Parameters of `data.curriculum difficulty`."""
 
     target: float = 0.5
     """Pass rate that is preferred most."""
     free_share: float = 0.2
-    """Share of the draws that go on with the plain stream, whatever the pass rates are."""
+    """Share of the draws that continue the plain stream, whatever the pass rates are."""
     smoothing: float = 0.5
-    """Weight of what was known of a prompt when a new pass rate comes."""
+    """Weight of a prompt's previous pass rate when a new one is reported."""
 
 
-@dataclass(frozen=True)
-class CurriculumProgress:
-    """What is known, and how the prompts so far were drawn."""
+class CurriculumStats(Wire):
+    """Pass rates known, and prompts drawn so far."""
 
     known: int
     """Problems with a pass rate."""
-    mean_pass_rate: float | None
-    """Of the known ones; None when there is none."""
+    mean_pass_rate: float | None = None
+    """Mean over the known ones; absent when there is none."""
     drawn_freely: int
     drawn_by_difficulty: int
 
 
 def appeal(rates: Float64, target: float) -> Float64:
-    """[N] how much prompts of these pass rates are wanted: (p/t)^2t · ((1−p)/(1−t))^2(1−t), and 0 where p is NaN (unknown).
+    """Returns the weight [N] of prompts with these pass rates: (p/t)^2t · ((1−p)/(1−t))^2(1−t), and 0 where p is NaN (unknown).
 
     It is 1 at the target t and 0 at pass rates 0 and 1, where all completions of a group are alike and it teaches nothing.
     With a target of 0.5 it is 4·p·(1−p), the variance of a right answer, scaled.
@@ -68,19 +68,19 @@ def appeal(rates: Float64, target: float) -> Float64:
 
 
 def chances(weights: Float64, free_share: float) -> Float64:
-    """[N] the chance of each prompt to be drawn by its weight: 1 − free_share in all, or 0 when no weight is above 0."""
+    """Returns the probability [N] of each prompt: they sum to 1 − free_share, or to 0 when no weight is above 0."""
     total = weights.sum()
     return weights / total * (1 - free_share) if total > 0 else np.zeros_like(weights)
 
 
 def pick(chance: Float64, number: float) -> int | None:
-    """The prompt that a number in [0, 1) picks, or None for the rest of the interval: a free draw."""
+    """Returns the prompt that a number in [0, 1) selects, or None for the rest of the interval: a free draw."""
     limits = np.cumsum(chance)
     return int(np.searchsorted(limits, number, side="right")) if number < limits[-1] else None
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a position, from the raw stream of PCG64, which numpy never changes."""
+    """Returns the random number in [0, 1) of a position, from the raw stream of PCG64, which numpy never changes."""
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(_STREAM, position)))
     return float(int(bits.random_raw()) >> 11) * 2.0**-53
 
@@ -88,13 +88,13 @@ def uniform(seed: int, position: int) -> float:
 class Curriculum:
     """Draws prompts by difficulty. Not thread safe: every call is inside a transaction of `PromptStream`.
 
-    What it holds in memory is read from the tables, which several processes may share.
+    Its memory is a cache of the tables, which several processes may share.
 
     Args:
         size: N, problems of the training split.
-        seed: of the draws.
+        seed: seed of the draws.
         settings: target, share of free draws, smoothing.
-        plain: place of the n-th prompt of the plain stream.
+        plain: index of the n-th prompt of the plain stream.
     """
 
     def __init__(self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]) -> None:
@@ -111,7 +111,7 @@ class Curriculum:
             db.execute(statement)
 
     def forget(self) -> None:
-        """Memory is read anew at the next call: after a transaction that was not completed."""
+        """Drops the cache, after a transaction that was rolled back."""
         self._rewinds, self._next, self._serial = -1, 0, 0
         self._free = self._by_difficulty = 0
         self._rates = np.full(self.size, np.nan)
@@ -119,7 +119,7 @@ class Curriculum:
         self._reported_at = np.zeros(self.size, np.int64)
 
     def draw(self, db: sqlite3.Connection, position: int, count: int) -> None:
-        """Decides which prompts are at these positions, which nothing was drawn for yet."""
+        """Draws the prompts of these positions, which have none yet."""
         self._read(db)
         weights = appeal(self._rates, self.settings.target)
         drawn = []
@@ -134,12 +134,12 @@ class Curriculum:
 
     @staticmethod
     def places(db: sqlite3.Connection, position: int, count: int) -> list[int]:
-        """Which prompts were drawn for these positions."""
+        """Returns the prompts that were drawn for these positions."""
         drawn = "SELECT place FROM draws WHERE position >= ? AND position < ? ORDER BY position"
         return [place for (place,) in db.execute(drawn, (position, position + count))]
 
     def report(self, db: sqlite3.Connection, request_id: str, pass_rates: Sequence[tuple[int, float]], position: int) -> None:
-        """Stores pass rates by place, as known from `position` on; the same request again changes nothing.
+        """Stores pass rates by place, known from `position` on; repeating the request changes nothing.
 
         Raises InvalidInput when the id was used for other pass rates.
         """
@@ -153,40 +153,37 @@ class Curriculum:
                 "the request_id was used for other pass rates",
                 field="request_id",
                 value=request_id,
-                remedy="repeat that request as it was, or use a new request_id",
+                remedy="repeat that request unchanged, or use a new request_id",
             )
 
     @staticmethod
     def rewind(db: sqlite3.Connection, position: int) -> None:
-        """Forgets what came after the stream was at `position`."""
+        """Forgets the draws and reports made after the stream was at `position`."""
         db.execute("DELETE FROM draws WHERE position >= ?", (position,))
         db.execute("DELETE FROM reports WHERE position > ?", (position,))
         db.execute("UPDATE curriculum SET rewinds = rewinds + 1")
 
-    @staticmethod
-    def reset(db: sqlite3.Connection) -> None:
-        """Forgets everything."""
-        db.execute("DELETE FROM draws")
-        db.execute("DELETE FROM reports")
-        db.execute("UPDATE curriculum SET rewinds = rewinds + 1")
-
-    def progress(self, db: sqlite3.Connection) -> CurriculumProgress:
+    def stats(self, db: sqlite3.Connection) -> CurriculumStats:
         self._read(db)
-        known = self._rates[~np.isnan(self._rates)]
-        mean = float(known.mean()) if len(known) else None
-        return CurriculumProgress(len(known), mean, self._free, self._by_difficulty)
+        rates = self._rates[~np.isnan(self._rates)]
+        return CurriculumStats(
+            known=len(rates),
+            mean_pass_rate=float(rates.mean()) if len(rates) else None,
+            drawn_freely=self._free,
+            drawn_by_difficulty=self._by_difficulty,
+        )
 
     def _by_weight(self, weights: Float64, position: int) -> int | None:
-        """The prompt that is drawn by its pass rate, or None for a free draw.
+        """Returns the prompt that is drawn by its pass rate, or None for a free draw.
 
-        A prompt that is out, drawn and with no pass rate reported since, waits for it; after N more draws no longer, since its
-        group may have been dropped.
+        A prompt that was drawn and has no pass rate reported since is not drawn again until N more draws were made: its group
+        may have been dropped.
         """
         out = (self._drawn_at >= self._reported_at) & (position - self._drawn_at < self.size)
         return pick(chances(np.where(out, 0.0, weights), self.settings.free_share), uniform(self.seed, position))
 
     def _read(self, db: sqlite3.Connection) -> None:
-        """Brings memory up to the tables."""
+        """Updates the cache from the tables."""
         ((rewinds,),) = db.execute("SELECT rewinds FROM curriculum")
         if rewinds != self._rewinds:
             self.forget()
@@ -205,7 +202,5 @@ class Curriculum:
     def _add_draw(self, position: int, place: int, free: bool) -> None:
         self._next = position + 1
         self._drawn_at[place] = position
-        if free:
-            self._free += 1
-        else:
-            self._by_difficulty += 1
+        self._free += free
+        self._by_difficulty += not free

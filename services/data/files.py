@@ -1,4 +1,4 @@
-"""Reads rows out of files: JSON lines, JSON, CSV and parquet, from one file or from a directory with a file per split."""
+"""Reads rows from files: JSON lines, JSON, CSV and parquet, from one file or from a directory with a file per split."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ from services.data.rows import Row, stop
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """The rows of a file, in order. Raises ConfigError, naming file and line, for what is not of the format of its name."""
+    """Yields the rows of a file, in order. Raises ConfigError with file and line where it is not of its suffix's format."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         stop(f"{path.name} is not of a known format", path, f"known formats: {', '.join(_READERS)}")
@@ -21,7 +21,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def file_of_split(folder: Path, split: str) -> Path:
-    """The one file of a directory that is named like the split. Raises ConfigError when there is none, or more than one."""
+    """Returns the file of a directory that is named like the split. Raises ConfigError unless there is exactly one."""
     files = [folder / f"{split}{suffix}" for suffix in _READERS if (folder / f"{split}{suffix}").is_file()]
     if len(files) != 1:
         there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
@@ -32,7 +32,7 @@ def file_of_split(folder: Path, split: str) -> Path:
 
 
 def known_format(name: str) -> bool:
-    """Whether a name ends like a file that can be read."""
+    """Returns whether the name has the suffix of a readable format."""
     return Path(name).suffix.lower() in _READERS
 
 
@@ -69,12 +69,10 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     # Heavy, and not needed for the other formats.
     import pyarrow.parquet
 
-    number = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path.name}, row {number}", row
+        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield f"{path.name}, row {number}", row
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -1,10 +1,12 @@
-"""Rows of a data set on the Hugging Face hub, or an error within seconds when the hub cannot be reached."""
+"""Loads rows from the Hugging Face hub, or fails within seconds when the hub cannot be reached."""
 
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,35 +15,36 @@ from services.data.files import known_format
 from services.data.rows import Row
 
 REACH_S = 4.0
-"""Seconds the hub may take to say that it has the data set. `load_dataset` alone goes on trying for 24 s and more."""
+"""Seconds that the hub may take to confirm that it has the data set. `load_dataset` alone tries for 24 s and more."""
 STALL_S = 30.0
-"""Seconds without a byte after which a hub that answered at first is given up. `load_dataset` alone takes over 200 s."""
-_LOOK_EVERY_S = 0.5
+"""Seconds without a byte after which a download is abandoned. `load_dataset` alone takes over 200 s."""
+_POLL_S = 0.5
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _T = TypeVar("_T")
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether this could name a data set on the hub: `org/name`, and not a file of a known format."""
+    """Returns whether this could name a data set on the hub: `org/name`, and not a file of a known format."""
     return _NAME.fullmatch(source) is not None and not known_format(source)
 
 
 def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
-    """The rows of a split.
+    """Yields the rows of a split.
 
     Args:
         name: `org/name`.
-        config: of a data set that has several configurations; empty for the default one.
-        split: as the data set names it.
+        config: configuration of a data set that has several; empty for the default one.
+        split: name in the data set.
 
-    Raises ConfigError with the data set, the cause and the remedy when it cannot be had: after `REACH_S` seconds when the
-    hub does not answer, after `STALL_S` seconds when it no longer does.
+    Raises:
+        ConfigError: the data set cannot be loaded; after `REACH_S` seconds when the hub does not answer, after `STALL_S`
+            seconds when it no longer does.
     """
     # Heavy, and not needed for the other sources.
     import datasets
     import huggingface_hub
 
-    if not sys.stderr.isatty():  # its bars would be endless lines of the log
+    if not sys.stderr.isatty():  # progress bars would be endless lines of the log
         datasets.disable_progress_bars()
     api = huggingface_hub.HfApi()
     try:
@@ -52,7 +55,7 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
         )
         for number, row in enumerate(rows, 1):
             yield f"{name} {split}, row {number}", row
-    except Exception as error:  # whatever the library raises, the start ends here and the cause is told
+    except Exception as error:  # whatever the library raises, the start ends here with the cause
         cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 400)
         part = f"configuration {config}, split {split}" if config else f"split {split}"
         raise ConfigError(
@@ -66,38 +69,33 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
 
 
 def _patiently(work: Callable[[], _T], limit_s: float, progress: Callable[[], int]) -> _T:
-    """What `work` returns or raises. Raises TimeoutError when `progress` has stayed the same for `limit_s` seconds.
+    """Returns or raises what `work` does. Raises TimeoutError when `progress` has not changed for `limit_s` seconds.
 
-    The work is in a thread of its own, which is left to itself then: a limit of the library counts for one of its many
-    attempts, and not for resolving names.
+    The work runs in a daemon thread, which is abandoned then: a timeout of the library applies to one of its many attempts,
+    and not to resolving names.
     """
     import huggingface_hub
 
-    results: list[_T] = []
-    errors: list[BaseException] = []
+    future: Future[_T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="hub", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="hub", daemon=True).start()
     since, seen = time.monotonic(), -1
-    while thread.is_alive():
-        thread.join(min(_LOOK_EVERY_S, limit_s))
+    while not wait([future], min(_POLL_S, limit_s)).done:
         if (now := progress()) != seen:
             since, seen = time.monotonic(), now
-        if thread.is_alive() and time.monotonic() - since >= limit_s:
+        if time.monotonic() - since >= limit_s:
             raise TimeoutError(f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return future.result()
 
 
 def _cached_bytes(name: str) -> int:
-    """Bytes of a data set in the caches of the library, downloads that are not complete included."""
+    """Returns the bytes of a data set in the caches of the library, incomplete downloads included."""
     import datasets
     import huggingface_hub
 
@@ -106,12 +104,7 @@ def _cached_bytes(name: str) -> int:
     for cache in (huggingface_hub.constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE):
         for folder in Path(cache).glob("*"):
             if wanted in folder.name.lower() and folder.is_dir():
-                total += sum(_size(path) for path in folder.rglob("*"))
+                for path in folder.rglob("*"):
+                    with suppress(FileNotFoundError):  # the download has just completed
+                        total += path.lstat().st_size
     return total
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except FileNotFoundError:  # a download that was just completed
-        return 0

@@ -1,4 +1,4 @@
-"""The data sets: what `data.source` names is read by one of the loaders, or the start stops with the cause and the remedy.
+"""Loads the data set that `data.source` names, or stops the start with the cause and the remedy.
 
 `gsm8k` and `math` come from the hub, `math:SOURCE` is MATH in other places, `tiny` is generated; anything else is a file, a
 directory with one file per split, or the name of a data set on the hub.
@@ -14,27 +14,17 @@ from common.imports import import_callable
 from common.schemas import Prompt
 from common.sections import DataSection
 from services.data import tiny
-from services.data.loaders_base import Loader
+from services.data.loaders_base import Loader, check_enough
 from services.data.loaders_custom import CustomDatasetLoader
 from services.data.loaders_math import MATH_ON_HUB, GSM8KLoader, MATHLoader
-from services.data.rows import final_answer, stop
+from services.data.rows import stop
 
-__all__ = [
-    "CustomDatasetLoader",
-    "GSM8KLoader",
-    "Loader",
-    "MATHLoader",
-    "Split",
-    "TinyLoader",
-    "final_answer",
-    "load_split",
-    "loader_of",
-]
+__all__ = ["CustomDatasetLoader", "GSM8KLoader", "Loader", "MATHLoader", "Split", "TinyLoader", "load_split", "loader_of"]
 Split = Literal["train", "eval"]
 
 
 class TinyLoader(Loader):
-    """The generated task (`services.data.tiny`): splits train and test, the same ones always."""
+    """The generated task (`services.data.tiny`), with the splits train and test, which never change."""
 
     def __init__(self, task: str = "") -> None:
         super().__init__("tiny", task=task)
@@ -43,15 +33,14 @@ class TinyLoader(Loader):
         if split not in tiny.SIZES:
             stop(f"the data set tiny has no split {split!r}", "tiny", "its splits are train and test")
         name: tiny.Split = "train" if split == "train" else "test"
-        rows = enumerate(itertools.islice(tiny.problems(name), tiny.SIZES[name]))
         return [
             Prompt(id=f"tiny-{name}-{n}", prompt=problem.question, ground_truth=str(problem.answer), task=self.task)
-            for n, problem in rows
+            for n, problem in enumerate(itertools.islice(tiny.problems(name), tiny.SIZES[name]))
         ]
 
 
 def loader_of(config: DataSection) -> Loader:
-    """The loader of `data.source`. Raises ConfigError for levels that are none and a `data.map` that cannot be imported."""
+    """Returns the loader of `data.source`. Raises ConfigError for an unknown level or a `data.map` that cannot be imported."""
     if config.source == "tiny":
         return TinyLoader()
     if config.source == "gsm8k":
@@ -76,14 +65,15 @@ def loader_of(config: DataSection) -> Loader:
 
 
 def load_split(config: DataSection, split: Split, seed: int) -> list[Prompt]:
-    """The prompts of a split, in the order of the data set: what the data-server serves.
+    """Returns the prompts of a split that the data-server serves, in the order of the data set.
 
     Args:
-        config: source, names of the splits and of the columns, and how many training problems to use.
+        config: source, names of the splits and of the columns, and number of training problems.
         split: `train` or `eval`.
-        seed: decides which problems `config.num_samples` keeps; the data set itself does not depend on it.
+        seed: chooses the problems that `config.num_samples` keeps; the data set itself does not depend on it.
 
-    Raises ConfigError, naming the file, row and column where there is one, when anything does not load.
+    Raises:
+        ConfigError: anything does not load; the error names file, row and column.
     """
     if config.train_split == config.eval_split:
         raise ConfigError(
@@ -95,21 +85,9 @@ def load_split(config: DataSection, split: Split, seed: int) -> list[Prompt]:
     loader = loader_of(config)
     name: str = config.train_split if split == "train" else config.eval_split
     if Path(loader.source).is_file():
-        name = split  # a single file has no splits to name: a part of it is held out
+        name = split  # a single file has no named splits: a part of it is held out
     prompts = loader.load(name)
-    return _sample(prompts, config, seed) if split == "train" else prompts
-
-
-def _sample(prompts: list[Prompt], config: DataSection, seed: int) -> list[Prompt]:
-    """`data.num_samples` of them by chance, in the order of the data set."""
-    if config.num_samples is None:
+    if split == "eval" or config.num_samples is None:
         return prompts
-    if config.num_samples > len(prompts):
-        raise ConfigError(
-            f"the training split has only {len(prompts)} problems",
-            field="data.num_samples",
-            value=config.num_samples,
-            remedy="ask for fewer, or leave it unset for all of them",
-        )
-    kept = random.Random(seed).sample(range(len(prompts)), config.num_samples)
-    return [prompts[i] for i in sorted(kept)]
+    check_enough(prompts, config.num_samples)
+    return [prompts[i] for i in sorted(random.Random(seed).sample(range(len(prompts)), config.num_samples))]

@@ -1,9 +1,9 @@
-"""What all loaders share: where rows come from, parts of a single file, and which problems of a split are wanted."""
+"""Base of the loaders: where rows come from, parts of a single file, and the prompt of a row."""
 
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,12 @@ from common.errors import ConfigError
 from common.schemas import Prompt
 from services.data.files import file_of_split, read_file
 from services.data.hub import hub_rows, is_hub_name
-from services.data.rows import Row, stop
+from services.data.rows import Row, refuse_same_ids, stop
 
 HELD_OUT = 0.1
 """Share of a single file that is held out for evaluation."""
-WHOLE = "all"
-"""The split that is all of a single file."""
-_PARTS = {"train": "train", "test": "eval", "eval": "eval", WHOLE: WHOLE}
-"""Splits of a single file, and how the ids of their problems call them."""
+_PARTS = {"train": "train", "test": "eval", "eval": "eval", "all": "all"}
+"""Part of a single file that each split means; ids name the part."""
 
 
 class Loader(ABC):
@@ -26,26 +24,27 @@ class Loader(ABC):
 
     Args:
         source: a file, a directory with a file per split, or `org/name` on the hub where no such path exists.
-        hub_config: configuration of a data set on the hub that has several; empty for the default one.
-        name: what ids without a column of their own begin with, before the split; empty to name them after the source.
-        task: which reward functions grade the answers; empty for the default ones.
+        hub_config: configuration of a hub data set that has several; empty for the default one.
+        name: prefix of the ids of rows without an `id`, before the split; empty for the name of the source.
+        task: task of the prompts, which chooses their reward functions; empty for the default ones.
     """
 
     def __init__(self, source: str | Path, hub_config: str = "", name: str = "", task: str = "") -> None:
         self.source, self.hub_config, self.name, self.task = str(source), hub_config, name, task
 
     def load(self, split: str, num_samples: int | None = None, seed: int = 0, shuffle: bool = False) -> list[Prompt]:
-        """The prompts of a split, in the order of the data set.
+        """Returns the prompts of a split, in the order of the data set.
 
         Args:
-            split: as the data set names it. A single file has `train` and `test`, a tenth of the problems held out by a hash
-                of their texts, and `all`.
-            num_samples: only the first so many; all of them when None.
-            seed: of the order when `shuffle` is on.
-            shuffle: in an order that depends on `seed`; before `num_samples` are taken.
+            split: name in the data set. A single file has `train`, `test` (a tenth of the problems, chosen by a hash of their
+                texts) and `all`.
+            num_samples: number of prompts, the first ones; all when None.
+            seed: seed of the order when `shuffle` is on.
+            shuffle: shuffle before `num_samples` are taken.
 
-        Raises ConfigError, naming the file, row and column where there is one, when anything does not load, or when there
-        are fewer than `num_samples`. There is no substitute data.
+        Raises:
+            ConfigError: something does not load (the error names file, row and column), or there are too few problems.
+                There is no substitute data.
         """
         prompts = self._load(split)
         if not prompts:
@@ -54,37 +53,24 @@ class Loader(ABC):
                 self.source,
                 "add rows (a single file needs at least two different problems), or leave fewer of them out",
             )
-        self._refuse_same_ids(prompts)
-        if num_samples is not None and not 0 < num_samples <= len(prompts):
-            raise ConfigError(
-                f"the split {split!r} has only {len(prompts)} problems",
-                field="data.num_samples",
-                value=num_samples,
-                remedy="ask for at least one and not for more than there are, or leave it unset for all of them",
-            )
+        refuse_same_ids(prompts, "data.source")
+        if num_samples is not None:
+            check_enough(prompts, num_samples)
         if shuffle:
             random.Random(seed).shuffle(prompts)
         return prompts[:num_samples]
 
     @abstractmethod
     def _load(self, split: str) -> list[Prompt]:
-        """All problems of a split."""
-
-    def _refuse_same_ids(self, prompts: list[Prompt]) -> None:
-        seen: set[str] = set()
-        for prompt in prompts:
-            if prompt.id in seen:
-                remedy = "make the ids unique, or leave the column id out"
-                stop(f"two problems have the id {prompt.id!r}", self.source, remedy)
-            seen.add(prompt.id)
+        """Returns all problems of a split."""
 
 
 class RowLoader(Loader):
     """A data set of rows with columns, in files or on the hub."""
 
     @abstractmethod
-    def _prompt(self, row: dict[str, Any], where: str, default_id: str) -> Prompt | None:
-        """The problem of a row, or None to leave the row out."""
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
+        """Returns the problem of a row, or None to leave the row out."""
 
     def _load(self, split: str) -> list[Prompt]:
         path = Path(self.source)
@@ -105,17 +91,27 @@ class RowLoader(Loader):
         return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
-        """Prompts of rows; one without an id of its own is `{prefix}-{row}`, rows counted from 0 before any is left out."""
         made = (self._prompt(row, where, f"{prefix}-{number}") for number, (where, row) in enumerate(rows))
         return [prompt for prompt in made if prompt is not None]
 
 
-def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
-    """One side of a single file. By the problem's text, so the same problem is never on both sides.
+def check_enough(prompts: list[Prompt], num_samples: int) -> None:
+    """Raises ConfigError unless `num_samples` of the prompts can be taken."""
+    if not 0 < num_samples <= len(prompts):
+        raise ConfigError(
+            f"the split has only {len(prompts)} problems",
+            field="data.num_samples",
+            value=num_samples,
+            remedy="ask for at least one and at most as many as there are, or leave it unset for all of them",
+        )
 
-    The side of a problem does not change when rows are added. A short file has at least one problem held out.
+
+def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
+    """Returns one part of a single file. The problem's text decides, so the same problem is never in both parts.
+
+    Adding rows moves no problem to the other part. A short file has at least one problem held out.
     """
-    if part == WHOLE:
+    if part == "all":
         return prompts
     shares = [int.from_bytes(hashlib.sha256(prompt.prompt.encode()).digest()[:8]) / 2**64 for prompt in prompts]
     limit = max(HELD_OUT, min(shares, default=0.0))

@@ -1,4 +1,4 @@
-"""Data sets of one's own: columns or chats, in files or on the hub, changed by a function where they need to be."""
+"""Your own data sets: columns or chats, in files or on the hub, optionally changed by a function."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 from common.errors import ConfigError
 from common.schemas import Prompt
 from services.data.loaders_base import RowLoader
-from services.data.rows import MAX_ID_CHARS, final_answer, further_columns, read_chat, stated_answer, stop, text_of
+from services.data.rows import final_answer, further_columns, id_of, read_chat, stated_answer, stop_at, text_of
 
 MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""Columns of a row -> the columns to read instead, or None to leave the row out."""
+"""Maps the columns of a row to the columns to read, or to None to leave the row out."""
 
 
 class CustomDatasetLoader(RowLoader):
@@ -22,14 +22,14 @@ class CustomDatasetLoader(RowLoader):
         source: a file (.jsonl, .json, .csv, .parquet), a directory with a file per split, or `org/name` on the hub.
         prompt_field: column of the problem.
         answer_field: column of the answer; of a text with `#### N` only N is kept.
-        messages_field: column of a chat, in the place of `prompt_field`: any system messages (they come before the problem),
-            one user message, and at most one answer. Where there is no column `answer_field`, the chat's answer is the worked
-            solution and what it states last (`#### N` or a box) the ground truth.
-        task: which reward functions grade the answers; empty for the default ones.
+        messages_field: column of a chat, instead of `prompt_field`: system messages (they precede the problem), one user
+            message, and at most one answer. Without a column `answer_field`, the chat's answer is the worked solution, and its
+            final answer (`#### N` or a box) the ground truth.
+        task: task of the prompts, which chooses their reward functions; empty for the default ones.
         task_field: column with the task of each row, where a data set mixes tasks; empty: `task` for all.
         columns: names of the further columns to keep; all of them when None.
         map: changes every row before it is read, or leaves it out.
-        hub_config: configuration of a data set on the hub that has several; empty for the default one.
+        hub_config: configuration of a hub data set that has several; empty for the default one.
     """
 
     def __init__(
@@ -48,50 +48,66 @@ class CustomDatasetLoader(RowLoader):
         self.prompt_field, self.answer_field, self.messages_field = prompt_field, answer_field, messages_field
         self.task_field, self.columns, self.map = task_field, columns, map
 
-    def _prompt(self, row: dict[str, Any], where: str, default_id: str) -> Prompt | None:
-        changed = self._mapped(row, where)
-        if changed is None:
-            return None
-        text, answer = self._problem(changed, where)
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
+        if self.map is not None:
+            changed = _mapped(self.map, row, where)
+            if changed is None:
+                return None
+            row = changed
+        text, answer = self._problem(row, where)
         if not answer:
-            remedy = "give every row an answer, or remove it"
-            stop(f"{where}: the answer in column {self.answer_field!r} is empty", where, remedy)
+            stop_at(where, f"the answer in column {self.answer_field!r} is empty", "give every row an answer, or remove it")
         used = [self.messages_field or self.prompt_field, self.answer_field, self.task_field, "id"]
         return Prompt(
-            id=text_of(changed, "id", where, "the column id", MAX_ID_CHARS) if "id" in changed else default_id,
+            id=id_of(row, where, default_id),
             prompt=text,
             ground_truth=answer,
-            task=text_of(changed, self.task_field, where, "--data.task_field") if self.task_field else self.task,
-            columns=further_columns(changed, used, self.columns, where),
+            task=text_of(row, self.task_field, where, "--data.task_field") if self.task_field else self.task,
+            columns=further_columns(row, used, where, self.columns),
         )
 
-    def _problem(self, row: dict[str, Any], where: str) -> tuple[str, str]:
-        """(problem, ground truth)"""
-        if not self.messages_field:
+    def _problem(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+        """Returns (problem, ground truth)."""
+        if self.messages_field:
+            text, solution = _single_turn(read_chat(row, self.messages_field, where), self.messages_field, where)
+            if solution is not None and self.answer_field not in row:
+                return text, stated_answer(solution)
+        else:
             text = text_of(row, self.prompt_field, where, "--data.prompt_field")
-            return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))
-        text, solution = read_chat(row, self.messages_field, where)
-        if solution is None or self.answer_field in row:
-            return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))
-        return text, stated_answer(solution)
-
-    def _mapped(self, row: dict[str, Any], where: str) -> dict[str, Any] | None:
-        if self.map is None:
-            return row
-        try:
-            changed = self.map(dict(row))
-        except Exception as error:  # whatever a function of the operator's raises
-            reason = f"{type(error).__name__}: {error}"
-            raise _refused(f"{where}: the function failed ({reason})", _name(self.map), "repair it, or the row") from error
-        if changed is not None and not isinstance(changed, Mapping):
-            problem = f"{where}: the function returned {changed!r:.80}"
-            raise _refused(problem, _name(self.map), "return a mapping of columns, or None to leave the row out")
-        return None if changed is None else dict(changed)
+        return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))
 
 
-def _name(function: MapRow) -> str:
-    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
+def _single_turn(messages: list[tuple[str, str]], column: str, where: str) -> tuple[str, str | None]:
+    """Returns (problem, answer of the assistant or None); system messages precede the problem, after an empty line each."""
+    roles = [role for role, _ in messages]
+    instructions = roles.count("system")
+    if roles[:instructions] != ["system"] * instructions or roles[instructions:] not in (["user"], ["user", "assistant"]):
+        stop_at(
+            where,
+            f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any number of system messages, one "
+            "user message, and at most one answer of the assistant",
+            "turn the rows into such chats, or into columns, with data.map",
+        )
+    prompt = "\n\n".join(text for _, text in messages[: instructions + 1])
+    return prompt, messages[-1][1] if roles[-1] == "assistant" else None
 
 
-def _refused(message: str, name: str, remedy: str) -> ConfigError:
-    return ConfigError(message, field="data.map", value=name, remedy=remedy)
+def _mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
+    try:
+        changed = function(dict(row))
+    except Exception as error:  # the operator's function may raise anything
+        raise ConfigError(
+            f"{where}: the function failed ({type(error).__name__}: {error})",
+            field="data.map",
+            value=name,
+            remedy="repair it, or the row",
+        ) from error
+    if changed is not None and not isinstance(changed, Mapping):
+        raise ConfigError(
+            f"{where}: the function returned {changed!r:.80}",
+            field="data.map",
+            value=name,
+            remedy="return a mapping of columns, or None to leave the row out",
+        )
+    return changed

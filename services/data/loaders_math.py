@@ -1,20 +1,20 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and MATH (Hendrycks et al. 2021, arXiv:2103.03874)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.marks import last_box
+from common.final_answers import last_box
 from common.schemas import Prompt
 from services.data.loaders_base import RowLoader
-from services.data.rows import final_answer, further_columns, is_number, stop, text_of
+from services.data.rows import final_answer, further_columns, id_of, stop, stop_at, text_of
 
 GSM8K_ON_HUB = "openai/gsm8k"
 MATH_ON_HUB = "DigitalLearningGmbH/MATH-lighteval"
-"""The data set of 7,500 and 5,000 problems with the columns problem, level, type and solution; the original has left the
-hub."""
+"""7,500 and 5,000 problems with the columns problem, level, type and solution. The original is no longer on the hub."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _LEVEL = re.compile(r"(?:level\s*)?(\d+)(?:\.0)?", re.IGNORECASE)
 _UNKNOWN_LEVEL = re.compile(r"level\s*\?", re.IGNORECASE)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^{}$\n]+)\$")
@@ -22,52 +22,45 @@ _MATH_COLUMNS = ("problem", "solution", "answer", "level", "subject", "type", "i
 
 
 class GSM8KLoader(RowLoader):
-    """Grade-school problems, columns question and answer; the answer ends in `#### N`.
+    """Grade-school problems with the columns question and answer; the answer ends in `#### N`.
 
-    The ground truth is N without thousands separators, for example `1080` or `-2`. An answer that is not one number stops
-    the loading.
-
-    Args:
-        source: `org/name` on the hub, or a file or directory with the same columns.
-        task: as in `Loader`.
+    The ground truth is N without thousands separators, such as `1080` or `-2`. An answer that is not one number is an error.
+    `source` is `org/name` on the hub, or a file or directory with the same columns.
     """
 
     def __init__(self, source: str | Path = GSM8K_ON_HUB, task: str = "") -> None:
         super().__init__(source, "main", "gsm8k", task)
 
-    def _prompt(self, row: dict[str, Any], where: str, default_id: str) -> Prompt:
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
         answer = final_answer(text_of(row, "answer", where, "another source"))
-        if not is_number(answer):
-            stop(f"{where}: the answer {answer!r:.80} is not a number", where, "end the answer in #### and one number")
+        if not _NUMBER.fullmatch(answer):
+            stop_at(where, f"the answer {answer!r:.80} is not a number", "end the answer in #### and one number")
         question = text_of(row, "question", where, "another source")
-        own = text_of(row, "id", where, "the column id") if "id" in row else default_id
-        columns = further_columns(row, ("question", "answer", "id"), None, where)
+        columns = further_columns(row, ("question", "answer", "id"), where)
+        own = id_of(row, where, default_id)
         return Prompt(id=own, prompt=question, ground_truth=answer, task=self.task, columns=columns)
 
 
 class MATHLoader(RowLoader):
-    """Competition problems, columns problem, solution, and where there are any: answer, level, and subject or type.
+    """Competition problems with the columns problem and solution, and optionally answer, level, and subject or type.
 
-    The ground truth is the column answer, else what the last balanced box of the solution contains. Level and subject are
-    in `Prompt.columns`: `level` as a number where it is known.
+    The ground truth is the column answer, else the content of the last balanced box of the solution. Level and subject are in
+    `Prompt.columns`; a known `level` is a number. Any choice of levels leaves out problems whose level is unknown.
 
     Args:
         levels: keep problems of these levels: 1 to 5, as 5, "5" or "Level 5"; all when None.
-        min_level: keep problems of this level and above.
-        max_level: keep problems of this level and below.
         subjects: keep problems of these subjects, such as `Algebra` or `counting_and_probability`; all when None.
         source: `org/name` on the hub, or a file or directory with the same columns.
-        hub_config: as in `Loader`.
-        task: as in `Loader`.
+        hub_config: configuration of a hub data set that has several; empty for the default one.
+        task: task of the prompts, which chooses their reward functions; empty for the default ones.
 
-    Raises ConfigError for a level that is none. Problems whose level is not known are left out by any choice of levels.
+    Raises:
+        ConfigError: a level is not one.
     """
 
     def __init__(
         self,
         levels: Sequence[int | str] | None = None,
-        min_level: int | str | None = None,
-        max_level: int | str | None = None,
         subjects: Sequence[str] | None = None,
         source: str | Path = MATH_ON_HUB,
         hub_config: str = "",
@@ -75,8 +68,6 @@ class MATHLoader(RowLoader):
     ) -> None:
         super().__init__(source, hub_config, "math", task)
         self.levels = None if levels is None else frozenset(map(_wanted_level, levels))
-        self.min_level = None if min_level is None else _wanted_level(min_level)
-        self.max_level = None if max_level is None else _wanted_level(max_level)
         self.subjects = None if subjects is None else {_plain(name): name for name in subjects}
         self._seen: set[str] = set()
 
@@ -88,46 +79,39 @@ class MATHLoader(RowLoader):
             stop(f"the split {split!r} has no subject {absent!r}; it has {there}", absent, "name one of these", "data.subjects")
         return prompts
 
-    def _prompt(self, row: dict[str, Any], where: str, default_id: str) -> Prompt | None:
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
         level = self._level(row, where)
         subject = next((row[name] for name in ("subject", "type") if isinstance(row.get(name), str)), None)
         self._seen.add(_plain(subject or ""))
-        if not self._wants(level) or (self.subjects is not None and _plain(subject or "") not in self.subjects):
+        if self.levels is not None and level not in self.levels:
+            return None
+        if self.subjects is not None and _plain(subject or "") not in self.subjects:
             return None
         known = {"level": row.get("level") if level is None else level, "subject": subject}
         columns = {name: value for name, value in known.items() if value is not None}
         return Prompt(
-            id=text_of(row, "id", where, "the column id") if "id" in row else default_id,
+            id=id_of(row, where, default_id),
             prompt=text_of(row, "problem", where, "another source"),
             ground_truth=_ground_truth(row, where),
             task=self.task,
-            columns=columns | further_columns(row, _MATH_COLUMNS, None, where),
+            columns=columns | further_columns(row, _MATH_COLUMNS, where),
         )
 
-    def _wants(self, level: int | None) -> bool:
-        if self.levels is None and self.min_level is None and self.max_level is None:
-            return True
-        if level is None or (self.levels is not None and level not in self.levels):
-            return False
-        low = level if self.min_level is None else self.min_level
-        high = level if self.max_level is None else self.max_level
-        return low <= level <= high
-
-    def _level(self, row: dict[str, Any], where: str) -> int | None:
-        """The level of a row; None where it is not known. Raises ConfigError when it is needed and there is no such column."""
+    def _level(self, row: Mapping[str, Any], where: str) -> int | None:
+        """Returns the level of a row; None where it is unknown. Raises ConfigError when it is needed and its column absent."""
         value = row.get("level")
         if value is None:
-            if not self._wants(None):
+            if self.levels is not None:
                 text_of(row, "level", where, "data.levels to nothing: the problems of this source have no levels")
             return None
         level = level_number(value)
         if level is None and not (isinstance(value, str) and _UNKNOWN_LEVEL.fullmatch(value.strip())):
-            stop(f"{where}: the level is {value!r:.80}, not a number or Level N", where, "repair the row, or remove it")
+            stop_at(where, f"the level is {value!r:.80}, not a number or Level N")
         return level
 
 
 def level_number(value: object) -> int | None:
-    """5 of 5, 5.0, "5" and "Level 5"; None for anything else."""
+    """Returns 5 for 5, 5.0, "5" and "Level 5"; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     found = _LEVEL.fullmatch(str(value).strip())
@@ -142,16 +126,16 @@ def _wanted_level(value: int | str) -> int:
 
 
 def _plain(subject: str) -> str:
-    """`Counting & Probability` and `counting_and_probability` are one subject."""
+    """Returns one spelling for `Counting & Probability` and `counting_and_probability`."""
     return " ".join(re.findall("[a-z]+", subject.lower().replace("&", " and ")))
 
 
-def _ground_truth(row: dict[str, Any], where: str) -> str:
+def _ground_truth(row: Mapping[str, Any], where: str) -> str:
     if row.get("answer") is not None:
         return text_of(row, "answer", where, "the column answer").strip()
     solution = text_of(row, "solution", where, "the column answer, or solution")
     bare = _BARE_BOX.findall(solution)  # a few solutions have \boxed 5 without braces
     answer = last_box(solution) or (str(bare[-1]).strip() if bare else "")
     if not answer:
-        stop(f"{where}: the solution has no \\boxed answer", where, "box the answer, or add a column answer")
+        stop_at(where, "the solution has no \\boxed answer", "box the answer, or add a column answer")
     return answer

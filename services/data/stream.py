@@ -1,9 +1,9 @@
 """The stream of training prompts: a deterministic order, epochs without end, and a cursor that survives a kill.
 
-Which prompt is at a position is a pure function of seed and position, so the cursor is all the state there is. It is on
-disk before a batch is answered: no prompt is handed out twice in an epoch, whoever pulls and whenever the process ends.
-The price is a batch whose answer was lost on the way; a client gets it again by repeating its `request_id`.
-With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are on disk beside the cursor.
+The prompt at a position is a pure function of seed and position, so the cursor is all the state. It is on disk before a batch
+is answered: no prompt is handed out twice in an epoch, however many clients there are and whenever the process ends. A client
+whose answer was lost gets the same batch by repeating its `request_id`.
+With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are stored beside the cursor.
 """
 
 import hashlib
@@ -11,15 +11,14 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.schemas import Prompt
-from services.data.curriculum import Curriculum, CurriculumProgress, Difficulty
+from common.schemas import Prompt, PromptBatch, Wire
+from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
 _VERSION = 1  # of the schema below
@@ -39,32 +38,22 @@ PRAGMA user_version = 1;
 """
 
 
-@dataclass(frozen=True)
-class Taken:
-    """One batch, and where it begins."""
-
-    prompts: list[Prompt]
-    epoch: int
-    """Of the first prompt, from 0."""
-    position: int
-    """Prompts taken from this stream before this batch, over all epochs."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where the shuffled stream is."""
+class StreamStats(Wire):
+    """State of the shuffled stream."""
 
     position: int
+    """Prompts taken, over all epochs."""
     epoch: int
-    served: int
+    prompts_served: int
     """Prompts handed out by both streams since the state directory was made; repeated answers count once."""
-    curriculum: CurriculumProgress | None = None
+    curriculum: CurriculumStats | None = None
+    """Absent without a curriculum."""
 
 
 def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    """The order of an epoch: [size] indices.
+    """Returns the order of an epoch: [size] indices.
 
-    Made from the raw stream of PCG64, which numpy never changes, so a cursor stays valid over its versions.
+    It uses the raw stream of PCG64, which numpy never changes, so a cursor stays valid with other versions of numpy.
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     return np.argsort(bits.random_raw(size), kind="stable")
@@ -77,12 +66,12 @@ class PromptStream:
 
     Args:
         prompts: the training split, not empty.
-        seed: of the shuffled order.
+        seed: seed of the shuffled order.
         state_dir: the cursors are in `state_dir/data/stream.db`.
-        difficulty: of the curriculum that draws the shuffled stream; None for a plain one.
+        difficulty: curriculum that draws the shuffled stream; None for a plain one.
 
-    Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed, data set or kind of
-    stream.
+    Raises:
+        ConfigError: the state directory cannot be used, is damaged, or belongs to another seed, data set or kind of stream.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path, difficulty: Difficulty | None = None) -> None:
@@ -95,11 +84,14 @@ class PromptStream:
         self._curriculum = Curriculum(len(prompts), seed, difficulty, self._place_at) if difficulty else None
         self._db = self._open()
 
-    def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> Taken:
-        """The next `count` prompts; a batch may cross into the next epoch.
+    def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> PromptBatch:
+        """Returns the next `count` prompts; a batch may cross into the next epoch.
 
-        A call that repeats a recent `request_id` gets the same batch and moves nothing. Raises InvalidInput when that id
-        asked for something else, NotReady when the cursor cannot be stored (then nothing was handed out).
+        Repeating a recent `request_id` returns the same batch and moves nothing.
+
+        Raises:
+            InvalidInput: the id was used for another request.
+            NotReady: the cursor cannot be stored; nothing was handed out.
         """
         stream = _SHUFFLED if shuffle else _ORDERED
         with self._transaction() as db:
@@ -118,13 +110,20 @@ class PromptStream:
                 places = self._curriculum.places(db, position, count)
             else:
                 places = [self._place_at(i) for i in range(position, position + count)]
-        return Taken([self.prompts[place] for place in places], position // len(self.prompts), position)
+        return PromptBatch(
+            prompts=[self.prompts[place] for place in places],
+            total_available=len(self.prompts),
+            epoch=position // len(self.prompts),
+            position=position,
+        )
 
     def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
-        """Tells the curriculum (prompt id, pass rate) pairs; a call that repeats a `request_id` changes nothing.
+        """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes nothing.
 
-        Raises InvalidInput when there is no curriculum, an id is not of the training split, or the `request_id` came with
-        other pass rates; NotReady when they cannot be stored.
+        Raises:
+            InvalidInput: there is no curriculum, an id is not in the training split, or the `request_id` was used for other
+                pass rates.
+            NotReady: the pass rates cannot be stored.
         """
         if self._curriculum is None:
             raise InvalidInput(
@@ -144,10 +143,10 @@ class PromptStream:
             self._curriculum.report(db, request_id, by_place, position)
 
     def seek(self, position: int) -> None:
-        """Goes on at `position` prompts from the beginning of the shuffled stream.
+        """Continues at `position` prompts from the beginning of the shuffled stream.
 
-        Remembered answers that reach beyond it are forgotten: their prompts are drawn anew. A curriculum is set back to what
-        it knew when the stream was there.
+        Forgets remembered answers that reach beyond it: their prompts are drawn anew. A curriculum returns to what it knew when
+        the stream was there.
         """
         with self._transaction() as db:
             db.execute("UPDATE cursors SET position = ? WHERE stream = ?", (position, _SHUFFLED))
@@ -156,22 +155,23 @@ class PromptStream:
                 self._curriculum.rewind(db, position)
 
     def reset(self) -> None:
-        """Both streams start over; remembered requests and what a curriculum knows are forgotten."""
+        """Restarts both streams and forgets remembered requests and pass rates."""
         with self._transaction() as db:
             db.execute("UPDATE cursors SET position = 0")
             db.execute("DELETE FROM answers")
             if self._curriculum:
-                self._curriculum.reset(db)
+                self._curriculum.rewind(db, -1)  # before every draw and every report
 
-    def progress(self) -> Progress:
+    def stats(self) -> StreamStats:
         with self._transaction() as db:
             ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,))
             ((served,),) = db.execute("SELECT sum(served) FROM cursors")
-            known = self._curriculum.progress(db) if self._curriculum else None
-        return Progress(position, position // len(self.prompts), served, known)
+            curriculum = self._curriculum.stats(db) if self._curriculum else None
+        epoch = position // len(self.prompts)
+        return StreamStats(position=position, epoch=epoch, prompts_served=served, curriculum=curriculum)
 
     def flush(self) -> None:
-        """Moves the write-ahead log into the database file. Every answer was durable before."""
+        """Moves the write-ahead log into the database file. Every answer is durable without it."""
         with self._lock, self._named_errors():
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -180,7 +180,7 @@ class PromptStream:
             self._db.close()
 
     def _place_at(self, index: int) -> int:
-        """Which prompt the plain shuffled stream has at a position."""
+        """Returns the index of the prompt that the plain shuffled stream has at a position."""
         epoch, place = divmod(index, len(self.prompts))
         if epoch not in self._orders:
             if len(self._orders) >= 2:  # a batch at the border of two epochs needs both
@@ -198,23 +198,22 @@ class PromptStream:
                 f"the request_id was used for batch_size={row[2]}, shuffle={str(row[0] == _SHUFFLED).lower()}",
                 field="request_id",
                 value=request_id,
-                remedy="repeat that request as it was, or use a new request_id",
+                remedy="repeat that request unchanged, or use a new request_id",
             )
         return int(row[1])
 
     @staticmethod
     def _remember(db: sqlite3.Connection, request_id: str, stream: str, position: int, count: int) -> None:
         new = "INSERT INTO answers (request_id, stream, position, count) VALUES (?, ?, ?, ?)"
-        serial = db.execute(new, (request_id, stream, position, count)).lastrowid
-        assert serial is not None
-        db.execute("DELETE FROM answers WHERE serial <= ?", (serial - REMEMBERED_REQUESTS,))
+        db.execute(new, (request_id, stream, position, count))
+        db.execute("DELETE FROM answers WHERE serial <= last_insert_rowid() - ?", (REMEMBERED_REQUESTS,))
 
     # ------------------------------------------------------------ the file
 
     def _open(self) -> sqlite3.Connection:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Transactions are written out; the lock below makes one connection safe for all threads.
+            # Transactions are explicit; `_lock` makes one connection safe for all threads.
             db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error, "set state_dir to a folder that can be written") from None
@@ -224,12 +223,11 @@ class PromptStream:
             db.execute("BEGIN IMMEDIATE")
             self._check_or_create(db)
             db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ConfigError) as error:
             db.close()
+            if isinstance(error, ConfigError):
+                raise
             raise self._unusable(error, "remove the file: the stream then starts over") from None
-        except ConfigError:
-            db.close()
-            raise
         return db
 
     def _check_or_create(self, db: sqlite3.Connection) -> None:
@@ -288,7 +286,7 @@ class PromptStream:
                 f"the cursor of the prompts cannot be stored: {error}",
                 field="state_dir",
                 value=str(self.path),
-                remedy="see that its disk has room and works; nothing was handed out",
+                remedy="check that its disk has room and works; nothing was handed out",
             ) from None
 
 

@@ -5,8 +5,9 @@ split occurs in training in any wording.
 """
 
 import hashlib
+import operator
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,26 @@ SIZES: dict[Split, int] = {"train": 8192, "test": 1024}
 
 _NAMES = ("Ann", "Ben", "Cara", "Dan", "Eve", "Finn", "Gia", "Hugo")
 _THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_WORDINGS = {
+    "a+b+c": (
+        "{n} has {a} {t}, buys {b} more and finds {c} more. How many {t} now?",
+        "{n} had {a} {t}. A friend gave {b} and another gave {c}. How many {t} in total?",
+    ),
+    "a+b-c": (
+        "{n} has {a} {t}, buys {b} more and loses {c}. How many {t} now?",
+        "{n} had {a} {t}. A friend gave {b}, then {n} sold {c}. How many {t} are left?",
+    ),
+    "a-b+c": (
+        "{n} has {a} {t}, loses {b} and finds {c} more. How many {t} now?",
+        "{n} had {a} {t}, sold {b}, then a friend gave {c}. How many {t} are left?",
+    ),
+    "a*b+c": (
+        "{n} has {a} bags with {b} {t} each and {c} more. How many {t} now?",
+        "{n} buys {a} boxes of {b} {t} and finds {c} more. How many {t} in total?",
+    ),
+}
+"""Wordings of each kind of problem; the kind is evaluated from left to right."""
 
 
 @dataclass(frozen=True)
@@ -28,88 +49,24 @@ class TinyProblem:
     answer: int
 
 
-@dataclass(frozen=True)
-class _Kind:
-    name: str
-    first: Callable[[int, int], int]
-    second: Callable[[int, int], int]
-    signs: tuple[str, str]
-    wordings: tuple[str, ...]
-
-
-def _plus(x: int, y: int) -> int:
-    return x + y
-
-
-def _minus(x: int, y: int) -> int:
-    return x - y
-
-
-def _times(x: int, y: int) -> int:
-    return x * y
-
-
-_KINDS = (
-    _Kind(
-        "a+b+c",
-        _plus,
-        _plus,
-        ("+", "+"),
-        (
-            "{n} has {a} {t}, buys {b} more and finds {c} more. How many {t} now?",
-            "{n} had {a} {t}. A friend gave {b} and another gave {c}. How many {t} in total?",
-        ),
-    ),
-    _Kind(
-        "a+b-c",
-        _plus,
-        _minus,
-        ("+", "-"),
-        (
-            "{n} has {a} {t}, buys {b} more and loses {c}. How many {t} now?",
-            "{n} had {a} {t}. A friend gave {b}, then {n} sold {c}. How many {t} are left?",
-        ),
-    ),
-    _Kind(
-        "a-b+c",
-        _minus,
-        _plus,
-        ("-", "+"),
-        (
-            "{n} has {a} {t}, loses {b} and finds {c} more. How many {t} now?",
-            "{n} had {a} {t}, sold {b}, then a friend gave {c}. How many {t} are left?",
-        ),
-    ),
-    _Kind(
-        "a*b+c",
-        _times,
-        _plus,
-        ("*", "+"),
-        (
-            "{n} has {a} bags with {b} {t} each and {c} more. How many {t} now?",
-            "{n} buys {a} boxes of {b} {t} and finds {c} more. How many {t} in total?",
-        ),
-    ),
-)
-
-
 def split_of(kind: str, a: int, b: int, c: int) -> Split:
-    """Which split a combination belongs to, in every wording."""
+    """Returns the split that a combination belongs to, in every wording."""
     digest = hashlib.sha256(f"{kind} {a} {b} {c}".encode()).digest()
     return "test" if digest[0] < 256 * HELD_OUT else "train"
 
 
 def problems(split: Split, seed: int = 0) -> Iterator[TinyProblem]:
-    """Problems of a split without end; the same seed gives the same ones."""
+    """Yields problems of a split without end; a seed always gives the same ones."""
     rng = random.Random(f"tiny {split} {seed}")
+    kinds = list(_WORDINGS)
     while True:
-        kind = rng.choice(_KINDS)
+        kind = rng.choice(kinds)
         a, b, c = (rng.randint(2, 9) for _ in range(3))
-        middle = kind.first(a, b)
-        answer = kind.second(middle, c)
-        if middle < 0 or answer < 0 or split_of(kind.name, a, b, c) != split:
+        first, second = kind[1], kind[3]
+        middle = _OPERATORS[first](a, b)
+        answer = _OPERATORS[second](middle, c)
+        if middle < 0 or answer < 0 or split_of(kind, a, b, c) != split:
             continue
-        wording = rng.choice(kind.wordings)
+        wording = rng.choice(_WORDINGS[kind])
         question = wording.format(n=rng.choice(_NAMES), t=rng.choice(_THINGS), a=a, b=b, c=c)
-        steps = f"{a}{kind.signs[0]}{b}={middle}. {middle}{kind.signs[1]}{c}={answer}."
-        yield TinyProblem(question, f"{steps}\n#### {answer}", answer)
+        yield TinyProblem(question, f"{a}{first}{b}={middle}. {middle}{second}{c}={answer}.\n#### {answer}", answer)

@@ -21,7 +21,7 @@ _CRASHED = 70  # EX_SOFTWARE
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = Parser("services.engine", __doc__ or "")
     parser.add_argument("--model-path", type=Path, required=True, help="local Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1")
@@ -29,12 +29,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weight-version", default="default", help="label of these weights in every answer")
     parser.add_argument("--max-running-requests", type=positive, default=256, help="completions decoded at once")
     parser.add_argument("--max-context-tokens", type=positive, default=2048, help="prompt plus completion")
-    parser.add_argument("--seed", type=int, default=0, help="of requests without sampling_seed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests without sampling_seed")
     return parser.parse_args(argv)
 
 
 def _die() -> None:
-    """An engine without its thread serves nobody: its supervisor starts a new one."""
+    """Ends the process, so that its supervisor starts a new engine."""
     logging.shutdown()
     os._exit(_CRASHED)
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: any number is known, one at a time is merged into the weights."""
+"""LoRA adapters in PEFT's format: any number are loaded, one at a time is merged into the weights."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import ServiceError
 
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False, None),
@@ -25,11 +25,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
 }
-"""What this engine knows of PEFT's settings; another value would change what the adapter's matrices mean."""
+"""PEFT's settings with the values that this engine supports; others would change the meaning of the matrices."""
 
 
 class BadAdapter(ServiceError):
-    """There is no such adapter, or its files are not one of this model (400)."""
+    """The adapter does not exist or does not fit the model (400)."""
 
     status = 400
     code = "bad_adapter"
@@ -37,46 +37,46 @@ class BadAdapter(ServiceError):
 
 @dataclass(frozen=True)
 class Adapter:
-    """W + scale × B A for each matrix W that has one."""
+    """A low-rank update: W + scale × B A for each matrix W that has factors."""
 
     path: Path
     scale: float
     factors: dict[str, tuple[Tensor, Tensor]]
-    """A [r, in] and B [out, r] by the name of the model's weight."""
+    """A [r, in] and B [out, r], by the name of the model's weight."""
 
 
-class Adapters:
-    """The adapters of one model. On the engine's thread, between two steps."""
+class AdapterRegistry:
+    """The adapters of one model. Its methods run on the engine's thread between two steps."""
 
     def __init__(self, module: Any) -> None:
         self._weights = {name: parameter.data for name, parameter in module.named_parameters()}
         self._known: dict[str, Adapter] = {}
         self._base: dict[str, Tensor] = {}
-        self.leaving: set[str] = set()
-        """Names that new requests cannot use any more."""
+        self.retired: set[str] = set()
+        """Names that new requests may no longer use."""
         self.active: str | None = None
-        """Merged into the weights now; None: the weights are the model's own."""
+        """The adapter merged into the weights; None: the weights are the base model's."""
 
     def paths(self) -> dict[str, str]:
-        """Names that requests may use, and the adapters' directories."""
-        known = tuple(self._known.items())  # other threads ask too
-        return {name: str(adapter.path) for name, adapter in known if name not in self.leaving}
+        """Returns the directories of the adapters that requests may use, by name."""
+        known = tuple(self._known.items())  # other threads read it too
+        return {name: str(adapter.path) for name, adapter in known if name not in self.retired}
 
     def load(self, name: str, path: Path) -> None:
-        """Raises BadAdapter for a name that is there, and for files that do not fit; then nothing has changed."""
+        """Loads an adapter. Raises BadAdapter, and changes nothing, for a name in use and for files that do not fit."""
         if name in self._known:
             raise BadAdapter(f"Failed to load LoRA adapter {name} because it is already loaded", field="lora_name", value=name)
         self._known[name] = self._read(path)
 
     def drop(self, name: str) -> None:
-        """Forgets an adapter that no request uses."""
+        """Removes an adapter that no request uses."""
         if self.active == name:
             self.merge(None)
         del self._known[name]
-        self.leaving.discard(name)
+        self.retired.discard(name)
 
     def merge(self, name: str | None) -> None:
-        """Makes the weights those of this adapter, or exactly the model's own."""
+        """Merges this adapter into the weights; None restores exactly the base model's."""
         if name == self.active:
             return
         for weight, tensor in self._base.items():
@@ -91,8 +91,8 @@ class Adapters:
         self.active = name
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """The weights are the model's own inside."""
+    def unmerged(self) -> Iterator[None]:
+        """Restores the base model's weights inside the context."""
         active = self.active
         self.merge(None)
         try:
@@ -107,7 +107,7 @@ class Adapters:
             scale = config["lora_alpha"] / config["r"]
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
             raise BadAdapter(f"the adapter cannot be read: {error}", field="lora_path", value=str(path)) from None
-        for name, values in _PLAIN.items():
+        for name, values in _SUPPORTED.items():
             if name in config and config[name] not in values:
                 raise BadAdapter(
                     f"{name} {config[name]!r} is not supported by the embedded engine", field=name, value=str(path)
@@ -118,7 +118,7 @@ class Adapters:
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise BadAdapter(f"{name} holds numbers that are not finite", field="lora_path", value=str(path))
+                raise BadAdapter(f"{name} has values that are not finite", field="lora_path", value=str(path))
             module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
             if not found:
                 continue
@@ -130,5 +130,5 @@ class Adapters:
                 raise BadAdapter(f"{name} does not fit the model", field="lora_path", value=str(path))
             factors[weight] = tensor, high
         if not factors or len(tensors) != 2 * len(factors):
-            raise BadAdapter("these are not pairs of lora_A and lora_B alone", field="lora_path", value=str(path))
+            raise BadAdapter("the tensors are not pairs of lora_A and lora_B", field="lora_path", value=str(path))
         return factors

@@ -1,4 +1,4 @@
-"""The engine over HTTP: the calls of SGLang that this system uses, with SGLang's fields and statuses."""
+"""The engine's HTTP API: the SGLang calls that this system uses, with SGLang's fields and statuses."""
 
 import asyncio
 import contextlib
@@ -10,31 +10,26 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from common.errors import ServiceError
-from services.engine.bodies import abort_unfinished, all_done, finish, read_body, reply
 from services.engine.control import add_control, add_info, add_lora
 from services.engine.distributed import add_distributed
 from services.engine.engine import Engine
-from services.engine.jobs import Job, Sequence
+from services.engine.jobs import GenerationJob, Sequence
 from services.engine.openai import ChatBody, CompletionBody, chat_answer, completion_answer
-from services.engine.protocol import GenerateBody, answer, answers
-from services.engine.stops import texts
+from services.engine.protocol import GenerateBody, answer
+from services.engine.requests import abort_unfinished, all_done, finish, read_body, reply
 from services.http.app import create_app
 from services.http.openapi import JSON, OBJECT, described
 
 
 def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
-    """The app of an engine that has not been started; it starts and stops with the app.
-
-    Args:
-        arguments: what the process was started with, shown by `/server_info`.
-    """
+    """Returns the app of an engine; the app starts and stops it. `/server_info` shows the process's `arguments`."""
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
         engine.start()
         try:
             yield
-        finally:  # a thread that computes at the interpreter's end aborts the process
+        finally:  # a thread that still computes at interpreter exit aborts the process
             await asyncio.to_thread(engine.stop)
 
     app = create_app(
@@ -42,7 +37,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         not_ready=lambda: engine.failure,
         lifespan=lifespan,
         metrics=engine.metrics,
-        max_requests=engine.max_waiting + 1024,  # the queue bounds what generates; agents have to get through beside it
+        max_requests=engine.max_waiting + 1024,  # the queue bounds generation; agents need some more
         fails=(400,),
     )
     add_control(app, engine)
@@ -56,13 +51,13 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     @app.post("/generate", **described_generate)
     @app.put("/generate", **described_generate)
     async def generate(request: Request) -> Response:
-        """SGLang's native call: tokens in, tokens out. One prompt with n = 1 gives an object, anything else a list."""
+        """SGLang's native call on token ids. One prompt with n = 1 gives an object, anything else a list."""
         body = await read_body(request, GenerateBody)
         jobs = body.jobs(engine.model)
         if body.stream:
             return _stream(engine, jobs)
         await finish(request, engine, jobs)
-        found = [item for job in jobs for item in answers(job, engine.model)]
+        found = [answer(sequence, engine.model.tokenizer) for job in jobs for sequence in job.sequences]
         return reply(found if body.is_batch or len(found) > 1 else found[0])
 
     @app.post("/v1/completions", **described(CompletionBody, OBJECT))
@@ -82,8 +77,8 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     return app
 
 
-def _stream(engine: Engine, jobs: list[Job]) -> StreamingResponse:
-    """Server-sent events, one per token and sequence, each with everything so far; `[DONE]` at the end.
+def _stream(engine: Engine, jobs: list[GenerationJob]) -> StreamingResponse:
+    """Returns server-sent events, one per token and sequence, each with the whole text so far; `[DONE]` at the end.
 
     Raises Overloaded before the first event when the queue is full; a later failure is an event with `error`.
     """
@@ -92,7 +87,7 @@ def _stream(engine: Engine, jobs: list[Job]) -> StreamingResponse:
 
     def on_token(sequence: Sequence) -> None:
         place = [each for job in jobs for each in job.sequences].index(sequence)
-        event = answer(sequence, texts(engine.model.tokenizer, [sequence])[0]) | {"index": place}
+        event = answer(sequence, engine.model.tokenizer) | {"index": place}
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     for job in jobs:

@@ -1,4 +1,4 @@
-"""The KV cache of the running rows: one dense row per completion, position p of a row in column p."""
+"""The KV cache of the running rows: a dense row per completion, with position p in column p."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         rows, heads, _, size = key_states.shape
         length, columns = self.shared.length, self.keys.shape[2]
-        # Places in the storage seen as [rows · heads · columns, head_dim]: one plain copy instead of an indexed one.
+        # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead of an indexed one.
         base = torch.arange(rows * heads).view(rows, heads) * columns
         places = (base + self.shared.where[:, None]).view(-1)
         self.keys.view(-1, size).index_copy_(0, places, key_states.reshape(-1, size))
@@ -41,10 +41,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """KV of up to `capacity` running rows, for decode steps of one token per row.
+    """The KV of the running rows, for decode steps of one token per row.
 
-    Storage grows by doubling in both directions and is zeroed: a masked column that held NaN would still make a NaN.
-    `mask` is the additive attention mask [rows, columns], kept up to date instead of being made anew each step.
+    Storage doubles as needed in both directions and is zeroed, since even a masked NaN spreads. `mask` is the additive
+    attention mask [rows, columns], updated in place each step.
     """
 
     def __init__(self, layers: int) -> None:
@@ -54,7 +54,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
     def begin_step(self, positions: Tensor) -> Tensor:
-        """Makes room for a token at `positions` [B] of rows 0..B-1. Returns the mask [B, 1, 1, columns in use]."""
+        """Reserves space for tokens at `positions` [B] of rows 0..B-1. Returns the mask [B, 1, 1, columns in use]."""
         self.where, self.rows = positions, torch.arange(len(positions))
         self.length = int(positions.max()) + 1
         self._reserve(len(positions), self.length)
@@ -62,7 +62,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self.mask[: len(positions), None, None, : self.length]
 
     def fill(self, first: int, source: Cache, owners: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows first, first + 1, … become copies of rows `owners` of a prefill's cache; `lengths` by row of the prefill."""
+        """Copies rows `owners` of a prefill's cache to rows first, first + 1, …; `lengths` are those of the prefill's rows."""
         longest = max(lengths)
         last = first + len(owners)
         self._reserve(last, longest)
@@ -85,13 +85,13 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.values[target, :, : self.length] = layer.values[source, :, : self.length]
 
     def zero(self, rows: list[int]) -> None:
-        """Forgets the content of rows that held numbers that are not finite."""
+        """Zeroes rows, which may hold values that are not finite."""
         for layer in self.layers:
             layer.keys[torch.tensor(rows)] = 0.0
             layer.values[torch.tensor(rows)] = 0.0
 
     def release(self) -> None:
-        """Gives the memory back; only when no row is running."""
+        """Frees the memory; only when no row is running."""
         self.__init__(len(self.layers))  # type: ignore[misc]
 
     def _reserve(self, rows: int, columns: int) -> None:

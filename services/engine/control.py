@@ -1,4 +1,4 @@
-"""Control and information calls of SGLang: weights, adapters, pause, abort, cache, health."""
+"""SGLang's control and information calls: weights, adapters, pause, abort, cache, health."""
 
 import asyncio
 import time
@@ -10,10 +10,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from common.errors import NotReady, ServiceError
-from services.engine.bodies import Body, finish, read_body, reply
 from services.engine.engine import Engine
-from services.engine.jobs import Job, Sampling
+from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.protocol import BadRequest
+from services.engine.requests import Body, finish, read_body, reply, update_weights
 from services.engine.scheduler import PauseMode
 from services.http.openapi import OBJECT, described
 
@@ -25,7 +25,7 @@ class PauseBody(Body):
 
 
 class AbortBody(Body):
-    """`/abort_request`: one name, or everything."""
+    """`/abort_request`: one request id, or all."""
 
     rid: str = ""
     abort_all: bool = False
@@ -65,25 +65,29 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/abort_request", **described(AbortBody, {}, writes=()))
     async def abort_request(request: Request) -> Response:
-        """Ends a request by its rid, or all; they are answered with what they have. An unknown rid changes nothing."""
+        """Ends one request or all, and answers with the tokens so far. An unknown rid changes nothing."""
         body = await read_body(request, AbortBody)
         if not body.rid and not body.abort_all:
-            raise BadRequest("name a request", field="rid", value=body.rid, remedy='send {"rid": …} or {"abort_all": true}')
-        await asyncio.wrap_future(engine.abort(None if body.abort_all else body.rid))
+            raise BadRequest("no request named", field="rid", value=body.rid, remedy='send {"rid": …} or {"abort_all": true}')
+
+        def matches(sequence: Sequence) -> bool:
+            return body.abort_all or body.rid in (sequence.id, sequence.job.rid)
+
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.abort(matches)))
         return Response()
 
     @app.post("/pause_generation", **described(PauseBody, OBJECT))
     async def pause_generation(request: Request) -> Response:
-        """Stops generating: abort answers what runs, retract sends it back to the queue, in_place freezes it."""
+        """Stops generating: abort answers running requests, retract queues them again, in_place freezes them."""
         body = await read_body(request, PauseBody)
-        await asyncio.wrap_future(engine.pause(body.mode))
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.pause(body.mode)))
         return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
 
     @app.post("/continue_generation", **described(Body, OBJECT))
     async def continue_generation(request: Request) -> Response:
-        """Generates again."""
+        """Resumes generating."""
         await read_body(request, Body)
-        await asyncio.wrap_future(engine.resume())
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.resume()))
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     flushed = described(answer={"type": "string"}, writes=("text/plain",), statuses=(200, 400))
@@ -91,31 +95,33 @@ def add_control(app: FastAPI, engine: Engine) -> None:
     @app.get("/flush_cache", **flushed)
     @app.post("/flush_cache", **flushed)
     async def flush_cache() -> Response:
-        """Empties the KV cache; 400 while requests run or are queued."""
+        """Empties the KV cache; 400 while requests run or wait."""
         try:
-            await asyncio.wrap_future(engine.flush_cache())
+            await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.flush_cache()))
         except ServiceError as error:
             return PlainTextResponse(f"{error}\n", error.status)
         return PlainTextResponse("Cache flushed.\n")
 
     @app.post("/update_weights_from_disk", **described(UpdateBody, OBJECT, statuses=(200, 400)))
     async def update_weights_from_disk(request: Request) -> Response:
-        """Loads safetensors of the same architecture; 400 and the old weights stay when they do not fit."""
+        """Loads safetensors of the same architecture; 400 when they do not fit, and the old weights stay."""
         body = await read_body(request, UpdateBody)
         if body.load_format not in (None, "auto", "safetensors"):
             return _failed(f"load_format {body.load_format!r} is not supported: safetensors", 400)
-        work = engine.update_weights(Path(body.model_path), body.weight_version, body.flush_cache, body.abort_all_requests)
+        path, version = Path(body.model_path), body.weight_version
         try:
-            paused = await asyncio.wrap_future(work)
+            paused = await update_weights(engine, path, version, body.flush_cache, body.abort_all_requests)
         except ServiceError as error:
             return _failed(str(error), error.status)
         return reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused})
 
     @app.post("/update_weight_version", **described(VersionBody, OBJECT))
     async def update_weight_version(request: Request) -> Response:
-        """Renames the weights; aborts every request first unless told not to."""
+        """Renames the weights; aborts every request first unless `abort_all_requests` is false."""
         body = await read_body(request, VersionBody)
-        await asyncio.wrap_future(engine.set_version(body.new_version, body.abort_all_requests))
+        if body.abort_all_requests:
+            engine.call(lambda scheduler: scheduler.abort())
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.set_version(body.new_version)))
         message = f"Weight version updated to {body.new_version}"
         return reply({"success": True, "message": message, "new_version": body.new_version})
 
@@ -133,57 +139,56 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
             await work
         except ServiceError as error:
             message, status = str(error), error.status
-        return reply({"success": status == 200, "error_message": message, "loaded_adapters": engine.adapters}, status)
+        loaded = engine.scheduler.adapters.paths()
+        return reply({"success": status == 200, "error_message": message, "loaded_adapters": loaded}, status)
 
     async def unload(name: str) -> None:
-        await asyncio.wrap_future(engine.retire_adapter(name))
-        while not await asyncio.wrap_future(engine.drop_adapter(name)):  # noqa: ASYNC110 - it has no event
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.retire_adapter(name)))
+        while not await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.drop_adapter(name))):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-
-    async def load(name: str, path: str) -> None:
-        await asyncio.wrap_future(engine.load_adapter(name, Path(path)))
 
     @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
     async def load_lora_adapter(request: Request) -> Response:
-        """Makes an adapter known by a name; 400 for a name that is there and for files that do not fit."""
+        """Loads an adapter under a name; 400 for a name in use and for files that do not fit."""
         body = await read_body(request, LoadBody)
-        return await answer(load(body.lora_name, body.lora_path))
+        work = engine.call(lambda scheduler: scheduler.adapters.load(body.lora_name, Path(body.lora_path)))
+        return await answer(asyncio.wrap_future(work))
 
     @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
     async def unload_lora_adapter(request: Request) -> Response:
-        """Refuses new requests with this adapter, and forgets it when the last one is answered."""
+        """Refuses the adapter to new requests, and unloads it when the last one is answered."""
         body = await read_body(request, UnloadBody)
         return await answer(unload(body.lora_name))
 
 
 def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
-    """Adds the calls that only look."""
+    """Adds the calls that change nothing."""
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """200 when it generates; 503 while paused. `/health` stays 200 then, so that routers keep the worker."""
-        if reason := engine.failure or ("generation is paused" if engine.paused else None):
-            raise NotReady(reason, remedy="POST /continue_generation" if engine.paused else None)
+        """200 when the engine generates, 503 while paused; `/health` stays 200 then, so that routers keep the worker."""
+        if reason := engine.failure or ("generation is paused" if engine.scheduler.paused else None):
+            raise NotReady(reason, remedy="POST /continue_generation" if engine.scheduler.paused else None)
         return {"status": "ready"}
 
     @app.get("/health_generate")
     async def health_generate(request: Request) -> dict[str, str]:
         """Generates one token; 503 while paused."""
         await ready()
-        await finish(request, engine, [Job("health", [0], Sampling(max_new_tokens=1))])
+        await finish(request, engine, [GenerationJob("health", [0], SamplingParams(max_new_tokens=1))])
         return {"status": "healthy"}
 
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> dict[str, Any]:
-        """Path and version of the weights, and what kind of model it is."""
+        """Path and version of the weights, and the kind of model."""
         path = str(engine.model.path)
         return {
             "model_path": path,
             "served_model_name": path,
             "tokenizer_path": engine.model.tokenizer.name_or_path,
             "is_generation": True,
-            "weight_version": engine.weight_version,
+            "weight_version": engine.scheduler.weight_version,
             "model_type": engine.model.config.model_type,
             "architectures": engine.model.module.config.architectures,
             "max_context_tokens": engine.model.max_context_tokens,
@@ -193,16 +198,16 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """The arguments of the process and the load."""
+        """The process's arguments and load."""
         return {
             **arguments,
             "engine": "embedded",
             "version": app.version,
             "tp_size": 1,
             "dp_size": 1,
-            "weight_version": engine.weight_version,
+            "weight_version": engine.scheduler.weight_version,
             "internal_states": [
-                {"paused": engine.paused, "num_running_reqs": engine.running, "num_waiting_reqs": engine.waiting}
+                {"paused": engine.scheduler.paused, "num_running_reqs": engine.running, "num_waiting_reqs": engine.waiting}
             ],
         }
 
@@ -212,12 +217,14 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
         path = str(engine.model.path)
         shared = {"object": "model", "owned_by": "embedded"}
         card = {"id": path, "root": path, "parent": None, "max_model_len": engine.model.max_context_tokens, **shared}
-        adapters = [{"id": name, "root": root, "parent": path, **shared} for name, root in engine.adapters.items()]
+        adapters = [
+            {"id": name, "root": root, "parent": path, **shared} for name, root in engine.scheduler.adapters.paths().items()
+        ]
         return {"object": "list", "data": [card, *adapters]}
 
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """How busy it is."""
+        """The numbers of running and waiting requests."""
         running, waiting = engine.running, engine.waiting
         load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "num_total_reqs": running + waiting}
         return {"timestamp": time.time(), "version": app.version, "dp_rank_count": 1, "loads": [load], "aggregate": load}

@@ -1,6 +1,6 @@
-"""Weights that are broadcast into the running engine: SGLang's calls for groups and update sessions.
+"""Weights broadcast into the running engine: SGLang's calls for groups and update sessions.
 
-Tensors wait in memory until `/end_weight_update`, which copies all of them or none: a broadcast that breaks off changes
+Tensors are staged in memory until `/end_weight_update`, which copies all of them or none, so a failed broadcast changes
 nothing.
 """
 
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from common.errors import ServiceError
 from common.schemas import Bucket
-from learning.weight_group import digest_all, join, leave, size_of, views
-from services.engine.bodies import Body, read_body, reply
+from learning.weight_group import digest, digest_all, join, size_of, views
 from services.engine.engine import Engine
+from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import Refused
-from services.engine.weights import check_tensors
+from services.engine.weights import check_tensors, own_tensors
 from services.http.openapi import OBJECT, described
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
-"""Of rendezvous and broadcasts, as in SGLang; a caller gives up sooner, by `/destroy_weights_update_group`."""
+"""Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them sooner."""
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 
 
@@ -67,20 +67,20 @@ class CheckBody(Body):
     action: str = "checksum"
 
 
-class Updates:
-    """The groups of this engine and its one update session. Used from the event loop; receiving has threads of its own."""
+class WeightUpdates:
+    """The engine's groups and its one update session. Used from the event loop; receiving runs in other threads."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: dict[str, tuple[dist.ProcessGroup | None, asyncio.Event]] = {}
         self._staged: dict[str, Tensor] | None = None
-        self._spoiled = ""
+        self._failure = ""
         self._last: DistributedBody | None = None
 
     async def init(self, body: InitBody) -> str:
-        """Joins a group; returns when all of its ranks have. Raises Refused."""
+        """Joins a group; returns when all ranks have joined. Raises Refused."""
         if body.backend != "gloo":
-            raise Refused("this engine computes on a CPU", field="backend", value=body.backend, remedy="gloo")
+            raise Refused("the embedded engine runs on a CPU", field="backend", value=body.backend, remedy="gloo")
         if body.group_name in self._groups:
             raise Refused("a group of that name exists", field="group_name", value=body.group_name)
         left = asyncio.Event()
@@ -91,31 +91,31 @@ class Updates:
             return join(*place, body.group_name, body.backend, _TIMEOUT_S)
 
         try:
-            self._groups[body.group_name] = await _unless(left, work), left
+            self._groups[body.group_name] = await _until_left(left, work), left
         except (RuntimeError, ValueError, Refused) as error:
             self._groups.pop(body.group_name, None)
             raise Refused(f"Failed to initialize custom process group: {error}") from None
         return "Succeeded to initialize custom process group."
 
     async def destroy(self, name: str) -> str:
-        """Leaves a group; whatever waits for it fails at once. Raises Refused when there is none."""
+        """Leaves a group; its pending rendezvous or broadcast fails at once. Raises Refused for an unknown group."""
         if name not in self._groups:
             raise Refused("The group to be destroyed does not exist.", field="group_name", value=name)
         group, left = self._groups.pop(name)
         left.set()
         if group is not None:
-            leave(group)
+            dist.destroy_process_group(group)
         return "Succeeded to destroy custom process group."
 
     async def begin(self) -> str:
         """Opens the session. Raises Refused when one is open."""
         if self._staged is not None:
             raise Refused("a weight-update session is already open; call end_weight_update() first")
-        self._staged, self._spoiled, self._last = {}, "", None
+        self._staged, self._failure, self._last = {}, "", None
         return "Success"
 
     async def receive(self, body: DistributedBody) -> str:
-        """Takes part in the broadcast of these tensors and keeps them for `end`. Raises Refused or BadWeights."""
+        """Receives the broadcast of these tensors and stages them for `end`. Raises Refused or BadWeights."""
         if self._staged is None:
             raise Refused(_NO_SESSION)
         session = self._staged
@@ -124,12 +124,12 @@ class Updates:
             if group is None:
                 raise Refused(f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}.")
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
-            found = await _unless(left, lambda: self._receive(group, bucket, body.load_format is not None))
+            found = await _until_left(left, lambda: self._receive(group, bucket, body.load_format is not None))
         except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
-            self._spoiled = f"Failed to receive weights: {error}"
-            raise error if isinstance(error, ServiceError) else Refused(self._spoiled) from None
+            self._failure = f"Failed to receive weights: {error}"
+            raise error if isinstance(error, ServiceError) else Refused(self._failure) from None
         if session is not self._staged:
-            raise Refused("the session was ended meanwhile")
+            raise Refused("the session has ended")
         session.update(found)
         self._last = body
         return "Succeeded to update parameter online."
@@ -143,21 +143,20 @@ class Updates:
         return tensors
 
     async def end(self) -> str:
-        """Copies what the session received into the model, if all of it was good. Raises Refused."""
+        """Copies the staged tensors into the model. Raises Refused when a part of the session failed."""
         if self._staged is None:
             raise Refused("no weight-update session is open; call begin_weight_update() first")
         staged, last = self._staged, self._last
         self._staged = None
-        if self._spoiled:
-            raise Refused(f"nothing was changed, an update of this session failed: {self._spoiled}")
+        if self._failure:
+            raise Refused(f"nothing was changed, an update of this session failed: {self._failure}")
         if last is not None:
-            loaded = self._engine.load_tensors(staged, last.weight_version, last.flush_cache, last.abort_all_requests)
-            await asyncio.wrap_future(loaded)
+            await update_weights(self._engine, staged, last.weight_version, last.flush_cache, last.abort_all_requests)
         return "Success"
 
 
-async def _unless(left: asyncio.Event, work: Callable[[], _T]) -> _T:
-    """The result of `work`, in a thread that nobody waits for when the group is left. Raises Refused then."""
+async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
+    """Returns the result of `work`, run in a thread that is abandoned when the group is left. Raises Refused then."""
     result: Future[_T] = Future()
 
     def run() -> None:
@@ -168,20 +167,18 @@ async def _unless(left: asyncio.Event, work: Callable[[], _T]) -> _T:
 
     threading.Thread(target=run, name="weights", daemon=True).start()
     done, gone = asyncio.wrap_future(result), asyncio.create_task(left.wait())
-    try:
-        either: set[asyncio.Future[Any]] = {done, gone}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            result.add_done_callback(lambda future: future.exception())
-            raise Refused("the group was destroyed meanwhile")
+    either: set[asyncio.Future[Any]] = {done, gone}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if done.done():
         return done.result()
-    finally:
-        gone.cancel()
+    result.add_done_callback(lambda future: future.exception())
+    raise Refused("the group was destroyed meanwhile")
 
 
 def add_distributed(app: FastAPI, engine: Engine) -> None:
-    """Adds SGLang's calls for weights that come by broadcast, and those that look at weights."""
-    updates = Updates(engine)
+    """Adds SGLang's calls that receive weights by broadcast and check weights."""
+    updates = WeightUpdates(engine)
     checked = described(CheckBody, OBJECT, statuses=(200, 400))
 
     @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
@@ -192,7 +189,7 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/destroy_weights_update_group", **described(GroupBody, OBJECT, statuses=(200, 400)))
     async def destroy_weights_update_group(request: Request) -> Response:
-        """Leaves a group; a rendezvous or a broadcast that waits there fails."""
+        """Leaves a group; its pending rendezvous or broadcast fails."""
         body = await read_body(request, GroupBody)
         return await _answer(updates.destroy(body.group_name))
 
@@ -210,7 +207,7 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/end_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
     async def end_weight_update(request: Request) -> Response:
-        """Closes the session: all that it received is served from now on."""
+        """Closes the session and serves the weights that it received."""
         await read_body(request, Body)
         return await _answer(updates.end())
 
@@ -221,7 +218,9 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         body = await read_body(request, CheckBody)
         if body.action != "checksum":
             return reply({"success": False, "message": f"Unsupported action={body.action!r}: checksum"}, 400)
-        sums = await asyncio.wrap_future(engine.checksums())
+        weights = own_tensors(engine.model.module)
+        work = engine.call(lambda _: {name: digest(tensor) for name, tensor in weights.items()})
+        sums = await asyncio.wrap_future(work)
         total = digest_all(sums)
         place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}
         place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)

@@ -3,30 +3,30 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.errors import ConfigError
-from services.engine import attention
 from services.engine.cache import SlotCache
 
 log = logging.getLogger(__name__)
+_ATTENTION = "rollout_decode"
 
 
 class Model:
-    """Any transformers causal language model with full attention, in float32, from a local directory.
+    """A transformers causal language model with full attention, in float32, from a local directory.
 
-    Raises ConfigError when the directory is not such a model.
+    Raises ConfigError when the directory holds no such model.
     """
 
     def __init__(self, path: Path, max_context_tokens: int) -> None:
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                "no model directory", field="--model-path", value=path, remedy="name a directory with config.json"
-            )
+            raise ConfigError("there is no model", field="--model-path", value=path, remedy="name a directory with config.json")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             options = {"local_files_only": True, "use_safetensors": True}
@@ -44,20 +44,20 @@ class Model:
         self.vocab_size = int(loaded.get_input_embeddings().weight.shape[0])
         self.eos_ids = _eos_ids(self.tokenizer, self.config, loaded.generation_config)
         if self.config._attn_implementation == "sdpa":
-            loaded.set_attn_implementation(attention.NAME)
+            loaded.set_attn_implementation(_ATTENTION)
         self.cache = SlotCache(self.config.num_hidden_layers)
         self._last: Tensor | None = None
         loaded.get_output_embeddings().register_forward_pre_hook(self._only_last)
 
     def _only_last(self, _: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Lets only the last position of every prompt through lm_head (prompts of one batch differ in length)."""
+        """Passes only the last position of each prompt to lm_head (prompts of one batch differ in length)."""
         if self._last is None:
             return None
         hidden, *rest = arguments
         return (hidden[torch.arange(len(hidden)), self._last][:, None], *rest)
 
     def prefill(self, prompts: Sequence[Sequence[int]], every_position: bool = False) -> tuple[Tensor, Cache]:
-        """Logits [B, 1, V] after each prompt (of every position [B, T, V] if asked) and the KV of the prompts."""
+        """Returns the logits [B, 1, V] after each prompt (with `every_position` [B, T, V]) and the prompts' KV cache."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -72,7 +72,7 @@ class Model:
         return logits.float(), cache
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, V] after one more token in rows 0..B-1 of the cache. int64 [B], int64 [B]."""
+        """Returns the logits [B, V] after one more token in rows 0..B-1 of the cache; arguments are int64 [B]."""
         mask = self.cache.begin_step(positions)
         output = self.module(
             input_ids=tokens[:, None],
@@ -85,18 +85,15 @@ class Model:
 
 
 def _check_attention(config: object, max_context_tokens: int) -> None:
-    """Refuses models whose attention this cache does not keep."""
+    """Raises ConfigError for attention that the cache does not support."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds - {"full_attention", "sliding_attention"}:
-        raise ConfigError("the embedded engine knows full attention only", field="layer_types", value=sorted(kinds))
+        raise ConfigError("the embedded engine supports full attention only", field="layer_types", value=sorted(kinds))
     if window is not None and window < max_context_tokens:
-        raise ConfigError(
-            "the model's attention window is shorter than the context",
-            field="--max-context-tokens",
-            value=max_context_tokens,
-            remedy=f"at most {window} with this model",
-        )
+        reason = "the model's attention window is shorter than the context"
+        remedy = f"at most {window} with this model"
+        raise ConfigError(reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy)
 
 
 def _eos_ids(*holders: object) -> list[int]:
@@ -105,3 +102,25 @@ def _eos_ids(*holders: object) -> list[int]:
         value = getattr(holder, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or [])
     return sorted(found)
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Computes attention on a CPU: one query by plain batched products, in half the time of the fused kernel.
+
+    Query [B, heads, T, D], key and value [B, kv_heads, L, D], additive mask [B, 1, 1, L]; T > 1 is a causal prefill.
+    """
+    if query.shape[2] > 1 or attention_mask is None or options.get("softcap") is not None:
+        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output
+    batch, heads, _, size = query.shape
+    kv_heads = key.shape[1]
+    scaling = options.get("scaling") or size**-0.5
+    # Heads that share a key are rows of one product, so keys and values need no copies.
+    packed = (query * scaling).view(batch, kv_heads, heads // kv_heads, size)
+    weights = torch.softmax(packed @ key.transpose(2, 3) + attention_mask, -1)
+    return (weights @ value).view(batch, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)

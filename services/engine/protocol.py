@@ -1,16 +1,14 @@
-"""SGLang's `/generate`: its request as jobs, its answer from finished sequences."""
+"""SGLang's `/generate`: requests to jobs, sequences to answers."""
 
 import time
 import uuid
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
-from services.engine.jobs import Job, Sampling, Sequence
+from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
-from services.engine.stops import texts
 
 MAX_N = 1024
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -29,7 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_params": ({},),
     "watermark": (False,),
 }
-"""Sampling parameters of SGLang that this engine has not, and the values at which they do nothing."""
+"""SGLang's sampling parameters that this engine lacks, with the values at which they have no effect."""
 _REFUSED = (
     "token_ids_logprob",
     "top_logprobs_num",
@@ -43,18 +41,18 @@ _REFUSED = (
     "video_data",
     "input_embeds",
 )
-"""Top-level fields of SGLang that would change the answer and that this engine has not."""
+"""SGLang's top-level fields that would change the answer and that this engine lacks."""
 
 
 class BadRequest(ServiceError):
-    """The request cannot be served as it is (400, as SGLang answers)."""
+    """The request is not valid (400, as SGLang answers)."""
 
     status = 400
     code = "bad_request"
 
 
 def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
-    """The first problem pydantic found, in SGLang's words for unknown fields."""
+    """Returns the first problem that pydantic found."""
     first = error.errors()[0]
     name = prefix + str(first["loc"][0]) if first["loc"] else "body"  # what follows names a branch of a union
     if first["type"] == "extra_forbidden":
@@ -62,13 +60,18 @@ def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
     return BadRequest(f"{name}: {first['msg']}", field=name, value=first["input"])
 
 
-class SamplingParams(BaseModel):
-    """`sampling_params`; None means the default."""
+def refuse_unsupported(body: BaseModel, names: tuple[str, ...]) -> None:
+    """Raises BadRequest when an extra field of the body is one of `names` and is set."""
+    for name in names:
+        if value := (body.model_extra or {}).get(name):
+            raise BadRequest(f"{name} is not supported by the embedded engine", field=name, value=value)
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    max_new_tokens: int | None = Field(None, ge=0)
-    min_new_tokens: int | None = Field(None, ge=0)
+class SharedFields(BaseModel):
+    """Sampling fields that SGLang's and OpenAI's calls have in common; None means the default."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0)
@@ -78,11 +81,23 @@ class SamplingParams(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_N)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingFields(SharedFields):
+    """`sampling_params` of `/generate`; None means the default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: int | None = Field(None, ge=0)
+    min_new_tokens: int | None = Field(None, ge=0)
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
 
-    def sampling(self, prompt_tokens: int, model: Model) -> Sampling:
-        """Checked against the model. What does not fit the context is refused; the default is cut to it, as SGLang does."""
+    def sampling(self, prompt_tokens: int, model: Model) -> SamplingParams:
+        """Returns the parameters, checked against the model. The default length is cut to the context, as SGLang does.
+
+        Raises BadRequest.
+        """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > 64 or any(not 0 < len(text) <= 1000 for text in stop):
             raise BadRequest(
@@ -92,19 +107,16 @@ class SamplingParams(BaseModel):
         least = self.min_new_tokens or 0
         if least > limit:
             raise BadRequest(
-                "min_new_tokens is over max_new_tokens", field="min_new_tokens", value=least, remedy=f"at most {limit}"
+                "min_new_tokens exceeds max_new_tokens", field="min_new_tokens", value=least, remedy=f"at most {limit}"
             )
         room = model.max_context_tokens - prompt_tokens
         if self.max_new_tokens is not None and self.max_new_tokens > room:
-            raise BadRequest(
-                f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}",
-                field="max_new_tokens",
-                value=self.max_new_tokens,
-                remedy="ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens",
-            )
+            reason = f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}"
+            remedy = "ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens"
+            raise BadRequest(reason, field="max_new_tokens", value=self.max_new_tokens, remedy=remedy)
         stop_ids = () if self.ignore_eos else tuple(sorted({*model.eos_ids, *(self.stop_token_ids or [])}))
         top_k = self.top_k or 0
-        return Sampling(
+        return SamplingParams(
             max_new_tokens=min(limit, room),
             min_new_tokens=least,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -119,8 +131,8 @@ class SamplingParams(BaseModel):
         )
 
 
-def parse_sampling(raw: Any) -> SamplingParams:
-    """Raises BadRequest that names an unknown or unsupported parameter."""
+def _parse_sampling(raw: Any) -> SamplingFields:
+    """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported parameter."""
     if not isinstance(raw, dict):
         raise BadRequest("sampling_params is not an object", field="sampling_params", value=raw)
     left = dict(raw)
@@ -128,13 +140,13 @@ def parse_sampling(raw: Any) -> SamplingParams:
         if (value := left.pop(name, None)) is not None and value not in neutral:
             raise BadRequest(f"{name} is not supported by the embedded engine", field=f"sampling_params.{name}", value=value)
     try:
-        return SamplingParams.model_validate(left)
+        return SamplingFields.model_validate(left)
     except ValidationError as error:
         raise bad_request(error, "sampling_params.") from None
 
 
 class GenerateBody(BaseModel):
-    """`/generate`; keys it does not know are ignored, as SGLang does."""
+    """`/generate`; unknown keys are ignored, as in SGLang."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -158,29 +170,21 @@ class GenerateBody(BaseModel):
         """Whether there are several prompts, or one in a list."""
         return isinstance(self.text, list) or (bool(self.input_ids) and isinstance((self.input_ids or [0])[0], list))
 
-    def jobs(self, model: Model) -> list[Job]:
-        """One job per prompt. Raises BadRequest."""
-        for name in _REFUSED:
-            if value := (self.model_extra or {}).get(name):
-                raise BadRequest(f"{name} is not supported by the embedded engine", field=name, value=value)
+    def jobs(self, model: Model) -> list[GenerationJob]:
+        """Returns one job per prompt. Raises BadRequest."""
+        refuse_unsupported(self, _REFUSED)
         prompts = self._prompts(model)
-        parameters = [
-            parse_sampling(raw) for raw in self._per_prompt(self.sampling_params or {}, len(prompts), "sampling_params")
-        ]
-        rids = self._per_prompt(self.rid, len(prompts), "rid")
-        scored = self._per_prompt(self.return_logprob, len(prompts), "return_logprob")
-        adapters = self._per_prompt(self.lora_path, len(prompts), "lora_path")
+        parameters = [_parse_sampling(raw) for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)]
+        names = ("rid", "return_logprob", "lora_path")
+        rows = zip(prompts, parameters, *(self._per_prompt(name, getattr(self, name), prompts) for name in names), strict=True)
         jobs = []
-        rows = zip(prompts, parameters, rids, scored, adapters, strict=True)
-        for index, (prompt, params, rid, score, adapter) in enumerate(rows):
+        for index, (prompt, fields, rid, score, adapter) in enumerate(rows):
             name = uuid.uuid4().hex if rid is None else f"{rid}_{index}" if isinstance(self.rid, str) and self.is_batch else rid
-            start = self.logprob_start_len
-            wanted = start if score and start is not None and start >= 0 else None
-            if wanted is not None and wanted >= len(prompt):
-                raise BadRequest("logprob_start_len is beyond the prompt", field="logprob_start_len", value=wanted)
-            sampling = params.sampling(len(prompt), model)
-            job = Job(name, prompt, sampling, params.n or 1, bool(score), prompt_logprobs_from=wanted, adapter=adapter or None)
-            jobs.append(job)
+            start = self.logprob_start_len if score and (self.logprob_start_len or 0) >= 0 else None
+            if start is not None and start >= len(prompt):
+                raise BadRequest("logprob_start_len is beyond the prompt", field="logprob_start_len", value=start)
+            params = fields.sampling(len(prompt), model)
+            jobs.append(GenerationJob(name, prompt, params, fields.n or 1, bool(score), start, adapter or None))
         return jobs
 
     def _prompts(self, model: Model) -> list[list[int]]:
@@ -195,16 +199,17 @@ class GenerateBody(BaseModel):
             raise BadRequest("the batch is empty", field="text", value=self.text, remedy="send at least one prompt")
         return [check_prompt(prompt, model) for prompt in found]
 
-    def _per_prompt(self, value: Any, count: int, name: str) -> list[Any]:
+    @staticmethod
+    def _per_prompt(name: str, value: Any, prompts: list[list[int]]) -> list[Any]:
         if not isinstance(value, list):
-            return [value] * count
-        if len(value) != count:
-            raise BadRequest(f"{name} has {len(value)} entries for {count} prompts", field=name, value=value)
+            return [value] * len(prompts)
+        if len(value) != len(prompts):
+            raise BadRequest(f"{name} has {len(value)} entries for {len(prompts)} prompts", field=name, value=value)
         return value
 
 
 def encode(model: Model, text: str) -> list[int]:
-    """Token ids of a prompt. Raises BadRequest for text that cannot be encoded."""
+    """Returns the token ids of a prompt. Raises BadRequest for text that cannot be encoded."""
     try:
         ids: list[int] = model.tokenizer(text).input_ids
     except (TypeError, UnicodeEncodeError) as error:
@@ -213,39 +218,22 @@ def encode(model: Model, text: str) -> list[int]:
 
 
 def check_prompt(prompt: Any, model: Model) -> list[int]:
-    """The prompt as it is, when the model can read it. Raises BadRequest."""
+    """Returns the prompt. Raises BadRequest when it is no list of the model's token ids or too long."""
     if not isinstance(prompt, list) or not prompt:
         raise BadRequest("a prompt is empty or not a list of token ids", field="input_ids", value=prompt)
     if len(prompt) >= model.max_context_tokens:
-        raise BadRequest(
-            f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}",
-            field="input_ids",
-            value=len(prompt),
-            remedy="send a shorter prompt or start the engine with a larger --max-context-tokens",
-        )
-    wrong = next((t for t in prompt if type(t) is not int), 0)
-    if type(wrong) is int:
-        ids = np.array(prompt, dtype=object) if any(abs(t) >= 2**62 for t in prompt) else np.array(prompt)
-        outside = (ids < 0) | (ids >= model.vocab_size)
-        if not outside.any():
-            return prompt
-        wrong = prompt[int(outside.argmax())]
-    raise BadRequest(
-        "a token id is not in the vocabulary",
-        field="input_ids",
-        value=wrong,
-        remedy=f"whole numbers from 0 to {model.vocab_size - 1}",
-    )
+        reason = f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}"
+        remedy = "send a shorter prompt or start the engine with a larger --max-context-tokens"
+        raise BadRequest(reason, field="input_ids", value=len(prompt), remedy=remedy)
+    wrong = [token for token in prompt if type(token) is not int or not 0 <= token < model.vocab_size]
+    if wrong:
+        remedy = f"whole numbers from 0 to {model.vocab_size - 1}"
+        raise BadRequest("a token id is not in the vocabulary", field="input_ids", value=wrong[0], remedy=remedy)
+    return prompt
 
 
-def answers(job: Job, model: Model) -> list[dict[str, Any]]:
-    """SGLang's answer for each sequence of a finished job."""
-    written = texts(model.tokenizer, job.sequences)
-    return [answer(sequence, text) for sequence, text in zip(job.sequences, written, strict=True)]
-
-
-def answer(sequence: Sequence, text: str) -> dict[str, Any]:
-    """SGLang's answer for one sequence, also for one that still runs."""
+def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
+    """Returns SGLang's answer for one sequence, running or finished."""
     job = sequence.job
     spans = sequence.spans()
     meta: dict[str, Any] = {
@@ -268,4 +256,4 @@ def answer(sequence: Sequence, text: str) -> dict[str, Any]:
         if start is not None and len(job.prompt_logprobs) == len(job.prompt) - 1:
             scores = [None, *job.prompt_logprobs[start:]]
             meta["input_token_logprobs"] = [[lp, token, None] for lp, token in zip(scores, job.prompt[start:], strict=True)]
-    return {"text": text, "output_ids": sequence.tokens, "meta_info": meta}
+    return {"text": sequence.text(tokenizer), "output_ids": sequence.tokens, "meta_info": meta}

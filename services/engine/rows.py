@@ -1,4 +1,4 @@
-"""The state of the running rows as tensors, so that a step costs the same number of operations for one row or for 256."""
+"""The state of the running rows as tensors: a step takes as many operations for one row as for 256."""
 
 import torch
 from torch import Tensor
@@ -7,25 +7,17 @@ from services.engine.jobs import Sequence
 from services.engine.sampling import sample, uniforms
 
 _FIELDS = {
-    "token": torch.long,
-    "position": torch.long,
-    "count": torch.long,
-    "key": torch.long,
-    "limit": torch.long,
-    "floor": torch.long,
-    "top_k": torch.long,
-    "temperature": torch.float32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
+    **dict.fromkeys(("token", "position", "count", "key", "limit", "floor", "top_k"), torch.long),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
 }
 
 
 class Rows:
     """Dense rows 0..len-1, one per running sequence.
 
-    `token` is the next input, `position` its place in the sequence, `count` the tokens generated, `limit` and `floor`
-    the most and the least of them; `stop` [rows, K] the stop tokens, filled up with -1; `tokens` and `logprobs`
-    [rows, longest limit] what was generated.
+    `token` is the next input, `position` its index in the sequence, `count` the number of generated tokens, `limit` and
+    `floor` their maximum and minimum; `stop` [rows, K] are the stop tokens, padded with -1; `tokens` and `logprobs`
+    [rows, longest limit] are the output.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,11 +31,11 @@ class Rows:
         return len(self.sequences)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The state `name` of the running rows; a view."""
+        """Returns a view of the state `name` of the running rows."""
         return self.state[name][: len(self.sequences)]
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
-        """Appends sequences whose first `lengths` tokens are in the cache."""
+        """Appends sequences with `lengths` tokens in the cache."""
         first, last = len(self), len(self) + len(sequences)
         chosen = [sequence.job.sampling for sequence in sequences]
         values: dict[str, list[int] | list[float]] = {
@@ -52,10 +44,7 @@ class Rows:
             "key": [sequence.key for sequence in sequences],
             "limit": [sampling.max_new_tokens for sampling in chosen],
             "floor": [sampling.min_new_tokens for sampling in chosen],
-            "top_k": [sampling.top_k for sampling in chosen],
-            "temperature": [sampling.temperature for sampling in chosen],
-            "top_p": [sampling.top_p for sampling in chosen],
-            "min_p": [sampling.min_p for sampling in chosen],
+            **{name: [getattr(each, name) for each in chosen] for name in ("top_k", "temperature", "top_p", "min_p")},
         }
         for name, value in values.items():
             self.state[name][first:last] = torch.tensor(value, dtype=_FIELDS[name])
@@ -75,7 +64,7 @@ class Rows:
     def append(self, first: int, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Samples a token for rows first..len-1 from logits [B, V].
 
-        Returns, by row: a stop token came, the limit is reached, the numbers are finite.
+        Returns, each bool [B]: the token is a stop token, the limit is reached, the numbers are finite.
         """
         new = {name: tensor[first : len(self)] for name, tensor in self.state.items()}
         finite = torch.isfinite(logits.sum(-1))
@@ -98,7 +87,7 @@ class Rows:
         return stopped, new["count"] >= new["limit"], finite & torch.isfinite(logprobs)
 
     def collect(self, rows: list[int]) -> None:
-        """Puts tokens and logprobs of these rows into their sequences."""
+        """Copies tokens and logprobs of these rows into their sequences."""
         counts = torch.minimum(self.state["count"], self.state["limit"])[rows].tolist()  # a limit of 0 keeps nothing
         longest = max(counts)
         tokens = self.state["tokens"][rows, :longest].tolist()
@@ -108,7 +97,7 @@ class Rows:
             sequence.tokens, sequence.logprobs = row_tokens[:count], row_logprobs[:count]
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Takes rows out and closes the gaps with the last ones. Returns (to, origin) of the rows that moved."""
+        """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows that moved."""
         gone, keep = set(rows), len(self) - len(rows)
         holes = sorted(row for row in gone if row < keep)
         movers = [row for row in range(keep, len(self)) if row not in gone]

@@ -12,24 +12,24 @@ GREEDY_BELOW = 1e-6
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a request with n > 1: sample `index` equals a lone request with this seed."""
+    """Returns the seed of sample `index` of a request with n > 1; a single request with this seed gives the same sample."""
     return (seed + index * _INDEX_STRIDE) & _MASK
 
 
 def stream_key(seed: int) -> int:
-    """The 64-bit key of a row's random numbers, as a signed integer that fits torch.int64."""
+    """Returns the 64-bit key of a row's random numbers as a signed integer for torch.int64."""
     key = int(_mix(np.array([seed & _MASK], np.uint64))[0])
     return key - (1 << 64) if key >> 63 else key
 
 
 def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
-    """One number in [0, 1) per row, a pure function of (key, counter). int64 [B], int64 [B] -> float64 [B]."""
+    """Returns a number in [0, 1) per row as a pure function of (key, counter): int64 [B], int64 [B] -> float64 [B]."""
     state = keys.numpy().view(np.uint64) + (counters.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     return torch.from_numpy((_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """The finaliser of splitmix64."""
+    """Applies the finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -38,14 +38,16 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
 def sample(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-probability.
+    """Samples one token per row. Returns the tokens and their log-probabilities, both [B].
 
-    The log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy.
+    A log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy.
 
     Args:
-        logits: [B, V] float32; a row that is not finite gives a log-probability that is not finite.
+        logits: [B, V] float32; a row with values that are not finite gives such a log-probability.
         temperature: [B]; greedy below `GREEDY_BELOW`.
-        top_p, top_k, min_p: [B]; 1, 0 and 0 switch them off.
+        top_p: [B]; 1 disables it.
+        top_k: [B]; 0 disables it.
+        min_p: [B]; 0 disables it.
         uniform: [B] float64 in [0, 1).
     """
     greedy = temperature < GREEDY_BELOW
@@ -63,9 +65,9 @@ def sample(
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The inverse of the cumulative distribution, in two levels: block, then token (a sum along all of V is slow).
+    """Inverts the cumulative distribution in two levels, block and token, because a sum along all of V is slow.
 
-    Sums are float64, so that the least likely tokens of a large vocabulary keep their share.
+    Sums are float64, so that unlikely tokens of a large vocabulary keep their share.
     """
     rows, vocabulary = weights.shape
     width = 1 << (vocabulary.bit_length() // 2)

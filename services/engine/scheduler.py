@@ -1,8 +1,7 @@
-"""What runs when: admission, decoding, leaving, pausing, new weights. Single-threaded; `engine` gives it a thread."""
+"""Decides what runs when: admission, decoding, pauses and new weights. Single-threaded; `engine` gives it a thread."""
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,11 +9,10 @@ import torch
 from prometheus_client import Counter
 
 from common.errors import ServiceError
-from services.engine.adapters import Adapters, BadAdapter
-from services.engine.jobs import ABORTED, ABORTED_WAITING, Job, Sequence, Ticket
+from services.engine.adapters import AdapterRegistry, BadAdapter
+from services.engine.jobs import ABORTED, ABORTED_WAITING, GenerationJob, PrefillGroup, Sequence
 from services.engine.model import Model
 from services.engine.rows import Rows
-from services.engine.stops import matched_stop
 from services.engine.weights import copy_tensors, load_into
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -22,8 +20,8 @@ PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill: bounds its memory and how long running rows wait for it."""
 
 
-class NotFinite(ServiceError):
-    """The model's output is not a number: nothing was sampled (500)."""
+class LogitsNotFinite(ServiceError):
+    """The model's logits are not finite, so nothing was sampled (500)."""
 
     code = "not_finite"
 
@@ -50,26 +48,26 @@ class Scheduler:
         self.paused = False
         self.waiting = 0
         self.rows = Rows(max_running)
-        self.adapters = Adapters(model.module)
-        self._queue: deque[Ticket] = deque()
+        self.adapters = AdapterRegistry(model.module)
+        self._queue: deque[PrefillGroup] = deque()
 
     @property
-    def busy(self) -> bool:
-        """Whether a step would do anything, were it not paused."""
-        return bool(self.rows.sequences or self._queue)
+    def can_step(self) -> bool:
+        """Whether a step would do anything."""
+        return not self.paused and bool(self.rows.sequences or self._queue)
 
-    def enqueue(self, jobs: list[Job]) -> None:
-        """Puts jobs at the end of the queue; one that names an adapter which is not there fails."""
+    def enqueue(self, jobs: list[GenerationJob]) -> None:
+        """Appends jobs to the queue; a job whose adapter is not loaded fails."""
         for job in jobs:
             if job.adapter is not None and job.adapter not in self.adapters.paths():
                 job.done.set_exception(BadAdapter("Got LoRA adapter that is not loaded", field="lora_path", value=job.adapter))
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
-                self._queue.append(Ticket(job.sequences[start : start + self.max_running]))
+                self._queue.append(PrefillGroup(job.sequences[start : start + self.max_running]))
 
     def step(self, admit: bool) -> None:
-        """Prefills what fits (if `admit`), then one token for every running row."""
+        """Prefills what fits (if `admit`), then decodes one token for every running row."""
         if admit:
             self._admit()
         if self.rows.sequences:
@@ -78,14 +76,14 @@ class Scheduler:
             self._advance(0, logits)
 
     def _admit(self) -> None:
-        """Prefills waiting tickets in order, as many as fit, and gives each its first token."""
+        """Prefills waiting groups in order, as many as fit, and samples their first tokens."""
         while self._queue:
             batch = self._next_batch()
             if not batch:
                 return
-            prompts = [ticket.tokens for ticket in batch]
+            prompts = [group.tokens for group in batch]
             scored = batch[0].sequences[0].job
-            every = _wants_prompt_logprobs(batch[0])
+            every = batch[0].scores_prompt
             logits, cache = self.model.prefill(prompts, every_position=every)
             self.prefilled.inc(sum(map(len, prompts)))
             if every:
@@ -95,39 +93,39 @@ class Scheduler:
                 scored.prompt_logprobs = scores.tolist()
                 # Adding 0 × score passes a score that is not finite on to the check of the logits.
                 logits = logits[:, -1:] + 0 * scores.sum()
-            owners = [index for index, ticket in enumerate(batch) for _ in ticket.sequences]
-            sequences = [sequence for ticket in batch for sequence in ticket.sequences]
+            owners = [index for index, group in enumerate(batch) for _ in group.sequences]
+            sequences = [sequence for group in batch for sequence in group.sequences]
             first = len(self.rows)
             self.model.cache.fill(first, cache, owners, [len(prompt) for prompt in prompts])
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
-            for ticket in batch:
-                for index, sequence in enumerate(ticket.sequences):
+            for group in batch:
+                for index, sequence in enumerate(group.sequences):
                     sequence.note_version(self.weight_version, len(sequence.tokens))
                     sequence.cached_tokens = len(sequence.job.prompt) if index else 0
             self._advance(first, logits[:, 0][torch.tensor(owners)])
 
-    def _next_batch(self) -> list[Ticket]:
-        batch: list[Ticket] = []
+    def _next_batch(self) -> list[PrefillGroup]:
+        batch: list[PrefillGroup] = []
         longest, free = 0, self.max_running - len(self.rows)
         if not self.rows.sequences:
             self.adapters.merge(self._queue[0].adapter)
         while self._queue and len(self._queue[0].sequences) <= free:
-            ticket = self._queue[0]
-            alone = _wants_prompt_logprobs(ticket)
-            longest = max(longest, len(ticket.tokens))
+            group = self._queue[0]
+            alone = group.scores_prompt
+            longest = max(longest, len(group.tokens))
             if batch and (alone or (len(batch) + 1) * longest > PREFILL_TOKENS):
                 break
-            if ticket.adapter != self.adapters.active:  # all rows have the same weights: it waits until they are done
+            if group.adapter != self.adapters.active:  # all rows share the weights: wait until they are done
                 break
             batch.append(self._queue.popleft())
-            free -= len(ticket.sequences)
-            self.waiting -= len(ticket.sequences)
+            free -= len(group.sequences)
+            self.waiting -= len(group.sequences)
             if alone:
                 break
         return batch
 
     def _advance(self, first: int, logits: torch.Tensor) -> None:
-        """One token for rows `first` and up; finished rows leave."""
+        """Samples a token for rows `first` and up, and removes the rows that finish."""
         rows = self.rows
         stopped, full, finite = rows.append(first, logits)
         self.generated.inc(len(rows) - first)
@@ -144,7 +142,7 @@ class Scheduler:
         streams = [rows.sequences[row] for row in watched if rows.sequences[row].job.on_token]
         for row in watched:
             running = row not in ended or (ended[row] or {}).get("type") == "length"
-            if running and (matched := matched_stop(self.model.tokenizer, rows.sequences[row])) is not None:
+            if running and (matched := rows.sequences[row].matched_stop(self.model.tokenizer)) is not None:
                 ended[row] = {"type": "stop", "matched": matched}
         if ended:
             self._end(ended)
@@ -153,29 +151,25 @@ class Scheduler:
                 sequence.job.on_token(sequence)
 
     def _end(self, ended: dict[int, dict[str, Any] | None]) -> None:
-        """Takes rows out with their reason; None fails the whole job, as its numbers are not finite."""
+        """Finishes rows with their reasons; None, for logits that are not finite, fails the whole job."""
         sequences = self.rows.sequences
         broken = {sequences[row].job for row, reason in ended.items() if reason is None}
-        leaving = [row for row, sequence in enumerate(sequences) if row in ended or sequence.job in broken]
+        removed = [row for row, sequence in enumerate(sequences) if row in ended or sequence.job in broken]
         if broken:
-            self.model.cache.zero(leaving)
+            self.model.cache.zero(removed)
         finished = [(sequences[row], reason) for row, reason in ended.items() if sequences[row].job not in broken]
-        self._drop(leaving)
+        self._remove(removed)
         for sequence, reason in finished:
             assert reason is not None
-            self._settle(sequence, reason)
+            self._finish(sequence, reason)
+        if broken:
+            self._filter_queue(lambda sequence: sequence.job in broken)
+        version, remedy = self.weight_version, "look for a diverged training step; load other weights"
         for job in broken:
-            self._filter_queue(partial(_belongs, job))
-            job.done.set_exception(
-                NotFinite(
-                    "the model's logits are not finite",
-                    field="weight_version",
-                    value=self.weight_version,
-                    remedy="look for a diverged training step; load other weights",
-                )
-            )
+            error = LogitsNotFinite("the model's logits are not finite", field="weight_version", value=version, remedy=remedy)
+            job.done.set_exception(error)
 
-    def _settle(self, sequence: Sequence, reason: dict[str, Any]) -> None:
+    def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
         sequence.finish, sequence.version = reason, self.weight_version
         job = sequence.job
         if job.on_token:
@@ -183,121 +177,102 @@ class Scheduler:
         if all(each.finish is not None for each in job.sequences):
             job.done.set_result(job.sequences)
 
-    def _drop(self, leaving: list[int]) -> None:
-        to, origin = self.rows.remove(leaving)
+    def _remove(self, removed: list[int]) -> None:
+        to, origin = self.rows.remove(removed)
         if to:
             self.model.cache.move(to, origin)
 
-    def abort(self, matches: Callable[[Sequence], bool]) -> None:
-        """Finishes the sequences that match with what they have."""
+    def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
+        """Finishes the matching sequences with the tokens they have."""
         rows = [row for row, sequence in enumerate(self.rows.sequences) if matches(sequence)]
         stopped = [self.rows.sequences[row] for row in rows]
         if rows:
             self.rows.collect(rows)
-            self._drop(rows)
+            self._remove(rows)
         for sequence in stopped:
-            self._settle(sequence, _aborted(ABORTED))
+            self._finish(sequence, _aborted(ABORTED))
         for sequence in self._filter_queue(matches):
-            self._settle(sequence, _aborted(ABORTED if sequence.tokens else ABORTED_WAITING))
+            self._finish(sequence, _aborted(ABORTED if sequence.tokens else ABORTED_WAITING))
 
     def _filter_queue(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
-        """Takes the sequences that match out of the queue."""
-        removed = [sequence for ticket in self._queue for sequence in ticket.sequences if matches(sequence)]
-        for ticket in self._queue:
-            ticket.sequences = [sequence for sequence in ticket.sequences if not matches(sequence)]
-        self._queue = deque(ticket for ticket in self._queue if ticket.sequences)
+        """Removes the matching sequences from the queue and returns them."""
+        removed = [sequence for group in self._queue for sequence in group.sequences if matches(sequence)]
+        for group in self._queue:
+            group.sequences = [sequence for sequence in group.sequences if not matches(sequence)]
+        self._queue = deque(group for group in self._queue if group.sequences)
         self.waiting -= len(removed)
         return removed
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops; running rows are answered as they are (abort), go back to the queue (retract) or stay (in_place)."""
+        """Stops generating; running sequences are answered (abort), queued again (retract) or frozen (in_place)."""
         self.paused = True
         if mode == "abort":
-            self.abort(lambda _: True)
+            self.abort()
         elif mode == "retract" and self.rows.sequences:
             sequences = list(self.rows.sequences)
             self.rows.collect(list(range(len(sequences))))
-            self._drop(list(range(len(sequences))))
+            self._remove(list(range(len(sequences))))
             for sequence in sequences:
                 sequence.retractions += 1
-            self._queue.extendleft(Ticket([sequence]) for sequence in reversed(sequences))
+            self._queue.extendleft(PrefillGroup([sequence]) for sequence in reversed(sequences))
             self.waiting += len(sequences)
 
+    def resume(self) -> None:
+        """Generates again."""
+        self.paused = False
+
     def flush_cache(self) -> None:
-        """Gives the memory of the KV cache back. Raises Refused while it is needed."""
+        """Frees the memory of the KV cache. Raises Refused while it is needed."""
         if self.rows.sequences or (self._queue and not self.paused):
-            raise Refused(
-                "Flush cache failed.",
-                field="running",
-                value=len(self.rows),
-                remedy="wait for the requests, or pause with mode retract or abort",
-            )
+            remedy = "wait for the requests, or pause with mode retract or abort"
+            raise Refused("Flush cache failed.", field="running", value=len(self.rows), remedy=remedy)
         self.model.cache.release()
 
-    def update(self, path: Path, version: str | None, flush_cache: bool) -> int:
-        """Loads weights in place; returns the sequences that were paused. Raises BadWeights or Refused, changing nothing."""
-        self._refuse_to_flush(flush_cache)
-        with self.adapters.apart():
-            load_into(self.model.module, path)
-        self.model.path = path
-        self._loaded(version, flush_cache)
-        return (len(self.rows) + sum(len(ticket.sequences) for ticket in self._queue)) if self.paused else 0
+    def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
+        """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
 
-    def load_tensors(self, tensors: dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> None:
-        """Copies checked tensors into the model. Raises Refused, changing nothing."""
-        self._refuse_to_flush(flush_cache)
-        with self.adapters.apart():
-            copy_tensors(self.model.module, tensors)
-        self._loaded(version, flush_cache)
-
-    def _refuse_to_flush(self, flush_cache: bool) -> None:
+        Raises BadWeights or Refused, and changes nothing then: rows frozen by an in-place pause need their cache, so
+        unlike SGLang nothing is loaded when it cannot be flushed.
+        """
         if flush_cache and self.rows.sequences:
-            raise Refused(
-                "rows frozen by an in-place pause keep their cache",
-                field="flush_cache",
-                value=True,
-                remedy="send flush_cache=false, or pause with mode retract or abort",
-            )
-
-    def _loaded(self, version: str | None, flush_cache: bool) -> None:
+            remedy = "send flush_cache=false, or pause with mode retract or abort"
+            raise Refused("rows frozen by an in-place pause keep their cache", field="flush_cache", value=True, remedy=remedy)
+        with self.adapters.unmerged():
+            if isinstance(source, Path):
+                load_into(self.model.module, source)
+                self.model.path = source
+            else:
+                copy_tensors(self.model.module, source)
         if version is not None:
             self.set_version(version)
         if flush_cache:
             self.model.cache.release()
+        return self.waiting + len(self.rows) if self.paused else 0
 
     def retire_adapter(self, name: str) -> None:
-        """From now on no new request gets this adapter. Raises BadAdapter when it is not there."""
+        """Refuses the adapter to new requests. Raises BadAdapter when it is not loaded."""
         if name not in self.adapters.paths():
             known = sorted(self.adapters.paths())
             raise BadAdapter(f"LoRA with name {name} does not exist. Loaded LoRAs: {known}", field="lora_name", value=name)
-        self.adapters.leaving.add(name)
+        self.adapters.retired.add(name)
 
     def drop_adapter(self, name: str) -> bool:
-        """Forgets a retired adapter; False while requests use it."""
-        waiting = (sequence for ticket in self._queue for sequence in ticket.sequences)
+        """Unloads a retired adapter; returns False while requests use it."""
+        waiting = (sequence for group in self._queue for sequence in group.sequences)
         if any(sequence.job.adapter == name for sequence in (*self.rows.sequences, *waiting)):
             return False
         self.adapters.drop(name)
         return True
 
     def set_version(self, version: str) -> None:
-        """Renames the weights; tokens from now on count as `version`."""
+        """Renames the weights; tokens generated from now on count as `version`."""
         self.weight_version = version
         for sequence, count in zip(self.rows.sequences, self.rows["count"].tolist(), strict=True):
             sequence.note_version(version, count)
 
 
-def _belongs(job: Job, sequence: Sequence) -> bool:
-    return sequence.job is job
-
-
-def _wants_prompt_logprobs(ticket: Ticket) -> bool:
-    first = ticket.sequences[0]
-    return first.job.prompt_logprobs_from is not None and not first.tokens
-
-
 def _is_watched(sequence: Sequence) -> bool:
-    """Whether Python must look at every token of it."""
+    """Whether Python must see every token of the sequence."""
     return sequence.job.on_token is not None or bool(sequence.job.sampling.stop)
 
 

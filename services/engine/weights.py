@@ -1,4 +1,4 @@
-"""New weights, from safetensors files or from memory: checked before anything is copied, so a bad update changes nothing."""
+"""New weights, from safetensors files or from memory, checked before anything is copied: a bad update changes nothing."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from common.errors import ServiceError
 
 
 class BadWeights(ServiceError):
-    """The directory does not hold weights of this model (400); the old ones stay."""
+    """The weights do not fit this model (400); the old ones stay."""
 
     status = 400
     code = "bad_weights"
@@ -32,7 +32,7 @@ def load_into(module: Any, directory: Path) -> None:
 
 
 def own_tensors(module: Any) -> dict[str, Tensor]:
-    """The tensors that make up the model's weights; of names that share one, the first."""
+    """Returns the tensors of the model's weights by name; a shared tensor has its first name."""
     everything = module.state_dict()
     names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
     return {name: everything[name] for name in names if name in everything}
@@ -47,7 +47,7 @@ def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
         if tensor.shape != everything[name].shape:
             raise BadWeights(f"the model has {list(everything[name].shape)}", field=name, value=list(tensor.shape))
         if not bool(torch.isfinite(tensor).all()):
-            raise BadWeights("holds numbers that are not finite", field=name)
+            raise BadWeights("has values that are not finite", field=name)
 
 
 def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:

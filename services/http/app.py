@@ -1,4 +1,4 @@
-"""What all services share: app factory (/health, /metrics, /flush, one error shape, the token, bounded work) and serving."""
+"""The app factory of all services (/health, /metrics, /flush, errors, token, bounded load) and their server."""
 
 import asyncio
 import inspect
@@ -22,12 +22,11 @@ from common import VERSION, watchdog
 from common.errors import ConfigError, NotReady
 from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
-from services.http.auth import Guarded
+from services.http.admission import BODIES_AT_ONCE, Admission, Load, TokenAuth
 from services.http.connections import BoundedConnection
 from services.http.errors import add_error_handlers, not_json
-from services.http.limits import BODIES_AT_ONCE, Admission, Load
 from services.http.openapi import EVERYWHERE, described, errors
-from services.http.tracing import Traced
+from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -52,20 +51,20 @@ def create_app(
     open_paths: frozenset[str] = frozenset(),
     access_level: int = logging.INFO,
 ) -> FastAPI:
-    """A FastAPI app with what every service has.
+    """Returns a FastAPI app with the parts that all services share.
 
     Args:
         name: of the service, in `/health` and metrics.
-        not_ready: why the service cannot serve now, or None; decides `/health`.
+        not_ready: returns why the service cannot serve now, or None; decides `/health`.
         flush: makes everything durable; `POST /flush` answers when it is done.
         lifespan: entered before the first request, left after the last.
-        metrics: Prometheus metrics; a fresh set when None.
-        max_body_bytes: larger request bodies get 413 before they are read whole.
-        max_requests: in work at once; more get 503 before their bodies are read, as do bodies of more than
-            `BODIES_AT_ONCE` times `max_body_bytes` in all. The counts are in `app.state.load`.
-        fails: statuses of errors that any call may answer with, beside those of `EVERYWHERE`.
-        open_paths: GET needs no token there, as on `/health`: files that hold nothing of a run.
-        access_level: of the log's line about a request that succeeded.
+        metrics: Prometheus metrics; a new set when None.
+        max_body_bytes: larger request bodies get 413.
+        max_requests: more requests at once get 503, as do bodies of more than `BODIES_AT_ONCE` × `max_body_bytes` in all.
+            The counts are in `app.state.load`.
+        fails: error statuses of any call, beside those of `EVERYWHERE`.
+        open_paths: paths whose GET needs no token, like `/health`: files that hold nothing of a run.
+        access_level: log level of requests that succeed.
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
@@ -83,8 +82,8 @@ def create_app(
     app.state.metrics = metrics
     app.state.load = load
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(Guarded, open_paths=open_paths)  # outside of the former: a stranger's body is not read
-    app.add_middleware(Traced, metrics=metrics, level=access_level)
+    app.add_middleware(TokenAuth, open_paths=open_paths)  # runs before Admission: a body without a token is not read
+    app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
     def problem() -> str | None:
@@ -94,7 +93,7 @@ def create_app(
 
     @app.get("/health", **described(answer=_HEALTH, statuses=(200, 503)))
     async def health(request: Request) -> Response:
-        """200 with `"status": "healthy"` when the service can serve, else 503; the reason is told to who has the token."""
+        """200 with `"status": "healthy"` when the service can serve, else 503; callers with the token get the reason."""
         reason = problem()
         if not request.scope["known"]:
             return JSONResponse({"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200)
@@ -109,7 +108,7 @@ def create_app(
 
     @app.post("/flush")
     async def flush_now() -> dict[str, str]:
-        """Makes everything this service holds durable. The trainer calls it before it ends."""
+        """Makes everything in this service durable. The trainer calls it before it ends."""
         result = flush()
         if inspect.isawaitable(result):
             await result
@@ -122,12 +121,12 @@ class _TextRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         if _SURROGATE.search(body):
-            orjson.loads(body)  # refuses half of a surrogate pair, which Python reads and can never write as UTF-8
+            orjson.loads(body)  # refuses half a surrogate pair, which Python reads but cannot write as UTF-8
         return json.loads(body.decode())
 
 
 class _TextRoute(APIRoute):
-    """A route whose JSON body holds text that can be sent on: a surrogate without its other half is refused."""
+    """A route that refuses half a surrogate pair in a JSON body, since such text cannot be sent on."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -139,7 +138,7 @@ class _TextRoute(APIRoute):
 
 
 async def read_json(request: Request) -> Any:
-    """The JSON body of a request that is parsed by hand. Raises InvalidInput when it is not JSON in UTF-8."""
+    """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8."""
     try:
         return orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:
@@ -147,7 +146,7 @@ async def read_json(request: Request) -> Any:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that says "draining" on /health from the first SIGTERM on, then ends when requests are answered."""
+    """A uvicorn server that reports "draining" on /health from the first SIGTERM until all requests are answered."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app, files = app, tls()
@@ -155,7 +154,7 @@ class Server(uvicorn.Server):
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
             log.warning(
-                "whoever reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
+                "anyone who reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
             )
         config = uvicorn.Config(
             app,
@@ -178,33 +177,30 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError that names a port in use."""
+    """Returns a listening socket. Raises ConfigError for a port in use."""
     try:
         sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            field="port",
-            value=port,
-            remedy="end the process that uses the port, or set another one",
-        ) from None
-    # asyncio does so only for sockets that name their protocol; without it every answer takes 40 ms (Nagle).
+        reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        remedy = "end the process that uses the port, or set another one"
+        raise ConfigError(reason, field="port", value=port, remedy=remedy) from None
+    # asyncio sets it only for sockets with an explicit protocol; without it every answer takes 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
     return sock
 
 
 def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
-    """Serves until SIGTERM or SIGINT; requests in flight are answered first. Raises ConfigError for a port in use.
+    """Serves until SIGTERM or SIGINT, then answers the requests in flight. Raises ConfigError for a port in use.
 
-    `settings` are those that matter most, as `name=value`; the line that says where it listens has them.
+    The log line about the address shows `settings`, the most important ones as `name=value`.
     """
     sock = listen(host, port)
     server = Server(app, host, port)
     watchdog.start()
 
     def end(_sig: int, _frame: object) -> None:
-        """Also called after a clean shutdown, when uvicorn raises its signal again: then there is nothing left to do."""
+        """Ends the start; uvicorn raises its signal again after a clean shutdown, which is ignored."""
         if not server.should_exit:
             raise SystemExit(0)
 

@@ -1,6 +1,6 @@
-"""What one connection may cost, before there is a request that an app could judge: time, headers, and how many there are.
+"""Limits of connections before there is a request: their number, the time they take, and the size of headers.
 
-uvicorn's settings bound none of these (docs/adr/0011-connections.md has the figures). Only `BoundedConnection` knows uvicorn's
+uvicorn's settings limit none of these (docs/adr/0011-connections.md has the figures). Only `BoundedConnection` knows uvicorn's
 connection: it overrides callbacks of `asyncio.Protocol` and of httptools' parser, and `send_400_response`, and reads
 `connections`, `cycle`, `flow` and `transport`. tests/fuzz/test_fuzz_connections.py tests each bound over real sockets.
 """
@@ -18,25 +18,25 @@ from common.errors import NotReady, ServiceError
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
-"""For the head of a request."""
+"""Seconds for the head of a request."""
 READER_PATIENCE_S = 120.0
-"""For a client that does not read its answer."""
+"""Seconds for a client that does not read its answer."""
 MIN_BYTES_PER_S = 1000
-"""Of a body, over `PATIENCE_S`."""
+"""Least speed of a body, over `PATIENCE_S`."""
 MAX_HEAD_BYTES = 128 << 10
-"""Of request line and headers, or of whatever else is sent between two parts of a body. Checked as data arrives."""
+"""Limit of request line and headers, or of anything else between two parts of a body. Checked as data arrives."""
 MAX_CONNECTIONS = 8192
-"""At once, or as many as there are file descriptors for."""
+"""Limit of open connections, unless file descriptors limit them further."""
 _OWN_FILES = 256
 
 
 def max_connections() -> int:
-    """As many as the process may hold and still open its own files."""
+    """Returns the limit that leaves the process file descriptors for its own files."""
     return max(64, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES))
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection, closed when the client is too slow or sends too much beside bodies."""
+    """A uvicorn connection that is closed when the client is too slow or sends too much outside of bodies."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,7 +80,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._bare = 0
 
     def _watch(self) -> None:
-        """Sets the clock while it is the client's turn to send."""
+        """Runs the timer while it is the client's turn to send."""
         if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
             if self._late is not None:
                 self._late.cancel()
@@ -112,7 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._stuck = None
 
     def _check_reader(self, before: int | None = None) -> None:
-        """Ends the connection when nothing of the answer has gone out since there were `before` bytes left."""
+        """Closes the connection when the client has read nothing since `before` bytes were left."""
         left = self.transport.get_write_buffer_size()
         if before is not None and left >= before:
             log.info("a connection is closed: nothing was read of its answer for %.0f s", READER_PATIENCE_S)
@@ -124,7 +124,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(ServiceError("this is not HTTP/1.1", code="bad_request", status=400, remedy="see the log of the client"))
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answers with the one error shape, unless another answer is on its way, and closes."""
+        """Answers with the error, unless an answer has begun, and closes the connection."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = orjson.dumps(error.body())
             retry = "retry-after: 1\r\n" if error.status == 503 else ""

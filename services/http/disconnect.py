@@ -1,4 +1,4 @@
-"""Work that ends when nobody waits for its result any more."""
+"""Cancels work when its client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -13,16 +13,16 @@ _WATCH_S = 0.25
 
 
 class ClientGone(ServiceError):
-    """The client closed the connection; nobody reads this answer (499)."""
+    """The client closed the connection, so nobody reads the answer (499)."""
 
     status = 499
     code = "client_gone"
 
 
-async def while_wanted(request: Request, work: Awaitable[_T], *, drain: bool = False) -> _T:
-    """The result of `work`, which is cancelled when its client closes the connection, and with `drain` when the service stops.
+async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: bool = False) -> _T:
+    """Returns the result of `work`; cancels it when the client disconnects, and with `drain` when the service stops.
 
-    The body of the request has to be read before. Raises what `work` raises, ClientGone, or NotReady when the service stops.
+    The request's body must have been read. Raises the errors of `work`, ClientGone, or NotReady when the service stops.
     """
     task: asyncio.Future[_T] = asyncio.ensure_future(work)
     watchers: list[asyncio.Future[Any]] = [asyncio.ensure_future(_disconnected(request))]
@@ -34,7 +34,7 @@ async def while_wanted(request: Request, work: Awaitable[_T], *, drain: bool = F
             return task.result()
         if watchers[0].done():
             raise ClientGone("the client closed the connection")
-        raise NotReady("the wait was ended: the service is stopping", remedy="try again")
+        raise NotReady("the service is stopping", remedy="try again")
     finally:
         for pending in (task, *watchers):
             pending.cancel()

@@ -1,4 +1,4 @@
-"""How a service answers when something goes wrong: the one error shape, whatever found the problem."""
+"""Error responses: one shape for errors of services, of the framework and of unexpected crashes."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Errors of the domain, of the framework and of nobody have the same shape."""
+    """Registers the handlers that give every error the one shape."""
     app.add_exception_handler(ServiceError, _on_service_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -28,7 +28,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def error_response(error: ServiceError, scope: Scope) -> JSONResponse:
-    """The response of an error: its status and the one error shape. The access log finds the error in the scope."""
+    """Returns the response of an error and puts the error into the scope for the access log."""
     scope["error"] = error
     headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
     return JSONResponse(error.body(), error.status, headers)
@@ -56,7 +56,7 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    if error.status_code == 400:  # the only one: FastAPI could not decode the body
+    if error.status_code == 400:  # FastAPI could not decode the body
         return error_response(not_json(str(error.detail)), request.scope)
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
@@ -65,7 +65,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
-    """The client left in the middle of its body: nobody reads this answer, and it is no crash of the service."""
+    """Handles a client that disconnects before its body ends: that is no crash of the service."""
     return error_response(ClientGone("the client closed the connection"), request.scope)
 
 
@@ -80,5 +80,5 @@ async def _on_crash(request: Request, error: Exception) -> JSONResponse:
 
 
 def not_json(reason: str) -> InvalidInput:
-    """The body cannot be read as JSON."""
+    """Returns the error for a body that is not JSON."""
     return InvalidInput(f"the body is not JSON: {reason}", field="body", remedy="send JSON in UTF-8")

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says beyond what FastAPI finds out by itself: errors, and bodies that are read or written by hand."""
+"""Parts of `/openapi.json` that FastAPI cannot derive: errors, and bodies that handlers read or write themselves."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from pydantic import BaseModel, ConfigDict
 JSON = "application/json"
 OBJECT = {"type": "object"}
 Schema = dict[str, Any]
-"""Of JSON (2020-12), as in OpenAPI 3.1."""
+"""A JSON schema (2020-12), as in OpenAPI 3.1."""
 
 
 def fields(required: tuple[str, ...], **properties: Schema) -> Schema:
-    """An object with these properties and no others."""
+    """Returns the schema of an object with exactly these properties."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
-    """A struct of `common.schemas` as JSON has it, without references: an OpenAPI page would look for them elsewhere."""
+    """Returns the schema of a struct of `common.schemas`, without references, which an OpenAPI page resolves elsewhere."""
     content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
     definitions = content["$defs"]
 
@@ -33,7 +33,7 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, where, and what to do about it."""
+    """The content of an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,25 +53,25 @@ class ErrorBody(BaseModel):
 
 
 _REASONS = {
-    400: "The request cannot be served as it is",
+    400: "The request is not valid",
     401: "The token is missing or wrong",
-    404: "It is not there",
-    408: "The rest of the body did not come",
-    409: "It does not fit the state of the service; repeating it would not help",
-    413: "Too much at once",
-    415: "A content type that is not read here",
+    404: "Not found",
+    408: "The rest of the body did not arrive",
+    409: "The request conflicts with the state of the service; do not retry",
+    413: "The body is too large",
+    415: "The content type is not supported",
     422: "The input is not valid",
-    503: "Not now: try again after Retry-After",
+    503: "Unavailable: retry after Retry-After",
 }
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route or an app that may answer with these statuses, in the one error shape."""
+    """Returns the `responses` of a route or an app for errors with these statuses."""
     return {status: {"model": ErrorBody, "description": _REASONS[status]} for status in statuses}
 
 
 EVERYWHERE = errors(401, 408, 413, 422, 503)
-"""What any call may answer with."""
+"""Errors of any call."""
 
 
 def described(
@@ -83,14 +83,15 @@ def described(
     fails: tuple[int, ...] = (),
     statuses: tuple[int, ...] = (200,),
 ) -> dict[str, Any]:
-    """Keyword arguments for a route.
+    """Returns keyword arguments for a route.
 
     Args:
-        body: that the handler reads by hand.
-        answer: of a handler that returns a `Response`.
-        reads, writes: content types of the two.
-        fails: statuses of errors beside those of `EVERYWHERE`.
-        statuses: that come with `answer`.
+        body: schema of a body that the handler reads itself.
+        answer: schema of the answer of a handler that returns a `Response`.
+        reads: content types of the body.
+        writes: content types of the answer.
+        fails: error statuses beside those of `EVERYWHERE`.
+        statuses: statuses that come with `answer`.
     """
     responses = errors(*fails)
     arguments: dict[str, Any] = {"responses": responses}

@@ -1,4 +1,4 @@
-"""The id of a request on its way through a service, its line in the access log, and its count and latency on /metrics."""
+"""Middleware for request ids, the access log, and request counts and latencies on /metrics."""
 
 import logging
 import time
@@ -13,26 +13,26 @@ from common.observe import Metrics
 
 log = logging.getLogger(__name__)
 _POLLED = frozenset(("/health", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
-"""Asked every few seconds by probes, agents and dashboards: at DEBUG."""
+"""Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
 _FAILURES = 10
-"""Lines a minute about requests to one route that were answered with the same error status; the others are at DEBUG, so that a
-stranger, or clients that come again after a 503, cannot fill the log."""
+"""INFO lines a minute for one route and error status; further ones are at DEBUG, so that strangers and retrying clients cannot
+fill the log."""
 _WINDOW_S = 60.0
 
 
-class Traced:
-    """Gives every request its id, logs it, and measures it by route.
+class RequestTracing:
+    """Gives every request an id, logs it, and measures it by route.
 
-    An id that cannot be one (`common.logs.usable_id`) is not taken over. It comes from whoever calls and proves nothing.
+    A client may send the id; an unusable one (`common.logs.usable_id`) is replaced. It proves nothing.
 
     Args:
-        metrics: get the requests and their latency.
-        level: of a line about a request that succeeded.
+        metrics: counts requests and their latency.
+        level: log level of requests that succeed.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, level: int) -> None:
         self.app, self._metrics, self._level = app, metrics, level
-        self._logged: dict[tuple[str, str, int], tuple[float, int]] = {}  # when the window began, and lines in it
+        self._logged: dict[tuple[str, str, int], tuple[float, int]] = {}  # (start of the window, lines in it)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +48,7 @@ class Traced:
                 MutableHeaders(scope=message)[logs.REQUEST_HEADER] = identifier
             await send(message)
 
-        scope["request_id"] = identifier  # a crash is answered outside of this
+        scope["request_id"] = identifier  # for the handler of crashes, which runs outside
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
             try:
                 await self.app(scope, receive, watched)
@@ -63,7 +63,7 @@ class Traced:
         if log.isEnabledFor(level):
             error: ServiceError | None = scope.get("error")
             why = f": {' '.join(str(error).split())}" if error else ""
-            path = shorten(quote(scope["path"]))  # a line end in it would begin a line of its own
+            path = shorten(quote(scope["path"]))  # a line break in it would start a new log line
             log.log(level, "%s %s: %d in %.0f ms%s", scope["method"], path, status, 1000 * seconds, why)
 
     def _level_of(self, method: str, route: str, status: int) -> int:
@@ -80,6 +80,6 @@ class Traced:
 
 
 def _given(scope: Scope, header: str) -> str:
-    """An id that the client sent; empty when there is none, or none that is usable."""
+    """Returns the id that the client sent, or an empty string when it is missing or unusable."""
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == header.encode()]
     return values[0] if len(values) == 1 and logs.usable_id(values[0]) else ""

@@ -1,9 +1,8 @@
-"""replay-buffer over HTTP."""
+"""HTTP API of the replay-buffer."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,37 +14,57 @@ from pydantic import Field
 from common import wire
 from common.errors import ServiceError
 from common.observe import Metrics
-from common.schemas import Group, GroupIds, Groups, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
+from common.schemas import (
+    Group,
+    GroupIds,
+    Groups,
+    PriorityUpdate,
+    SampledGroups,
+    SampleRequest,
+    TakenGroups,
+    TakeRequest,
+    Wire,
+)
 from common.sections import ReplaySection
 from services.http.app import create_app
-from services.http.disconnect import while_wanted
-from services.http.openapi import described, errors
-from services.replay.buffer import MAX_REWARD, Experience, ReplayBuffer, join, unpack_groups
-from services.replay.shapes import GROUP, GROUPS, KINDS, SAMPLED, TAKEN
+from services.http.disconnect import cancel_on_disconnect
+from services.http.openapi import JSON, described, errors, struct_schema
+from services.replay.buffer import Experience, ReplayBuffer, join, unpack_groups
 from services.replay.worker import Worker
 
-_JSON = "application/json"
-
-
-class ExperienceItem(Wire):
-    """One answer without tokens."""
-
-    prompt: Text
-    response: Text
-    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
-    ground_truth: Text | None = None
+_KINDS = (JSON, wire.MSGPACK)
+"""In msgpack the arrays of numbers are raw bytes, little-endian, 4 bytes a number."""
+_EXAMPLE = {
+    "id": "run-1-000017",
+    "prompt_id": "gsm8k-17",
+    "prompt": "2 + 3 = ?",
+    "ground_truth": "5",
+    "prompt_token_ids": [11, 12, 13],
+    "completions": [
+        {
+            "token_ids": [21, 2],
+            "logprobs": [-0.3, -0.1],
+            "text": "5",
+            "finish_reason": "stop",
+            "weight_versions": [[3, 0, 2]],
+            "reward": 1.0,
+            "correct": True,
+        }
+    ],
+}
+_GROUPS = struct_schema(Groups) | {"examples": [{"groups": [_EXAMPLE]}]}
 
 
 class AddExperiences(Wire):
     """Body of `POST /add`."""
 
-    experiences: list[ExperienceItem] = Field(min_length=1)
+    experiences: list[Experience] = Field(min_length=1)
 
 
 class Experiences(Wire):
     """Answer of `POST /sample`."""
 
-    experiences: list[ExperienceItem]
+    experiences: list[Experience]
 
 
 class SampleExperiences(Wire):
@@ -57,10 +76,10 @@ class SampleExperiences(Wire):
 
 
 def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: int = 256 << 20) -> FastAPI:
-    """The service over the store in `state_dir/replay`.
+    """Creates the service over the store in `state_dir/replay`.
 
-    Usable in process without its lifespan; the lifespan closes the store at the end. Raises ConfigError when the store
-    cannot be used.
+    It works in process without its lifespan, which closes the store at the end. Raises ConfigError when the store cannot be
+    used.
     """
     buffer = ReplayBuffer(config, state_dir / "replay" / "replay.db")
     worker = Worker(buffer)
@@ -84,29 +103,29 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
     app.state.worker = worker
     _queue_routes(app, worker)
     _reuse_routes(app, worker)
-    _people_routes(app, worker)
-    _lone_routes(app, worker)
+    _inspection_routes(app, worker)
+    _experience_routes(app, worker)
     return app
 
 
 def _queue_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
-    @app.post("/groups", **described(GROUPS, reads=KINDS, fails=(415,)))
+    @app.post("/groups", **described(_GROUPS, reads=_KINDS, fails=(415,)))
     async def add(request: Request) -> dict[str, int]:
         """Stores groups (msgpack, or JSON with arrays as lists); durable when this answers, idempotent by id."""
         added = await worker.add(await _read_groups(request))
         return {"added": added.added, "duplicates": added.duplicates}
 
-    @app.post("/groups/take", **described(answer=TAKEN, writes=KINDS))
+    @app.post("/groups/take", **described(answer=struct_schema(TakenGroups), writes=_KINDS))
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
-        taken = await while_wanted(request, worker.take(body), drain=True)
+        taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
     @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
-        """These groups were trained on. Repeating it changes nothing; an unknown id is a 404 and nothing is changed."""
+        """Marks groups as trained on. Repeating it changes nothing; with an unknown id it is a 404 and changes nothing."""
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
@@ -118,7 +137,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 def _reuse_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
-    @app.post("/groups/sample", **described(answer=SAMPLED, writes=KINDS))
+    @app.post("/groups/sample", **described(answer=struct_schema(SampledGroups), writes=_KINDS))
     async def sample(body: SampleRequest, request: Request) -> Response:
         """Acknowledged groups by priority, with importance weights."""
         sampled = await worker.call(buffer.sample, body)
@@ -126,11 +145,11 @@ def _reuse_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups/priorities")
     async def priorities(body: PriorityUpdate) -> dict[str, int]:
-        """Priorities for sampling; ids that are not here are skipped."""
+        """Sets priorities for sampling; unknown ids are skipped."""
         return {"updated": await worker.call(buffer.set_priorities, body)}
 
 
-def _people_routes(app: FastAPI, worker: Worker) -> None:
+def _inspection_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
     @app.get("/groups")
@@ -139,14 +158,14 @@ def _people_routes(app: FastAPI, worker: Worker) -> None:
         offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
         state: Literal["fresh", "leased", "consumed"] | None = None,
     ) -> dict[str, Any]:
-        """What is stored, without contents; with `state` only what is in that one."""
-        return {"groups": await worker.call(buffer.listing, limit, offset, state)}
+        """Lists the stored groups without their contents, optionally those in one state."""
+        return {"groups": await worker.call(buffer.store.listing, limit, offset, state)}
 
-    @app.get("/groups/{group_id:path}", **described(answer=GROUP, fails=(404,)))
+    @app.get("/groups/{group_id:path}", **described(answer=struct_schema(Group), fails=(404,)))
     async def group(group_id: str) -> Response:
         """One group, arrays as lists."""
         found = await worker.call(buffer.group, group_id)
-        return Response(orjson.dumps(wire.group_json(found)), media_type=_JSON)
+        return Response(orjson.dumps(wire.group_json(found)), media_type=JSON)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -160,44 +179,43 @@ def _people_routes(app: FastAPI, worker: Worker) -> None:
         return {"status": "cleared"}
 
 
-def _lone_routes(app: FastAPI, worker: Worker) -> None:
+def _experience_routes(app: FastAPI, worker: Worker) -> None:
     buffer = worker.buffer
 
     @app.post("/add")
     async def add_experiences(body: AddExperiences) -> dict[str, int]:
         """Stores answers without tokens. They can be read and sampled here, and are never handed out for training."""
-        items = [Experience(item.prompt, item.response, item.reward, item.ground_truth) for item in body.experiences]
-        size = await worker.call(buffer.add_experiences, items)
-        return {"added": len(items), "buffer_size": size}
+        size = await worker.call(buffer.add_experiences, body.experiences)
+        return {"added": len(body.experiences), "buffer_size": size}
 
-    @app.post("/sample", response_model=Experiences)
-    async def sample_experiences(body: SampleExperiences) -> Response:
+    @app.post("/sample")
+    async def sample_experiences(body: SampleExperiences) -> Experiences:
         """Up to `batch_size` different answers, those of groups included; `prioritized` prefers higher rewards."""
         found = await worker.call(buffer.sample_experiences, body.batch_size, body.prioritized, body.seed)
-        return Response(orjson.dumps({"experiences": [asdict(item) for item in found]}), media_type=_JSON)
+        return Experiences(experiences=found)
 
 
 async def _read_groups(request: Request) -> list[Group]:
-    """The groups of a body. Raises ServiceError (415) for another content type and InvalidInput for a bad body."""
+    """Returns the groups of a body. Raises ServiceError (415) for another content type and InvalidInput for a bad body."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in (wire.MSGPACK, _JSON):
+    if kind not in _KINDS:
         raise ServiceError(
             "groups come as msgpack or JSON",
             code="unsupported_media_type",
             status=415,
             field="content-type",
             value=kind,
-            remedy=f"send {wire.MSGPACK} or {_JSON}",
+            remedy=f"send {wire.MSGPACK} or {JSON}",
         )
     decode = wire.decode if kind == wire.MSGPACK else wire.decode_json
     return (await asyncio.to_thread(decode, await request.body(), Groups)).groups
 
 
 async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Response:
-    """Groups as msgpack for programs that ask for it, else as JSON."""
+    """Returns groups as msgpack for clients that accept it, else as JSON."""
     if wire.MSGPACK in request.headers.get("accept", ""):
         return Response(join(blobs, **extra), media_type=wire.MSGPACK)
-    return Response(await asyncio.to_thread(_as_json, blobs, extra), media_type=_JSON)
+    return Response(await asyncio.to_thread(_as_json, blobs, extra), media_type=JSON)
 
 
 def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
@@ -206,7 +224,7 @@ def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
 
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
-    """What /metrics says of the buffer, read when it is asked for."""
+    """Adds the gauges of the buffer, which are read when /metrics is requested."""
     groups = metrics.gauge("replay_groups", "Groups stored", ["state"])
     completions = metrics.gauge("replay_completions", "Completions stored; lone: experiences without tokens", ["state"])
 

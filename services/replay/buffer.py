@@ -2,9 +2,9 @@
 
     add ──► fresh ──take──► leased ──ack──► consumed ──sample──► (again and again, by priority)
               ▲ ▲               │
-      evicted │ └─lease expired─┘          the oldest consumed leave when capacity is reached
+      evicted │ └─lease expired─┘          the oldest consumed are removed when capacity is reached
 
-Groups travel as the msgpack bytes they are stored as. Everything here is synchronous and belongs to one thread
+Groups are sent as the msgpack bytes in which they are stored. All methods are synchronous and belong to one thread
 (`services.replay.worker`).
 """
 
@@ -18,50 +18,46 @@ from typing import Any
 
 import numpy as np
 from msgspec import Raw
+from pydantic import Field
 
 from common import wire
 from common.errors import InvalidInput, TooLarge
-from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest
+from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.replay import sampling
-from services.replay.store import Added, GroupRow, Store, Taken
+from services.replay.store import AddResult, GroupRow, Lease, Store
 
 log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
-"""Rewards are float32 from here on; a sum of any number of them is finite."""
+"""Rewards are stored as float32."""
 _LOWEST_WEIGHT = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """One answer without tokens, as the ancestor's clients know it: for reading, never for training."""
+class Experience(Wire):
+    """One answer without tokens: for reading, never for training."""
 
-    prompt: str
-    response: str
-    reward: float
-    ground_truth: str | None
+    prompt: Text
+    response: Text
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
+    ground_truth: Text | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Groups as they were stored, and the importance weight of each."""
+    """Groups in stored form, and the importance weight of each."""
 
     blobs: list[bytes]
     weights: Float32
 
 
-def pack_group(group: Group) -> bytes:
-    """One group as its own msgpack document; `join` puts several into one answer without decoding them."""
-    return wire.encode(group)
-
-
 def join(blobs: list[bytes], **extra: object) -> bytes:
-    """What `wire.encode_groups(groups, **extra)` gives, from packed groups."""
+    """Returns the msgpack document of encoded groups and further fields, without decoding the groups."""
     return wire.encode({"groups": [Raw(blob) for blob in blobs], **extra})
 
 
 def unpack_groups(blobs: list[bytes]) -> list[Group]:
+    """Decodes stored groups."""
     return wire.decode_groups(join(blobs))
 
 
@@ -70,21 +66,22 @@ class ReplayBuffer:
 
     Args:
         config: capacity and length of leases.
-        path: of the file.
-        clock: seconds that never jump, from any beginning.
+        path: the file.
+        clock: monotonic seconds.
 
-    Raises ConfigError when the file cannot be used.
+    Raises:
+        ConfigError: the file cannot be used.
     """
 
     def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity, self.lease_s, self.clock = config.capacity, config.lease_s, clock
         self.store = Store(path)
-        # Seconds of another process mean nothing here, and the wall clock may jump: who held a lease has all of it again.
+        # The monotonic clock starts anew with every process, so every lease gets its full length again.
         self.store.renew_leases(self.clock() + self.lease_s)
         self._index = sampling.ReuseIndex(self.store.consumed_rows())
 
     def close(self) -> None:
-        """Writes everything into the one file and closes it; what has no room there stays in the log beside it."""
+        """Moves everything into one file and closes it; what does not fit there stays in the log beside it."""
         try:
             self.store.checkpoint()
         except StorageFailed as error:
@@ -97,10 +94,13 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------ the queue
 
-    def add(self, groups: list[Group]) -> Added:
+    def add(self, groups: list[Group]) -> AddResult:
         """Stores groups; durable when this returns. A known id changes nothing and is counted.
 
-        Raises InvalidInput for what cannot be stored, TooLarge for more than capacity, Full when there is no room now.
+        Raises:
+            InvalidInput: a group cannot be stored.
+            TooLarge: there are more completions than the capacity.
+            Full: there is no room now.
         """
         if not groups:
             raise InvalidInput("there are no groups", field="groups", value="[]", remedy="send at least one")
@@ -110,8 +110,8 @@ class ReplayBuffer:
         self._index.drop_until(added.removed_until)
         return added
 
-    def take(self, request: TakeRequest) -> Taken | None:
-        """`count` fresh groups by (weight version, position, id), leased for `lease_s`; None when fewer are there.
+    def take(self, request: TakeRequest) -> Lease | None:
+        """Leases `count` fresh groups by (weight version, position, id) for `lease_s`; returns None when there are fewer.
 
         A retry with the same request id gets the same groups. Fresh groups older than `min_version` are evicted.
         """
@@ -124,26 +124,26 @@ class ReplayBuffer:
             )
         return self.store.take(request, self.clock(), self.lease_s)
 
-    def end_take(self, request_id: str) -> Taken:
-        """The answer to a request that waited in vain."""
-        return Taken([], self.store.evicted_for(request_id))
+    def end_take(self, request_id: str) -> Lease:
+        """Returns the answer to a request whose wait has ended without groups."""
+        return Lease([], self.store.evicted_for(request_id))
 
     def next_expiry_s(self) -> float | None:
-        """Seconds until the first lease ends."""
+        """Returns the seconds until the first lease ends, None without leases."""
         until = self.store.next_expiry()
         return None if until is None else max(0.0, until - self.clock())
 
     def ack(self, ids: list[str]) -> int:
-        """These were trained on; they enter the reuse side with the largest priority seen. Returns how many are new there.
+        """Marks groups as trained on; they may now be reused, with the largest priority seen. Returns how many are new.
 
-        Raises NotFound naming an unknown id.
+        Raises NotFound for an unknown id.
         """
         consumed = self.store.ack(ids)
         self._index.append(consumed)
         return len(consumed)
 
     def reset_fresh(self, from_position: int | None = None) -> int:
-        """Drops every group that is not consumed, and every one from `from_position` of the prompt stream on; how many."""
+        """Drops every group that is not consumed, and all from `from_position` of the prompt stream on; returns how many."""
         dropped = self.store.reset_fresh(from_position)
         self._index = sampling.ReuseIndex(self.store.consumed_rows())
         return dropped
@@ -151,9 +151,10 @@ class ReplayBuffer:
     # ------------------------------------------------------------ reuse
 
     def sample(self, request: SampleRequest) -> Sampled:
-        """Different consumed groups by priority (`services.replay.sampling`), each with its importance weight.
+        """Returns different consumed groups by priority (`services.replay.sampling`), each with its importance weight.
 
-        Fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the same groups.
+        There are fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the same
+        groups.
         """
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
             return Sampled(before[0], np.array(before[1], np.float32))
@@ -170,7 +171,7 @@ class ReplayBuffer:
         return Sampled(blobs, weights)
 
     def set_priorities(self, update: PriorityUpdate) -> int:
-        """Sets priorities by id; ids that are not here are skipped. Returns how many groups may now be sampled by them."""
+        """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups have changed."""
         if len(update.ids) != len(update.priorities):
             raise InvalidInput(
                 f"{len(update.ids)} ids need as many priorities",
@@ -182,14 +183,11 @@ class ReplayBuffer:
         self._index.set_priorities(changed)
         return len(changed)
 
-    # ------------------------------------------------------------ people and lone experiences
+    # ------------------------------------------------------------ inspection and experiences
 
     def group(self, group_id: str) -> Group:
-        """Raises NotFound."""
+        """Returns one group. Raises NotFound."""
         return unpack_groups([self.store.blob(group_id)])[0]
-
-    def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
-        return self.store.listing(limit, offset, state)
 
     def stats(self) -> dict[str, Any]:
         self.store.expire(self.clock())
@@ -201,14 +199,14 @@ class ReplayBuffer:
         self._index = sampling.ReuseIndex([])
 
     def add_experiences(self, experiences: list[Experience]) -> int:
-        """Stores lone experiences; returns the size of the buffer."""
+        """Stores experiences; returns the size of the buffer."""
         self._check_size(len(experiences), "experiences")
         rows = [(item.prompt, item.response, item.reward, item.ground_truth) for item in experiences]
         self._index.drop_until(self.store.add_experiences(rows, self.capacity))
         return sum(completions for _, completions in self.store.totals().values())
 
     def sample_experiences(self, count: int, prioritized: bool, seed: int | None) -> list[Experience]:
-        """Up to `count` different answers out of all stored ones, the completions of groups included.
+        """Returns up to `count` different answers, the completions of groups included.
 
         `prioritized` draws higher rewards more often: the weight of an answer rises linearly from 0.1 at the lowest
         reward to 1.1 at the highest.
@@ -223,12 +221,16 @@ class ReplayBuffer:
         found = []
         for slot in sampling.draw(included, np.random.default_rng(seed)).tolist():
             if slot >= starts[-1]:
-                found.append(Experience(*self.store.experience_at(lone[slot - starts[-1]][0])))
+                found.append(Experience(**self.store.experience_at(lone[slot - starts[-1]][0])))
                 continue
             place = int(np.searchsorted(starts, slot, side="right")) - 1
             group = unpack_groups([self.store.blob_at(groups[place][0])])[0]
             answer = group.completions[slot - starts[place]]
-            found.append(Experience(group.prompt, answer.text, answer.reward, group.ground_truth))
+            found.append(
+                Experience.model_construct(
+                    prompt=group.prompt, response=answer.text, reward=answer.reward, ground_truth=group.ground_truth
+                )
+            )
         return found
 
     def _check_size(self, completions: int, field: str) -> None:
@@ -242,17 +244,17 @@ class ReplayBuffer:
 
 
 def _row(group: Group, where: str) -> GroupRow:
-    """Raises InvalidInput for what cannot be stored or shown again."""
+    """Returns the row of a group. Raises InvalidInput for one that cannot be stored or shown again."""
     for i, completion in enumerate(group.completions):
         if abs(completion.reward) > MAX_REWARD:
             raise InvalidInput(
                 "the reward does not fit in float32",
                 field=f"{where}.completions[{i}].reward",
                 value=completion.reward,
-                remedy="send rewards of a usual size",
+                remedy=f"send rewards of at most {MAX_REWARD:.2g}",
             )
     try:
-        json.dumps(group.metadata, allow_nan=False)  # it must be showable by GET /groups/{id}
+        json.dumps(group.metadata, allow_nan=False)  # GET /groups/{id} must be able to return it
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
             f"the metadata cannot be shown as JSON: {error}",
@@ -261,7 +263,7 @@ def _row(group: Group, where: str) -> GroupRow:
             remedy="use texts, finite numbers, lists and mappings",
         ) from None
     try:
-        data = pack_group(group)
+        data = wire.encode(group)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidInput(
             f"the group cannot be stored: {error}", field=where, value=group.id, remedy="send texts that are valid UTF-8"

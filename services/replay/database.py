@@ -1,4 +1,4 @@
-"""The SQLite file of the replay buffer: its layout, how it is opened, and transactions that are on disk when they end."""
+"""The SQLite file of the replay buffer: its layout, its opening, and transactions that are on disk when they end."""
 
 import os
 import sqlite3
@@ -10,7 +10,7 @@ from common.errors import ConfigError, InvalidInput, ServiceError
 from common.storing import StorageFailed
 
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
-"""Groups since the file was made: stored; added again; too old when taken; made room; dropped by reset_fresh."""
+"""Groups since the file was made: stored; added again; too old when taken; removed to make room; dropped by reset_fresh."""
 _LAYOUT = 2
 _WAL_PAGES = 8192
 
@@ -66,24 +66,24 @@ END;
 
 
 _SAMPLES = "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, answer TEXT NOT NULL)"
-"""Made in files that were there before it too."""
+"""Also created in older files, which lack it."""
 
 
 class Full(ServiceError):
-    """Groups that wait to be trained on fill the buffer; nothing was stored (503: the client tries again)."""
+    """Groups that wait for training fill the buffer; nothing was stored (503: the client retries)."""
 
     status = 503
     code = "full"
 
 
 class Database:
-    """The file, opened by one process at a time and used by one thread at a time.
+    """The file, which one process opens and one thread uses at a time.
 
-    Raises ConfigError when it is damaged, of another layout, in use, or cannot be made.
+    Raises ConfigError when it is damaged, of another layout, in use, or cannot be created.
     """
 
     committed: dict[str, tuple[int, int]]
-    """`totals()` after the last transaction, to be read from any thread."""
+    """`totals()` after the last transaction; any thread may read it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,7 +105,7 @@ class Database:
             raise ConfigError(f"the replay store cannot be made: {error}", field="state_dir", value=str(path)) from None
 
     def _create(self) -> None:
-        """Makes the file whole, then gives it its name: a file of that name is never half made."""
+        """Creates the file under another name, then renames it, so that it is never incomplete."""
         log = self.path.with_name(f"{self.path.name}-wal")
         if log.exists():
             raise self._unusable(f"the file is gone but its log {log.name} is there")
@@ -154,7 +154,7 @@ class Database:
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def size(self) -> int:
-        """Bytes on disk, the log included; from any thread."""
+        """Returns the bytes on disk, log included; any thread may call it."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return sum(file.stat().st_size for file in files if file.exists())
 
@@ -173,14 +173,14 @@ class Database:
                 f"the replay store could not be used, nothing was changed: {error}",
                 field="state_dir",
                 value=str(self.path),
-                remedy="free disk space or lower replay.capacity" if full else "see the disk and the log of this service",
+                remedy="free disk space or lower replay.capacity" if full else "check the disk and the log of this service",
                 code="disk_full" if full else None,
                 status=507 if full else None,
             ) from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; on disk when it ends. Raises StorageFailed with everything as before."""
+        """Runs a transaction, which is on disk when it ends. Raises StorageFailed, with nothing changed."""
         with self.errors():
             try:
                 self.db.execute("BEGIN IMMEDIATE")
@@ -201,7 +201,7 @@ class Database:
         self.db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (more, name))
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """(groups, completions) by state; `lone` experiences count as completions of no group."""
+        """Returns (groups, completions) by state; `lone` experiences count as completions of no group."""
         rows = self.db.execute("SELECT state, groups, completions FROM totals")
         return {state: (groups, completions) for state, groups, completions in rows}
 

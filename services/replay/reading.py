@@ -1,16 +1,19 @@
-"""What can be asked of the store without changing it."""
+"""Queries of the store, for the running service and for a store whose service has ended."""
 
-from typing import Any
+import sqlite3
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from common.errors import NotFound
 from services.replay.database import COUNTERS, Database
 
 
 class Reading(Database):
-    """Questions; each sees what the last transaction left."""
+    """Queries; each sees the state after the last transaction."""
 
     def blob(self, group_id: str) -> bytes:
-        """Raises NotFound."""
+        """Returns a stored group. Raises NotFound."""
         query = "SELECT data FROM groups JOIN blobs USING (key) WHERE id = ?"
         row = self.db.execute(query, (group_id,)).fetchone()
         if row is None:
@@ -18,18 +21,21 @@ class Reading(Database):
         return bytes(row[0])
 
     def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
-        """What the groups are (those in one state when it is given), without contents, in the order they were added."""
+        """Returns the groups without contents, in the order they were added, optionally only those in one state."""
         query = (
             "SELECT id, prompt_id, state, version, position, completions, correct, reward_sum / completions AS mean_reward, "
             "priority, times_sampled, created FROM groups WHERE state = :state OR :state IS NULL "
             "ORDER BY key LIMIT :limit OFFSET :offset"
         )
-        cursor = self.db.execute(query, {"state": state, "limit": limit, "offset": offset})
+        return self._rows(query, state=state, limit=limit, offset=offset)
+
+    def _rows(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
+        cursor = self.db.execute(query, parameters)
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def stats(self) -> dict[str, Any]:
-        """Counts and means over everything stored; means of nothing are 0."""
+        """Returns counts and means over everything stored; means of nothing are 0."""
         totals = self.totals()
         reward, positive = 0.0, 0
         for table in (
@@ -52,7 +58,7 @@ class Reading(Database):
         }
 
     def rewards(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, float]]]:
-        """(key, float32 rewards of its completions) of every group and (key, reward) of every lone experience."""
+        """Returns (key, float32 rewards of its completions) of every group and (key, reward) of every lone experience."""
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups, self.db.execute("SELECT key, reward FROM experiences ORDER BY key").fetchall()
 
@@ -60,12 +66,41 @@ class Reading(Database):
         (data,) = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()
         return bytes(data)
 
-    def experience_at(self, key: int) -> tuple[str, str, float, str | None]:
-        query = "SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = ?"
-        prompt, response, reward, ground_truth = self.db.execute(query, (key,)).fetchone()
-        return prompt, response, reward, ground_truth
+    def experience_at(self, key: int) -> dict[str, Any]:
+        return self._rows("SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = :key", key=key)[0]
+
+
+class Archive(Reading):
+    """The store of a replay-buffer that is not running, opened read-only inside the context.
+
+    A replay-buffer that starts meanwhile waits for it. Raises ConfigError when the file is in use, damaged or of another
+    layout.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Without a log nobody writes. Opened in the usual mode, SQLite would leave an empty log behind.
+        log = path.with_name(f"{path.name}-wal")
+        mode = "mode=ro" if log.exists() else "mode=ro&immutable=1"
+        try:
+            self.db = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=0)
+            try:
+                self._check_layout()
+            except BaseException:
+                self.db.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if isinstance(value, sqlite3.Error):
+            raise self._unusable(str(value)) from None
 
 
 def unknown(group_id: str) -> NotFound:
-    """The error for an id that is not in the buffer."""
+    """Returns the error for an unknown group id."""
     return NotFound("there is no such group", field="id", value=group_id, remedy="GET /groups lists those there are")

@@ -1,10 +1,10 @@
-"""The mathematics of prioritised reuse (Schaul et al. 2016), as pure functions over arrays.
+"""Mathematics of prioritised reuse (Schaul et al. 2016), as pure functions over arrays.
 
 A sample of k groups holds k different groups. PER as published draws with replacement, so that E[draws of i] = k·P(i);
 here every group is drawn at most once and its chance to be in the sample is π(i) = k·P(i), which is the same expectation.
-Where k·P(i) would be over 1 the group comes for certain and the rest of k is shared by the others in proportion to their
-P (fixed-size sampling with unequal probabilities, systematic design). The importance weights use the chance a group
-really had, P(i) = π(i)/k, so they stay right in that case too: a sample that takes all that is there has weights of 1.
+Where k·P(i) would exceed 1 the group is certain and the others share the rest of k in proportion to their P (fixed-size
+sampling with unequal probabilities, systematic design). The importance weights use the actual probability P(i) = π(i)/k, so
+they stay correct in that case: a sample of all groups has weights of 1.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ Int64 = NDArray[np.int64]
 
 
 def probabilities(priorities: Float64, exponent: float) -> Float64:
-    """[N] P(i) ∝ priority^exponent, summing to 1; exponent 0 is uniform.
+    """Returns P(i) ∝ priority^exponent [N], which sums to 1; exponent 0 is uniform.
 
-    With another exponent a priority of 0 means never; all zeros when no priority is positive.
+    With any other exponent a priority of 0 excludes a group; all are 0 when no priority is positive.
     """
     largest = priorities.max(initial=0.0)
     # Scaled first: a large priority to a large power must not overflow.
@@ -27,7 +27,7 @@ def probabilities(priorities: Float64, exponent: float) -> Float64:
 
 
 def inclusion(chances: Float64, count: int) -> Float64:
-    """[N] the chance of each group to be in a sample of `count` different ones: count·P(i), capped at 1 (see above)."""
+    """Returns the probability [N] that each group is in a sample of `count` different ones: count·P(i), capped at 1."""
     positive = chances > 0
     if count >= np.count_nonzero(positive):
         return positive.astype(np.float64)
@@ -41,7 +41,7 @@ def inclusion(chances: Float64, count: int) -> Float64:
 
 
 def draw(included: Float64, rng: np.random.Generator) -> Int64:
-    """Indices of a sample in which group i is with chance `included[i]`, each at most once, in random order.
+    """Returns the indices of a sample, in random order, that contains group i once with probability `included[i]`.
 
     `included` sums to a whole number: the size of the sample.
     """
@@ -56,7 +56,7 @@ def draw(included: Float64, rng: np.random.Generator) -> Int64:
 
 
 def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Float64:
-    """[len(chosen)] (N·P(i))^-exponent over the largest of all groups that can be drawn, not only of the chosen.
+    """Returns (N·P(i))^-exponent [len(chosen)], divided by the largest of all groups that can be drawn, not only the chosen.
 
     N and the size of the sample cancel: (P_min / P(i))^exponent.
     """
@@ -65,16 +65,16 @@ def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Flo
 
 
 class ReuseIndex:
-    """What sampling needs to know of the consumed groups, in memory.
+    """In-memory fields of the consumed groups that sampling needs.
 
-    `rows` is a structured array, oldest consumed first. `order` is the number of the consumption: it ascends and finds the
-    group in the store.
+    `rows` is a structured array, oldest consumed first. `order` numbers the consumed groups: it ascends and identifies a group
+    in the store.
     """
 
     _FIELDS = np.dtype([("order", np.int64), ("version", np.int64), ("priority", np.float64), ("times_sampled", np.int64)])
 
     def __init__(self, rows: list[tuple[int, int, float, int]]) -> None:
-        """Starts from (order, version, priority, times_sampled) of each group, by order."""
+        """Builds the index from (order, version, priority, times_sampled) of each group, by order."""
         self.rows = np.array(rows, self._FIELDS)
 
     def append(self, rows: list[tuple[int, int, float, int]]) -> None:
@@ -86,12 +86,12 @@ class ReuseIndex:
         self.rows = self.rows[np.searchsorted(self.rows["order"], order, side="right") :]
 
     def set_priorities(self, updates: list[tuple[int, float]]) -> None:
-        """Sets priorities by order; of two for one group the last counts."""
+        """Sets priorities by order; the last one counts for a repeated group."""
         new = np.array(updates, [("order", np.int64), ("priority", np.float64)])
         self.rows["priority"][np.searchsorted(self.rows["order"], new["order"])] = new["priority"]
 
     def eligible(self, min_version: int, max_times_sampled: int | None) -> Int64:
-        """Indices of the groups that may be reused."""
+        """Returns the indices of the groups that may be reused."""
         mask = self.rows["version"] >= min_version
         if max_times_sampled is not None:
             mask &= self.rows["times_sampled"] < max_times_sampled

@@ -1,7 +1,7 @@
 """The durable side of the replay buffer: one SQLite file, every change one transaction, synced before it returns.
 
-A group is a row of `groups` (what decisions need) and a row of `blobs` (the group as msgpack; apart, so that a change of
-state does not rewrite it). Lone experiences, which have no tokens, are in a table of their own: nothing that hands out
+A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as msgpack; separate, so that a
+change of state does not rewrite it). Lone experiences, which have no tokens, are in another table: no method that hands out
 groups can reach them. All methods are synchronous and belong to one thread.
 """
 
@@ -15,9 +15,9 @@ from services.replay.database import Full
 from services.replay.reading import Reading, unknown
 
 _REMEMBERED_REQUESTS = 1000
-"""Answers to requests that a late retry gets again."""
+"""Answers that are kept for a late retry."""
 _REMEMBERED_IDS = 100_000
-"""Ids of groups that have left: a late retry of an add must not bring them back."""
+"""Ids of removed groups: a late retry of an add must not bring them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,22 @@ class GroupRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddResult:
+    """Outcome of an add."""
+
     added: int
     duplicates: int
     removed_until: int
-    """The last consumption number that left to make room; 0 when none did."""
+    """Largest `consumed` number that was removed to make room; 0 when none was."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Groups as they were stored, leased to one request."""
+class Lease:
+    """Groups in stored form, leased to one request."""
 
     blobs: list[bytes]
     evicted: int
+    """Groups that were too old for the request."""
 
 
 _COLUMNS = tuple(name for name in GroupRow.__dataclass_fields__ if name != "data")
@@ -61,11 +64,11 @@ _INSERT = f"INSERT INTO groups ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * 
 
 
 class Store(Reading):
-    """What can be done with the stored groups."""
+    """Changes of the stored groups."""
 
     # ------------------------------------------------------------ adding
 
-    def add(self, rows: Iterable[GroupRow], capacity: int) -> Added:
+    def add(self, rows: Iterable[GroupRow], capacity: int) -> AddResult:
         """Stores the groups whose ids are new. Raises Full when there is no room even without the consumed ones."""
         with self.transaction():
             new: dict[str, GroupRow] = {}
@@ -81,10 +84,10 @@ class Store(Reading):
                 self.db.execute("INSERT INTO blobs VALUES (?, ?)", (cursor.lastrowid, row.data))
             self.count("added", len(new))
             self.count("duplicates", duplicates)
-        return Added(len(new), duplicates, removed_until)
+        return AddResult(len(new), duplicates, removed_until)
 
     def add_experiences(self, rows: list[tuple[str, str, float, str | None]], capacity: int) -> int:
-        """Stores lone experiences (prompt, response, reward, ground truth); returns as `Added.removed_until`."""
+        """Stores lone experiences (prompt, response, reward, ground truth); returns `AddResult.removed_until`."""
         with self.transaction():
             removed_until = self._make_room(len(rows), capacity)
             self.db.executemany("INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, ?, ?)", rows)
@@ -121,7 +124,7 @@ class Store(Reading):
         return leaving[-1][1] if leaving else 0
 
     def _remove(self, keys: list[int], counter: str) -> None:
-        """Deletes groups, remembering their ids."""
+        """Deletes groups and remembers their ids."""
         if not keys:
             return
         parameters = [(key,) for key in keys]
@@ -132,8 +135,8 @@ class Store(Reading):
 
     # ------------------------------------------------------------ the queue
 
-    def take(self, request: TakeRequest, now: float, lease_s: float) -> Taken | None:
-        """Leases the first `count` fresh groups, or finds those this request has leased; None when too few are there.
+    def take(self, request: TakeRequest, now: float, lease_s: float) -> Lease | None:
+        """Leases the first `count` fresh groups, or finds those this request has leased; returns None when there are too few.
 
         Raises InvalidInput when the request id belongs to a lease of another count or version.
         """
@@ -161,26 +164,26 @@ class Store(Reading):
                 [(request.request_id, now + lease_s, row[0]) for row in rows],
             )
             blobs = [self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0] for row in rows]
-            return Taken(blobs, self.evicted_for(request.request_id))
+            return Lease(blobs, self.evicted_for(request.request_id))
 
     def renew_leases(self, until: float) -> None:
-        """Every lease ends at `until`."""
+        """Sets the end of every lease."""
         if self.next_expiry() is not None:
             with self.transaction():
                 self.db.execute("UPDATE groups SET lease_until = ? WHERE request_id IS NOT NULL", (until,))
 
     def expire(self, now: float) -> None:
-        """Makes groups fresh again whose lease has ended."""
+        """Returns groups whose lease has ended to the fresh ones."""
         with self.transaction():
             self._expire(now)
 
     def evicted_for(self, request_id: str) -> int:
-        """How many groups were too old for this request. It stays known: an answer may be lost on its way."""
+        """Returns how many groups were too old for this request. It is stored, since an answer may be lost."""
         row = self.db.execute("SELECT evicted FROM takes WHERE request_id = ?", (request_id,)).fetchone()
         return int(row[0]) if row else 0
 
     def next_expiry(self) -> float | None:
-        """When the first lease ends, by the clock that `take` was told."""
+        """Returns when the first lease ends, on the clock of `take`; None without leases."""
         (until,) = self.db.execute("SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL").fetchone()
         return None if until is None else float(until)
 
@@ -205,7 +208,7 @@ class Store(Reading):
             )
 
     def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:
-        """Marks groups as consumed; those that are or that have left stay so.
+        """Marks groups as consumed; consumed and removed ones stay unchanged.
 
         Returns (order, version, priority, times_sampled) of the newly consumed. Raises NotFound for an unknown id and
         then changes nothing.
@@ -246,12 +249,12 @@ class Store(Reading):
     # ------------------------------------------------------------ reuse
 
     def consumed_rows(self) -> list[tuple[int, int, float, int]]:
-        """(order, version, priority, times_sampled) of every consumed group, by order."""
+        """Returns (order, version, priority, times_sampled) of every consumed group, by order."""
         query = "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
         return self.db.execute(query).fetchall()
 
     def reuse(self, orders: list[int], weights: list[float], request_id: str | None) -> list[bytes]:
-        """The consumed groups with these numbers, each counted as sampled once more; remembered under `request_id`."""
+        """Returns the consumed groups with these numbers, counts one more sampling of each, and remembers them by request."""
         with self.transaction():
             query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
             self.db.executemany(query, [(order,) for order in orders])
@@ -263,7 +266,7 @@ class Store(Reading):
             return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
 
     def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
-        """Groups and weights that this request got, without those that have left since; None when it is a new one."""
+        """Returns the groups and weights of this request, without groups removed since; None for a new request."""
         row = self.db.execute("SELECT answer FROM samples WHERE request_id = ?", (request_id,)).fetchone()
         if row is None:
             return None

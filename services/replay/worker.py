@@ -1,4 +1,4 @@
-"""The one thread that owns the buffer, and takes that wait without occupying it."""
+"""Runs the buffer in one thread, and lets requests wait for groups without occupying it."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from common.schemas import Group, TakeRequest
 from services.replay.buffer import ReplayBuffer
-from services.replay.store import Added, Taken
+from services.replay.store import AddResult, Lease
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -25,22 +25,22 @@ class Worker:
         self._arrived = asyncio.Condition()
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """`function(*args, **kwargs)` in the thread. Once begun it is finished, also when the caller is cancelled."""
-        run = contextvars.copy_context().run  # what it logs is of this request
+        """Runs `function(*args, **kwargs)` in the thread. Once begun it ends, even when the caller is cancelled."""
+        run = contextvars.copy_context().run  # its log lines carry the id of this request
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(function, *args, **kwargs))
 
-    async def add(self, groups: list[Group]) -> Added:
-        """`ReplayBuffer.add`, then wakes the takes that wait."""
+    async def add(self, groups: list[Group]) -> AddResult:
+        """Calls `ReplayBuffer.add`, then wakes waiting takes."""
         added = await self.call(self.buffer.add, groups)
         async with self._arrived:
             self._arrivals += 1
             self._arrived.notify_all()
         return added
 
-    async def take(self, request: TakeRequest) -> Taken:
-        """`ReplayBuffer.take`, waiting up to `wait_s` for `count` groups; none when fewer are there then.
+    async def take(self, request: TakeRequest) -> Lease:
+        """Calls `ReplayBuffer.take`, waiting up to `wait_s` for `count` groups; returns none when there are fewer then.
 
-        While it waits nothing is leased, so a cancelled take holds no group.
+        Nothing is leased while it waits, so a cancelled take holds no group.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait_s

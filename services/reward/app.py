@@ -1,4 +1,4 @@
-"""HTTP of the reward-server: translates requests to calls of `Scorer`."""
+"""HTTP API of the reward-server: translates requests to calls of `RewardScorer`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,29 +10,30 @@ from common.observe import Metrics
 from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from common.sections import RewardSection
 from services.http.app import create_app
-from services.http.disconnect import while_wanted
+from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 MAX_REQUESTS = 256
-"""Requests in work at once; more are answered 503."""
+"""Concurrent requests; further ones are answered 503."""
 
 
 def create_reward_app(
     config: RewardSection, max_body_bytes: int = 256 << 20, functions: Sequence[RewardFunction] | None = None
 ) -> FastAPI:
-    """The reward-server. Its worker processes live from the start of the app to its end.
+    """Creates the reward-server. Its worker processes live as long as the app.
 
     Args:
         config: names the reward functions and their settings.
         max_body_bytes: larger request bodies are refused.
-        functions: the caller's own objects, which score every item in threads of this process instead of those that
-            `config` names; they need not be importable, nor can they be killed when they hang.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions that
+            `config` names; they need not be importable, and cannot be killed when they hang.
 
-    Raises ConfigError for a function that does not exist or cannot work here, with the remedy.
+    Raises:
+        ConfigError: a function does not exist or cannot work here.
     """
     metrics = Metrics("reward-server")
-    scorer = Scorer(config, metrics, functions)
+    scorer = RewardScorer(config, metrics, functions)
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -52,12 +53,12 @@ def create_reward_app(
     async def reward(item: RewardItem, request: Request) -> RewardResult:
         """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
         scorer.check(item)
-        return (await while_wanted(request, scorer.score([item])))[0]
+        return (await cancel_on_disconnect(request, scorer.score([item])))[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
         """Scores many answers, in order. The means are over those that have a reward."""
-        return await while_wanted(request, scorer.score_batch(body.items))
+        return await cancel_on_disconnect(request, scorer.score_batch(body.items))
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the math workers do: compare two answers with math-verify. Runs in `services.reward.worker`, not in the server."""
+"""Compares two answers with math-verify. Runs in the processes of `services.reward.worker`, not in the server."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether two answers mean the same, by math-verify, whose verdict on numbers is checked again.
+    """Returns whether math-verify finds two answers equal; its verdict on numbers is checked again.
 
-    Raises MemoryError and RecursionError. Has no time limit: the process that calls it is killed instead.
+    Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
     """
     expected, given = _parse(gold), _parse(answer)
     if not any(_verify(a, b) for a, b in itertools.product(expected, given)):
@@ -33,7 +33,7 @@ def equivalent(gold: str, answer: str) -> bool:
 def _verify(expected: object, given: object) -> bool:
     try:
         return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
-    except (MemoryError, RecursionError):  # no verdict: math-verify by itself would make it "wrong"
+    except (MemoryError, RecursionError):  # no verdict: math-verify alone would return "wrong"
         raise
     except Exception:  # sympy cannot compare the two
         return False
@@ -42,19 +42,19 @@ def _verify(expected: object, given: object) -> bool:
 def _parse(text: str) -> list[object]:
     percent = text.endswith("%")
     bare = text.removesuffix("%").removesuffix("\\").strip() if percent else text
-    # LaTeX does not know these, and math-verify would read the 2 of 2**3 and forget the rest.
+    # LaTeX has no ** and pi; math-verify would read the 2 of 2**3 and ignore the rest.
     latex = _PI.sub(r"\\pi ", _POWER.sub(r"^{\1}", bare))
     try:
         found: list[object] = parse(f"${latex}$", parsing_timeout=None, raise_on_error=True)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # sympy raises anything on text that is no mathematics: then only the text can match
+    except Exception:  # sympy raises anything for text that is not mathematics: then only the text can match
         return [text]
     return [item / _HUNDRED if isinstance(item, sympy.Expr) else text for item in found] if percent else found
 
 
 def _close(expected: object, given: object) -> bool:
-    """False for two numbers that differ: math-verify rounds to 6 decimals, so to it 10^-20 is 10^-30."""
+    """Returns False for two numbers that differ: math-verify rounds to 6 decimals, so it takes 10^-20 for 10^-30."""
     numbers = [item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number]
     if len(numbers) < 2:
         return True
@@ -68,11 +68,11 @@ def _close(expected: object, given: object) -> bool:
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """Loads and warms math-verify; a worker's handler answers `[gold, answer]` with `right` or `wrong`.
+    """Loads and warms up math-verify; a worker's handler answers `[gold, answer]` with `right` or `wrong`.
 
     Args:
-        arguments: `memory_mb`, the address space of a worker, and `alarm_s`: seconds after which a worker that nobody kills
-            ends itself.
+        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the seconds after which a worker that nobody
+            kills ends itself.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     equivalent("\\frac{x+1}{2}", "(1+x)/2")  # fills the caches that every worker inherits
@@ -80,17 +80,17 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
 
     def handle(line: str) -> str:
         gold, answer = json.loads(line)
-        signal.alarm(alarm_s)  # ends a worker that hangs after everything else that could kill it is gone
+        signal.alarm(alarm_s)  # ends a hanging worker when no other process is left to kill it
         verdict = "right" if equivalent(gold, answer) else "wrong"
         signal.alarm(0)
         if verdict == "wrong" and _used_bytes() > memory_bytes // 2:
-            raise MemoryError  # math-verify takes running out of memory for "wrong" in many places
+            raise MemoryError  # in many places math-verify returns "wrong" when it runs out of memory
         return verdict
 
     return lambda: handle
 
 
 def _used_bytes() -> int:
-    """The most memory this process has had at once."""
+    """Returns the peak memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10

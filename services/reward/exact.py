@@ -1,4 +1,4 @@
-"""Compares plain numbers exactly, with fractions: nearly every answer of GSM8K, and most of MATH, without sympy."""
+"""Compares plain numbers exactly, as fractions: nearly every answer of GSM8K, and most of MATH, without sympy."""
 
 import re
 from fractions import Fraction
@@ -20,7 +20,7 @@ _FRAC = re.compile(rf"([+-]?)\s*\\[dt]?frac\s*({_ARG})\s*({_ARG})")
 
 
 def same_answer(gold: str, answer: str) -> bool | None:
-    """Whether two cleaned answers are the same, or None when this module cannot tell.
+    """Returns whether two cleaned answers are the same, or None when this module cannot decide.
 
     Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3, and 18% is 0.18, not 18.
     """
@@ -36,7 +36,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 
 def _differ(gold: str, answer: str) -> bool:
-    """Whether the answers differ in what math-verify does not look at: the base, the unit, or both sides of an equation."""
+    """Returns whether the answers differ in what math-verify ignores: the base, the unit, or both sides of an equation."""
     bases = [_BASED.fullmatch(text) for text in (gold, answer)]
     if bases[0] and bases[1]:
         return (bases[0][1], bases[0][2] or bases[0][3]) != (bases[1][1], bases[1][2] or bases[1][3])
@@ -48,7 +48,7 @@ def _differ(gold: str, answer: str) -> bool:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal (repeating ones too), a simple or mixed fraction or a percentage; else None."""
+    """Returns the value of an integer, a (repeating) decimal, a simple or mixed fraction or a percentage; else None."""
     if match := _DECIMAL.fullmatch(text):
         number, exponent, percent = match.groups()
         value = _value(number)
@@ -73,13 +73,12 @@ def parse_number(text: str) -> Fraction | None:
     if match := _REPEATING.fullmatch(text):
         sign, whole, before, digits = match.groups()
         value = Fraction(int(f"0{whole}{before}")) + Fraction(int(digits), 10 ** len(digits) - 1)
-        value *= Fraction(-1 if sign == "-" else 1, 10 ** len(before))
-        return value
+        return value * Fraction(-1 if sign == "-" else 1, 10 ** len(before))
     return None
 
 
 def _measured(text: str) -> Fraction | None:
-    """The value of a number that may have words after it: 18 dollars is 18, 5 million is 5000000."""
+    """Returns the value of a number that words may follow: 18 dollars is 18, 5 million is 5000000."""
     if match := _UNIT.fullmatch(text):
         value = _value(match.group(1))
         return None if value is None else value * _SCALES.get(match.group(2).lower(), 1)

@@ -1,14 +1,14 @@
 """Finds the final answer in a response: a box, a `####` line, or else the last number.
 
-Every step is linear in the length of the text, whatever the text is: responses are not trusted.
+Every step is linear in the length of any text: responses are untrusted.
 """
 
 import re
 
-from common.marks import marks
+from common.final_answers import marked_answers
 
 MAX_ANSWER_CHARS = 1024
-"""A longer answer is none: cutting it could turn it into another one."""
+"""Longer answers do not count: cutting one could turn it into another answer."""
 
 _THINK = re.compile(r"(</?think>)", re.IGNORECASE)
 _HEADING = re.compile(r"[\s*_]*[A-Za-z]{2,}")
@@ -25,9 +25,9 @@ _PERCENT_WORD = re.compile(r"(?<=[0-9])\s*percent$", re.IGNORECASE)
 
 
 def extract_answer(response: str) -> str | None:
-    """The final answer of a response, cleaned, or None when there is none (or one of over `MAX_ANSWER_CHARS`).
+    """Returns the final answer of a response, cleaned, or None without one (or with one over `MAX_ANSWER_CHARS`).
 
-    Thoughts (`<think>`) do not count, closed or not. Of several marked answers the last one counts.
+    Thoughts (`<think>`) do not count, closed or not. The last of several marked answers counts.
     """
     text = without_thoughts(response)
     found, answer = _last_marked(text)
@@ -35,7 +35,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """The answer that a ground truth states: its marked answer, else all of it. None when it is empty or over-long."""
+    """Returns the answer that a ground truth states: its marked answer, else all of it. None when empty or too long."""
     found, answer = _last_marked(ground_truth)
     if found:
         return answer
@@ -43,7 +43,7 @@ def gold_answer(ground_truth: str) -> str | None:
 
 
 def clean(answer: str) -> str:
-    """An answer without what only decorates it: math mode, currency signs, bold type, thin spaces, a final full stop."""
+    """Removes decoration from an answer: math mode, currency signs, bold type, thin spaces, a final full stop."""
     text = answer.replace("\\$", "").replace("−", "-").replace("{,}", ",")
     text = _SPACES.sub("", text.translate(_CURRENCY))
     for _ in range(3):  # decorations nest: **\(42\).**
@@ -60,7 +60,7 @@ def clean(answer: str) -> str:
 
 
 def without_thoughts(text: str) -> str:
-    """What is outside `<think>` tags, closed or not."""
+    """Returns the text outside `<think>` tags, closed or not."""
     kept: list[str] = []
     thinking = False
     for piece in _THINK.split(text):
@@ -68,7 +68,7 @@ def without_thoughts(text: str) -> str:
         if tag == "<think>":
             thinking = True
         elif tag == "</think>":
-            if not thinking:  # a chat template that opens <think> in the prompt: all before was thought
+            if not thinking:  # the chat template opened <think> in the prompt: everything before is thought
                 kept.clear()
             thinking = False
         elif not thinking:
@@ -77,8 +77,8 @@ def without_thoughts(text: str) -> str:
 
 
 def _last_marked(text: str) -> tuple[bool, str | None]:
-    """(whether there is a marked answer, the last one: None when it is over-long)."""
-    for start, end in reversed(marks(text)):
+    """Returns (whether there is a marked answer, the last one or None when it is too long)."""
+    for start, end in reversed(marked_answers(text)):
         if end is None:
             line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
             if _HEADING.match(line):

@@ -1,7 +1,7 @@
-"""Where a reward function runs in the reward-server: in threads of it, or in worker processes that can be killed.
+"""Hosts run reward functions in the reward-server: in its threads, or in worker processes that can be killed.
 
-Both give a call a deadline, cut large batches, and when a call fails call again for every item alone: one bad item never
-harms the others.
+Both limit the time of a call, split large batches, and repeat a failed call for every item alone, so that one bad item never
+affects the others.
 """
 
 import asyncio
@@ -15,32 +15,27 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
-from common.schemas import RewardItem, RewardStatus
-from services.reward.functions.base import Message, RewardFunction
-from services.reward.pool import WorkerPool
-from services.reward.score import Score
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
+from services.reward.functions.base import Message, RewardFunction, Score
+from services.reward.pool import CallFailed, WorkerPool
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_TAKEN = frozenset(("self", "completions"))
+QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
+"""Answers that may wait for one function."""
+CALL_ITEMS = 64
+"""Completions of one call of a function; larger batches are spread over the workers."""
+_RESERVED = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], object]
-"""Raises InvalidInput for an item that the function cannot score, naming the field under the prefix."""
-
-
-class CallFailed(Exception):
-    """A call of a reward function gave no scores."""
-
-    def __init__(self, status: RewardStatus, reason: str) -> None:
-        self.status = status
-        super().__init__(reason)
+"""Raises InvalidInput for an item that the function cannot score; the second argument is the prefix of the field."""
 
 
 class Host(ABC):
-    """One reward function of the server.
+    """One reward function of the server, which is called with several completions at once.
 
     Args:
-        name: of its component.
-        check: of every item before it is accepted.
+        name: name of its component.
+        check: checks every item before it is accepted.
     """
 
     def __init__(self, name: str, check: Check | None = None) -> None:
@@ -48,53 +43,40 @@ class Host(ABC):
         self.unfinished = 0
         """Items that wait or are scored now."""
 
-    @property
-    def problem(self) -> str | None:
-        """Why it cannot score now, or None."""
-        return None
-
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
-        for name in _TAKEN.intersection(item.columns):
+        for name in _RESERVED.intersection(item.columns):
             raise InvalidInput(
                 "a reward function has an argument of this name", field=f"{where}columns.{name}", remedy="rename the column"
             )
         if self._check is not None:
             self._check(item, where)
 
-    @abstractmethod
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in order. Raises Overloaded when too many items wait already."""
+        """Returns the scores of a batch, in order. Cancelling the call frees the workers.
 
-
-class CallHost(Host):
-    """A function that is called with several completions at once.
-
-    Args:
-        name, check: as for every host.
-        batch: items that one call gets at most.
-        queue: items that may be unfinished at once; more are refused.
-    """
-
-    def __init__(self, name: str, batch: int, queue: int, check: Check | None = None) -> None:
-        super().__init__(name, check)
-        self._batch, self._queue = batch, queue
-
-    async def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in order. Raises Overloaded when too many items wait already."""
-        if self.unfinished + len(items) > self._queue:
-            raise Overloaded(
-                f"{self.unfinished} answers wait for the reward function {self.name} already",
-                field="items",
-                value=len(items),
-                remedy="try again later, or raise reward.workers",
-            )
+        Raises InvalidInput for an item that cannot be scored, Overloaded when too many items wait already.
+        """
         self.unfinished += len(items)
         try:
-            chunks = [items[i : i + self._batch] for i in range(0, len(items), self._batch)]
-            return [score for chunk in await asyncio.gather(*map(self._chunk, chunks)) for score in chunk]
+            return await self._score(items)
         finally:
             self.unfinished -= len(items)
+
+    def _check_room(self, waiting: int, count: int) -> None:
+        """Raises Overloaded when `count` items are too many beside those that wait."""
+        if count and waiting + count > QUEUE_LIMIT:
+            raise Overloaded(
+                f"{waiting} answers wait for the reward function {self.name} already",
+                field="items",
+                value=count,
+                remedy="try again later, or raise reward.workers",
+            )
+
+    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
+        self._check_room(self.unfinished - len(items), len(items))
+        chunks = [items[i : i + CALL_ITEMS] for i in range(0, len(items), CALL_ITEMS)]
+        return [score for chunk in await asyncio.gather(*map(self._chunk, chunks)) for score in chunk]
 
     async def _chunk(self, items: Sequence[RewardItem]) -> list[Score]:
         try:
@@ -107,21 +89,22 @@ class CallHost(Host):
 
     @abstractmethod
     async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
-        """One call of the function. Raises CallFailed."""
+        """Calls the function once. Raises CallFailed."""
 
 
-class ThreadHost(CallHost):
-    """A function in threads of this process: the caller's own objects, and those that bound themselves.
+class ThreadHost(Host):
+    """A function in threads of this process: the caller's own objects, and those that limit their own time.
 
     Args:
-        function: what is called; never twice at once unless it bounds itself.
-        timeout_s: seconds until a call is given up; its thread cannot be killed and is left behind. None: no limit.
+        function: the function; unless `bounds_itself`, it is never called concurrently.
+        timeout_s: seconds until a call is abandoned, for a function that does not limit its own time. Its thread cannot be
+            killed and goes on.
+        calls: concurrent calls of a function that limits its own time.
+        check: checks every item before it is accepted.
     """
 
-    def __init__(
-        self, function: RewardFunction, timeout_s: float | None, batch: int, queue: int, calls: int, check: Check | None = None
-    ) -> None:
-        super().__init__(function.name, batch, queue, check)
+    def __init__(self, function: RewardFunction, timeout_s: float | None, calls: int, check: Check | None = None) -> None:
+        super().__init__(function.name, check)
         self._function, self._timeout_s = function, None if function.bounds_itself else timeout_s
         self._free = asyncio.Semaphore(calls if function.bounds_itself else 1)
 
@@ -137,36 +120,30 @@ class ThreadHost(CallHost):
                 raise CallFailed("error", f"{type(error).__name__}: {error}") from error
 
 
-class ProcessHost(CallHost):
+class ProcessHost(Host):
     """A function in the workers of a pool, which several functions may share.
 
     Args:
-        pool: entered and left by its owner.
-        index: of the function in the pool's job.
+        name: name of its component.
+        pool: the workers; the owner enters and exits it.
+        index: place of the function in the pool's specification.
+        check: checks every item before it is accepted.
     """
 
-    def __init__(self, name: str, pool: WorkerPool, index: int, batch: int, queue: int, check: Check | None = None) -> None:
-        super().__init__(name, batch, queue, check)
-        self._pool, self._index = pool, index
-
-    @property
-    def problem(self) -> str | None:
-        """Of its pool."""
-        return self._pool.problem
+    def __init__(self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None) -> None:
+        super().__init__(name, check)
+        self.pool, self._index = pool, index
 
     async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
         message = {"function": self._index, "completions": completions, "columns": columns}
-        answer = await self._pool.call(json.dumps(message).encode())
-        if isinstance(answer, str):
-            raise CallFailed(answer, f"its worker: {answer}")
-        content = json.loads(answer)
+        content = json.loads(await self.pool.call(json.dumps(message).encode()))
         if "error" in content:
             raise CallFailed("error", content["error"])
         return [Score(**score) for score in content["scores"]]
 
 
 def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
-    """Items as a reward function gets them: chats, and a list for every column that any of them has."""
+    """Returns the arguments of a reward function: chats, and a list for every column that any item has."""
     columns: dict[str, list[Any]] = {
         name: [item.columns.get(name) for item in items] for name in {name for item in items for name in item.columns}
     }
@@ -175,7 +152,7 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
-    """What a function returns or raises, from a daemon thread of its own: one that never ends holds up nobody's exit."""
+    """Returns or raises what a function does in a new daemon thread, which cannot delay the exit of the process."""
     future: Future[_T] = Future()
 
     def work() -> None:

@@ -4,18 +4,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from common.errors import ConfigError
-from services.reward.functions.base import Message, RewardFunction, as_floats, column
-from services.reward.score import Score
+from services.reward.functions.base import DetailedRewardFunction, Message, Score, column
 
 Device = Literal["auto", "cuda", "cpu"]
 Precision = Literal["auto", "bfloat16", "float32"]
 
 
-class RewardModelFunction(RewardFunction):
+class RewardModelFunction(DetailedRewardFunction):
     """The score of a Hugging Face sequence-classification model: its logit, or the probability of the second of two classes.
 
-    It reads the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts where it has
-    none. A chat that is longer than the limit has no score.
+    It formats the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts where it has
+    none. A chat over the limit has no score.
 
     Args:
         model: a name on the hub or a local directory.
@@ -23,9 +22,9 @@ class RewardModelFunction(RewardFunction):
         device: `auto` is a GPU where there is one.
         dtype: `auto` is bfloat16 on a GPU and float32 on a CPU.
         max_tokens: longest chat.
-        trust_remote_code: run Python code that comes with the model.
 
-    Raises ConfigError when the model cannot be loaded, or when it is none that scores.
+    Raises:
+        ConfigError: the model cannot be loaded, or has more than two outputs.
     """
 
     name = "reward_model"
@@ -38,40 +37,29 @@ class RewardModelFunction(RewardFunction):
         device: Device = "auto",
         dtype: Precision = "auto",
         max_tokens: int = 4096,
-        trust_remote_code: bool = False,
     ) -> None:
         try:
             import torch
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
         except ImportError as error:
-            raise ConfigError(
-                f"a reward model needs torch and transformers: {error}",
-                field="reward.functions",
-                value="reward_model",
-                remedy="pip install 'rlhf-math[trainer]'",
-            ) from None
+            problem, remedy = f"a reward model needs torch and transformers: {error}", "pip install 'rlhf-math[trainer]'"
+            raise ConfigError(problem, field="reward.functions", value="reward_model", remedy=remedy) from None
         self._torch = torch
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         precision = ("bfloat16" if self._device == "cuda" else "float32") if dtype == "auto" else dtype
-        options = {"trust_remote_code": trust_remote_code}
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model, **options)
-            options |= {"use_safetensors": True}
-            loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=getattr(torch, precision), **options)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the reward model cannot be loaded: {error}",
-                field="reward.reward_model_name",
-                value=model,
-                remedy="a sequence-classification model on the hub (HF_TOKEN for a gated one) or a directory of one",
-            ) from None
-        if loaded.config.num_labels > 2:
-            raise ConfigError(
-                f"a model with {loaded.config.num_labels} classes does not score",
-                field="reward.reward_model_name",
-                value=model,
-                remedy="one with a single output, or with two classes",
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
+            loaded = AutoModelForSequenceClassification.from_pretrained(
+                model, dtype=getattr(torch, precision), use_safetensors=True
             )
+        except (OSError, ValueError) as error:
+            problem = f"the reward model cannot be loaded: {error}"
+            remedy = "a sequence-classification model on the hub (HF_TOKEN for a gated one) or a directory of one"
+            raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy) from None
+        if loaded.config.num_labels > 2:
+            problem = f"a model with {loaded.config.num_labels} classes does not score"
+            remedy = "one with a single output, or with two classes"
+            raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if loaded.config.pad_token_id is None:  # by it the model finds the end of a chat
@@ -81,15 +69,12 @@ class RewardModelFunction(RewardFunction):
         positions = getattr(loaded.config, "max_position_embeddings", max_tokens)
         self._batch_size, self._max_tokens = batch_size, min(max_tokens, positions)
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """The score of each chat, NaN for one over the limit. Raises InvalidInput without the column `prompt`."""
-        return as_floats(self.scores(completions, **kwargs))
-
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Scores; chats of like length share a forward pass. Raises as `__call__` does."""
+        """Returns the score of each chat, an error for one over the limit. Raises InvalidInput without the column `prompt`."""
         prompts = column(kwargs, "prompt", len(completions), self.name)
         chats = [self._token_ids(prompt, list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
         scores = [Score(None, "error")] * len(chats)
+        # Chats of similar length share a forward pass.
         fitting = sorted((i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens), key=lambda i: len(chats[i]))
         for start in range(0, len(fitting), self._batch_size):
             batch = fitting[start : start + self._batch_size]

@@ -1,4 +1,4 @@
-"""Worker processes that can be killed: the only way to bound what sympy, or somebody's reward function, does with an answer."""
+"""Worker processes that can be killed: the only way to limit the time of sympy or of a user's reward function."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
+from common.schemas import RewardStatus
 from common.security import TOKEN
 
 log = logging.getLogger(__name__)
-Failure = Literal["timeout", "died"]
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second; on a loaded machine much longer
@@ -27,16 +27,20 @@ _ANSWERS_PER_WORKER = 2000  # then a fresh one: sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
 
 
-class WorkerDied(Exception):
-    """A worker process ended, or could not be started."""
+class CallFailed(Exception):
+    """A call of a reward function gave no scores; `status` is that of its answers."""
+
+    def __init__(self, status: RewardStatus, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the workers of a pool do."""
+class WorkerSpec:
+    """Code and limits of the workers of a pool."""
 
     module: str
-    """Its `prepare(arguments)` is called once in the process that forks; what that returns makes the handler in a worker."""
+    """Module whose `prepare(arguments)` runs once in the process that forks; its result makes the handler in a worker."""
     arguments: dict[str, Any]
     memory_mb: int | None = None
     """Address space of one worker; None: no limit."""
@@ -44,26 +48,20 @@ class Job:
     """Answers after which a worker is replaced by a fresh one; None: never."""
 
     def command(self, *, check: bool = False) -> list[str]:
-        """The command line of the process that forks workers; with `check` it only makes one handler and ends."""
+        """Returns the command line of the process that forks workers; with `check` it only makes one handler and exits."""
         spec = {"path": sys.path, "module": self.module, "arguments": self.arguments, "memory_mb": self.memory_mb}
-        # By path, so that it works from any directory and whatever the main program is; -P: not its folder on sys.path.
+        # By path, so that it works from any directory and with any main program; -P keeps its folder off sys.path.
         return [sys.executable, "-P", str(_SCRIPT), "check" if check else "serve", json.dumps(spec)]
 
 
+@dataclass(eq=False)
 class _Worker:
-    """One worker process, seen from the server."""
+    """Connection of the server to one worker process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.reader, self.writer, self.pid, self.answered = reader, writer, pid, 0
-
-    async def call(self, message: bytes) -> bytes:
-        self.writer.write(message + b"\n")
-        await self.writer.drain()
-        line = await self.reader.readline()
-        self.answered += 1
-        if not line.endswith(b"\n"):
-            raise WorkerDied
-        return line[:-1]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int
+    answered: int = 0
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -72,28 +70,28 @@ class _Worker:
 
 
 class WorkerPool:
-    """Answers calls in worker processes, one call at a time each; an async context manager.
+    """Worker processes that each answer one call at a time; an async context manager.
 
-    A worker that is over its deadline is killed and replaced when it is next needed. Starting takes a moment:
-    `problem` says why the pool cannot work yet, and is None as soon as it can.
+    A worker over its deadline is killed, and replaced when it is next needed. `problem` is the reason why the pool cannot work
+    yet, and None once it can.
 
     Args:
-        job: what the workers do.
-        workers: processes.
-        timeout_s: seconds one call may take in a worker; waiting for a free worker does not count.
+        spec: code and limits of the workers.
+        workers: number of processes.
+        timeout_s: seconds for one call in a worker; waiting for a free worker does not count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
-        start_s: seconds a worker may take to start.
+        start_s: seconds for a worker to start.
     """
 
     def __init__(
         self,
-        job: Job,
+        spec: WorkerSpec,
         workers: int,
         timeout_s: float,
         on_restart: Callable[[], None] = lambda: None,
         start_s: float = _START_S,
     ) -> None:
-        self.job, self.size, self.timeout_s, self.start_s, self._on_restart = job, workers, timeout_s, start_s, on_restart
+        self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = spec, workers, timeout_s, start_s, on_restart
         self.problem: str | None = "the graders are starting"
         self.unfinished = 0
         """Calls in workers or waiting for one."""
@@ -121,50 +119,54 @@ class WorkerPool:
         assert self._filling is not None
         await asyncio.shield(self._filling)
 
-    async def call(self, message: bytes) -> bytes | Failure:
-        """The answer of a worker to a line; `timeout` or `died` when there is none.
+    async def call(self, message: bytes) -> bytes:
+        """Returns the answer of a worker to a line. Cancelling the call frees the worker by killing it.
 
-        Cancelling the call frees the worker, if need be by killing it.
+        Raises CallFailed with the status `timeout` or `died`.
         """
         self.unfinished += 1
         try:
-            worker = await self._idle.get()
+            idle, kept = await self._idle.get(), None
             try:
-                worker, answer = await self._call_in(worker, message)
-            except BaseException:  # cancelled: what the worker computes nobody wants
-                self._idle.put_nowait(None)
-                raise
-            self._idle.put_nowait(worker)
-            return answer
+                worker = await self._alive(idle)
+                try:
+                    answer = await self._answer(worker, message)
+                    kept = worker if self.spec.answers is None or worker.answered < self.spec.answers else None
+                    return answer
+                finally:
+                    if kept is None:
+                        worker.kill()
+                        self._on_restart()
+            finally:
+                self._idle.put_nowait(kept)
         finally:
             self.unfinished -= 1
 
-    async def _call_in(self, worker: _Worker | None, message: bytes) -> tuple[_Worker | None, bytes | Failure]:
-        if worker is not None and worker.reader.at_eof():  # it died while it was idle: not the fault of this answer
+    async def _answer(self, worker: _Worker, message: bytes) -> bytes:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                worker.writer.write(message + b"\n")
+                await worker.writer.drain()
+                line = await worker.reader.readuntil()
+        except TimeoutError:
+            raise CallFailed("timeout", f"no answer within {self.timeout_s} s") from None
+        except (OSError, EOFError, asyncio.LimitOverrunError):
+            raise CallFailed("died", "its worker died, or its answer is too long") from None
+        worker.answered += 1
+        return line[:-1]
+
+    async def _alive(self, worker: _Worker | None) -> _Worker:
+        """Returns an idle worker, or a new one where it has died. Raises CallFailed."""
+        if worker is not None and worker.reader.at_eof():  # it died while idle: not the fault of this answer
             worker.writer.close()
             self._on_restart()
             worker = None
         try:
-            worker = worker or await self._spawn()
-        except WorkerDied as error:
+            return worker or await self._spawn()
+        except CallFailed as error:
             log.error("a grader did not start: %s", error)
             await asyncio.sleep(_RETRY_S)
-            return None, "died"
-        keep = False
-        answer: bytes | Failure = "died"
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                answer = await worker.call(message)
-            keep = self.job.answers is None or worker.answered < self.job.answers
-        except TimeoutError:
-            answer = "timeout"
-        except (WorkerDied, OSError, ValueError):  # ValueError: a line over the limit
-            answer = "died"
-        finally:
-            if not keep:
-                worker.kill()
-                self._on_restart()
-        return (worker if keep else None), answer
+            raise
 
     async def _fill(self) -> None:
         for _ in range(self.size):
@@ -172,21 +174,21 @@ class WorkerPool:
                 try:
                     self._idle.put_nowait(await self._spawn())
                     break
-                except WorkerDied as error:
+                except CallFailed as error:
                     self.problem = f"the graders do not start: {error}"
                     log.error("%s", self.problem)
                     await asyncio.sleep(_RETRY_S)
         self.problem = None
 
     async def _spawn(self) -> _Worker:
-        """A new worker, ready. Raises WorkerDied."""
+        """Starts a worker and waits until it is ready. Raises CallFailed."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._started(), [b"w"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise WorkerDied(f"the process that forks graders is gone: {error}") from None
+                raise CallFailed("died", f"the process that forks graders is gone: {error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
         line = b""
         try:
@@ -195,14 +197,14 @@ class WorkerPool:
             return _Worker(reader, writer, int(line))
         except (TimeoutError, ValueError, OSError):
             writer.close()
-            said = line.decode("utf-8", "replace").strip()
-            raise WorkerDied(said or "the process that forks graders did not answer; see its messages above") from None
+            reason = line.decode("utf-8", "replace").strip() or "the process that forks graders did not answer; see its log"
+            raise CallFailed("died", reason) from None
         except BaseException:
             writer.close()
             raise
 
     def _started(self) -> socket.socket:
-        """The control socket of a running fork server; starts one if there is none."""
+        """Returns the control socket of the fork server, and starts one unless it is running."""
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         if self._control is not None:
@@ -210,11 +212,11 @@ class WorkerPool:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                self.job.command(),
+                self.spec.command(),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 process_group=0,
-                env={name: value for name, value in os.environ.items() if name != TOKEN},  # it reads what a model wrote
+                env={name: value for name, value in os.environ.items() if name != TOKEN},  # workers process untrusted text
             )
         return self._control
 

@@ -1,39 +1,46 @@
-"""Scores answers by the functions that the configuration, or the caller, names. Knows nothing of HTTP."""
+"""Scores answers with the functions that the configuration or the caller names. Knows nothing of HTTP."""
 
 import asyncio
+import json
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
-from common.errors import InvalidInput, TooLarge
+from common.errors import ConfigError, InvalidInput, TooLarge
 from common.observe import Metrics
-from common.schemas import BatchRewardResult, RewardItem, RewardResult, RewardStatus
+from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from common.sections import RewardSection
-from services.reward.build import built
-from services.reward.functions.base import RewardFunction
+from services.reward.functions.answers import MathHost
+from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
-from services.reward.hosts import Host, ThreadHost
-from services.reward.limits import BATCHES_QUEUED, FUNCTION_BATCH, MAX_BATCH_ITEMS
-from services.reward.pool import WorkerPool
-from services.reward.score import Score
+from services.reward.functions.judge import DEFAULT_RUBRIC, JudgeRewardFunction
+from services.reward.functions.programs import CodeRewardFunction
+from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
+from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
+from services.reward.pool import WorkerPool, WorkerSpec
+from services.reward.sandbox.cases import parse_cases
 
-"""Largest batches that may wait for a function at once."""
+_CHECK_S = 300.0
+_CONCURRENT_CALLS = 64  # threads that wait for slots of the sandbox, or for an endpoint
+_MODEL_START_S = 1800.0  # a large model is downloaded first
+_MODEL_CALL_S = 120.0
+_CALLS = "services.reward.functions.base"
 
 
-class Scorer:
-    """Every reward function of the server, and what an item gets from them together.
-
-    An async context manager: it owns the worker processes.
+class RewardScorer:
+    """Scores items with the reward functions of their tasks. An async context manager: it owns the worker processes.
 
     Args:
-        config: names the functions, per task, and their settings.
-        metrics: Prometheus metrics; a fresh set when None.
-        functions: the caller's own objects, which score every item in threads of this process instead of those that
+        config: names the functions of each task, and has their settings.
+        metrics: Prometheus metrics; a new set when None.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions that
             `config` names.
 
-    Raises ConfigError for a function that does not exist or cannot work here.
+    Raises:
+        ConfigError: a function does not exist or cannot work here.
     """
 
     def __init__(
@@ -44,28 +51,65 @@ class Scorer:
         self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
         self._seconds = metrics.histogram("reward_batch_duration_seconds", "From request to verdicts, of one batch")
         self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
-        self._queue = BATCHES_QUEUED * MAX_BATCH_ITEMS
         metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
-        metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(self._queue)
+        metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(QUEUE_LIMIT)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
-        self._hosts: dict[str, Host]
+        self._hosts: dict[str, Host] = {}
         self._pools: list[WorkerPool] = []
         if functions is None:
-            made = built(config, self._queue, self._on_restart)
-            self._hosts = made.hosts
-            self._pools = made.pools
+            self._build_hosts()
+            check_names([host.name for host in self._hosts.values()])
+            self._tasks, self._default = config.tasks, config.functions
         else:
-            check_names([function.name for function in functions])
-            self._hosts = {function.name: self._threads(function) for function in functions}
-        self._tasks = config.tasks if functions is None else {}
-        self._default = list(self._hosts) if functions is not None else config.functions
+            check_names([f.name for f in functions])
+            self._hosts = {f.name: ThreadHost(f, config.function_timeout_s, config.workers) for f in functions}
+            self._tasks, self._default = {}, list(self._hosts)
         self._weights = {host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()}
         self._exits = AsyncExitStack()
 
-    def _threads(self, function: RewardFunction) -> Host:
+    def _build_hosts(self) -> None:
+        """Makes a host for every function that any task uses, by its name in the configuration, and the pools they share."""
         config = self.config
-        return ThreadHost(function, config.function_timeout_s, FUNCTION_BATCH, self._queue, config.workers)
+        plain: dict[str, dict[str, Any]] = {}
+        for name in config.function_names():
+            if name == "math":
+                math = MathHost(config, self._on_restart)
+                self._pools.append(math.pool)
+                self._hosts[name] = math
+            elif name == "code":
+                code = CodeRewardFunction(
+                    config.code_timeout_s,
+                    config.code_partial_credit,
+                    slots=config.code_slots,
+                    memory_mb=config.code_memory_mb,
+                    python=config.code_python,
+                    sandbox=config.code_sandbox,
+                )
+                self._hosts[name] = ThreadHost(code, None, _CONCURRENT_CALLS, _check_cases)
+            elif name == "judge":
+                judge = JudgeRewardFunction(
+                    config.judge_url,
+                    config.judge_model,
+                    config.judge_rubric or DEFAULT_RUBRIC,
+                    timeout_s=config.judge_timeout_s,
+                    concurrency=config.judge_concurrency,
+                    max_tokens=config.judge_max_tokens,
+                )
+                self._hosts[name] = ThreadHost(judge, None, _CONCURRENT_CALLS)
+            elif name == "reward_model":  # a process of its own: the server never loads torch
+                arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
+                model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
+                spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)
+                self._pools.append(WorkerPool(spec, 1, _MODEL_CALL_S, self._on_restart, _MODEL_START_S))
+                self._hosts[name] = ProcessHost(name, self._pools[-1])
+            else:
+                plain[name] = _built_in(name, config) or _custom(name)
+        if plain:
+            spec = WorkerSpec(_CALLS, {"functions": list(plain.values())})
+            self._pools.append(WorkerPool(spec, config.workers, config.function_timeout_s, self._on_restart))
+            for index, (name, function) in enumerate(plain.items()):
+                self._hosts[name] = ProcessHost(function["name"], self._pools[-1], index)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
@@ -79,8 +123,8 @@ class Scorer:
         await self._exits.aclose()
 
     def not_ready(self) -> str | None:
-        """Why answers cannot be scored now, or None."""
-        return next((host.problem for host in self._hosts.values() if host.problem), None)
+        """Returns why answers cannot be scored now, or None."""
+        return next((pool.problem for pool in self._pools if pool.problem), None)
 
     async def ready(self) -> None:
         """Returns when every worker has started. `score` may be called before: it waits for them where it needs them."""
@@ -88,41 +132,44 @@ class Scorer:
             await pool.ready()
 
     def stats(self) -> dict[str, Any]:
-        """Answers scored so far by status, the functions, and the state of the workers."""
+        """Returns the answers scored so far by status, the functions, and the state of the workers."""
         return {
             "graded": {status: self._counts[status] for status in get_args(RewardStatus)},
             "functions": [host.name for host in self._hosts.values()],
             "workers": self.config.workers,
             "worker_restarts": self._restarted,
             "unfinished": self._unfinished(),
-            "unfinished_limit": self._queue * len(self._hosts),
+            "unfinished_limit": QUEUE_LIMIT * len(self._hosts),
         }
 
     def check(self, item: RewardItem, where: str = "") -> None:
         """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix `where`."""
-        for host in self._of(item, where):
+        for host in self._hosts_of(item, where):
             host.check(item, where)
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Scores a batch, in order. Cancelling the call frees the workers.
+        """Returns the results of a batch, in order. Cancelling the call frees the workers.
 
-        Raises TooLarge for more items than `MAX_BATCH_ITEMS`, InvalidInput for an item that cannot be scored, Overloaded when
-        too many answers wait already.
+        Raises:
+            TooLarge: there are more than `MAX_BATCH_ITEMS` items.
+            InvalidInput: an item cannot be scored.
+            Overloaded: too many answers wait already.
         """
-        self._check_size(len(items))
+        if len(items) > MAX_BATCH_ITEMS:
+            message = f"a batch has at most {MAX_BATCH_ITEMS} items"
+            raise TooLarge(message, field="items", value=len(items), remedy="send smaller batches")
         started = time.perf_counter()
-        wanted: dict[str, list[int]] = {}
+        wanted: dict[Host, list[int]] = {}
         for i, item in enumerate(items):
             where = f"items[{i}]."
-            for host in self._of(item, where):
+            for host in self._hosts_of(item, where):
                 host.check(item, where)
-                wanted.setdefault(host.name, []).append(i)
-        hosts = {host.name: host for host in self._hosts.values()}
-        found = await asyncio.gather(*(hosts[name].score([items[i] for i in of]) for name, of in wanted.items()))
+                wanted.setdefault(host, []).append(i)
+        found = await asyncio.gather(*(host.score([items[i] for i in of]) for host, of in wanted.items()))
         parts: list[dict[str, Score]] = [{} for _ in items]
-        for (name, of), scores in zip(wanted.items(), found, strict=True):
+        for (host, of), scores in zip(wanted.items(), found, strict=True):
             for i, score in zip(of, scores, strict=True):
-                parts[i][name] = score
+                parts[i][host.name] = score
         results = [self._result(item, part) for item, part in zip(items, parts, strict=True)]
         for result in results:
             self._counts[result.status] += 1
@@ -131,7 +178,7 @@ class Scorer:
         return results
 
     async def score_batch(self, items: Sequence[RewardItem]) -> BatchRewardResult:
-        """`score`, with the means over the items that have a reward (0.0 when none has)."""
+        """Returns the results of `score`, with the means over the items that have a reward (0.0 when none has)."""
         results = await self.score(items)
         rewards = [result.reward for result in results]
         graded = [result for result in results if result.reward is not None]
@@ -143,8 +190,8 @@ class Scorer:
             results=results,
         )
 
-    def _of(self, item: RewardItem, where: str) -> list[Host]:
-        """The functions of an item's task."""
+    def _hosts_of(self, item: RewardItem, where: str) -> list[Host]:
+        """Returns the hosts of the functions of an item's task."""
         if not item.task or not self._tasks:
             return [self._hosts[name] for name in self._default]
         if item.task not in self._tasks:
@@ -172,15 +219,43 @@ class Scorer:
             components=whole.components,
         )
 
-    def _check_size(self, count: int) -> None:
-        if count > MAX_BATCH_ITEMS:
-            raise TooLarge(
-                f"a batch has at most {MAX_BATCH_ITEMS} items",
-                field="items",
-                value=count,
-                remedy="send smaller batches",
-            )
-
     def _on_restart(self) -> None:
         self._restarted += 1
         self._restarts.inc()
+
+
+def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
+    """Returns the specification of a built-in function over the text; None for another name."""
+    known: dict[str, tuple[Callable[..., RewardFunction], dict[str, Any]]] = {
+        "format": (
+            FormatRewardFunction,
+            {"required_patterns": config.format_required, "forbidden_patterns": config.format_forbidden},
+        ),
+        "length": (LengthPenaltyFunction, {"soft_chars": config.length_soft_chars, "hard_chars": config.length_hard_chars}),
+        "repetition": (RepetitionPenaltyFunction, {}),
+    }
+    if name not in known:
+        return None
+    function, arguments = known[name]
+    function(**arguments)  # refuses wrong arguments here, before a worker does
+    return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
+
+
+def _check_cases(item: RewardItem, where: str) -> None:
+    parse_cases(item.columns.get("test_cases"), f"{where}columns.test_cases")
+
+
+def _custom(path: str) -> dict[str, Any]:
+    """Returns the specification of a user's function, which a separate process has made once to check it and get its name."""
+    spec: dict[str, Any] = {"target": path, "arguments": {}}
+    command = WorkerSpec(_CALLS, {"functions": [spec]}).command(check=True)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
+        output = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
+        if done.returncode == 0:
+            return spec | {"name": json.loads(output)[0]}
+        problem = output or "the process that tried the reward function died"
+    except subprocess.TimeoutExpired:
+        problem = f"the reward function was not made within {_CHECK_S:.0f} s"
+    remedy = "package.module:Class of a RewardFunction that needs no arguments"
+    raise ConfigError(problem, field="reward.functions", value=path, remedy=remedy)

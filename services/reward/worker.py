@@ -1,8 +1,8 @@
 """The worker processes. Run as a script by `services.reward.pool`, never imported by the server.
 
-This process loads a module once and then forks a worker for every socket that comes in on its standard input, so a killed
+This process loads a module once and then forks a worker for every socket that it receives on its standard input, so a killed
 worker is replaced in milliseconds. When its standard input ends, because the server closed it or was killed, it ends all
-its workers and itself. A worker says its process id, or `error: ` and why it cannot start, then answers line by line.
+its workers and itself. A worker sends its process id, or `error: ` and the reason, then answers line by line.
 """
 
 import contextlib
@@ -16,46 +16,40 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 Make = Callable[[], Callable[[str], str]]
-"""Makes the handler of a worker, in the worker."""
+"""Makes the handler of a worker; called in the worker."""
 
 
 def _prepared(spec: dict[str, Any]) -> Make:
-    """What the module's `prepare` returns; where it raises, something that says so in every worker."""
     sys.path[:] = spec["path"]
     os.environ.setdefault("TQDM_DISABLE", "1")  # a model that a function loads must not draw bars into the log
-    try:
-        importlib.import_module("common.logs").to_stderr("reward-server")
-        module = importlib.import_module(spec["module"])
-        make: Make = module.prepare(spec["arguments"])
-    except Exception as error:
-        logging.exception("the workers cannot be prepared")
-        reason = _said(error)
-
-        def refuse() -> Callable[[str], str]:
-            raise RuntimeError(reason)
-
-        return refuse
+    importlib.import_module("common.logs").to_stderr("reward-server")
+    make: Make = importlib.import_module(spec["module"]).prepare(spec["arguments"])
     return make
 
 
-def _said(error: Exception) -> str:
+def _refuse(reason: str) -> NoReturn:
+    raise RuntimeError(reason)
+
+
+def _reason(error: Exception) -> str:
     text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:1000]
 
 
 def _work(connection: socket.socket, make: Make, memory_mb: int | None) -> None:
     """Answers until the connection ends."""
-    if memory_mb is not None and sys.platform != "darwin":  # which has no such limit
+    if memory_mb is not None and sys.platform != "darwin":  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with connection, connection.makefile("rw", encoding="utf-8", errors="surrogatepass", newline="\n") as stream:
         try:
             handle = make()
         except Exception as error:
-            stream.write(f"error: {_said(error)}\n")
+            stream.write(f"error: {_reason(error)}\n")
             stream.flush()
             return
         stream.write(f"{os.getpid()}\n")
@@ -69,14 +63,14 @@ def _fork_worker(control: socket.socket, connection: int, make: Make, memory_mb:
     try:
         if os.fork() != 0:
             return
-    except OSError:  # no process left to give: the server sees the connection end
+    except OSError:  # no process left: the server sees the connection end
         logging.exception("cannot fork a worker")
         return
     status = 1  # the server sees the connection end and counts it
     try:
         control.close()
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # somebody's reward function may read standard input
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a user's reward function may read standard input
         _work(socket.socket(fileno=connection), make, memory_mb)
         status = 0
     except (MemoryError, RecursionError, OSError):
@@ -96,7 +90,11 @@ def _reap(flags: int) -> None:
 def serve(spec: dict[str, Any]) -> None:
     """Forks workers until standard input ends, then ends them all."""
     control = socket.socket(fileno=0)
-    make = _prepared(spec)
+    try:
+        make = _prepared(spec)
+    except Exception as error:
+        logging.exception("the workers cannot be prepared")
+        make = partial(_refuse, _reason(error))  # every worker reports it to the server
     gc.freeze()
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 1, 1)
@@ -112,11 +110,11 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 def check(spec: dict[str, Any]) -> None:
-    """Prints the names of the functions that a worker makes; where it cannot, the reason, and ends with status 1."""
+    """Prints the names of the functions that a worker makes; where it cannot, prints the reason and exits with status 1."""
     try:
         print(_prepared(spec)()('{"names": true}'))
     except Exception as error:
-        print(_said(error))
+        print(_reason(error))
         raise SystemExit(1) from None
 
 

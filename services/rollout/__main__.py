@@ -1,6 +1,6 @@
-"""`python -m services.rollout`: this node's engine, its agent, and on node 0 the router, until SIGTERM.
+"""`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until SIGTERM.
 
-Ends with status 2 for a wrong setting, and with 1 when the engine does not start, several times in a row.
+Exit status 2 means a wrong setting, 1 an engine that failed to start several times in a row.
 """
 
 from common.config import Config, fail, main
@@ -17,7 +17,7 @@ def run(config: Config) -> None:
     """Serves until SIGTERM. Raises ConfigError when a setting or a port cannot be used."""
     topology = Topology.from_env()
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
-    engine_command(config, topology, config.model.name, "default")  # a wrong setting ends the start, not the first child
+    engine_command(config, topology, config.model.name, "default")  # checks the settings before anything starts
     if topology.node_rank == 0:
         router_command(config, topology)
     metrics = Metrics("rollout-server")

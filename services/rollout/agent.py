@@ -1,7 +1,7 @@
-"""The agent of a rollout node: keeps the engine alive, on the newest weights, and in the router exactly when it may serve.
+"""The agent of a rollout node: supervises the engine, updates its weights, and registers it in the router.
 
-Four loops share one `NodeState`: the engine is supervised; weights are followed; the router's list is reconciled; the
-trainer is told. On node 0 a fifth keeps the router alive.
+Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and reports to the trainer. On node
+0 a fifth supervises the router.
 """
 
 import asyncio
@@ -21,18 +21,17 @@ from common.rollout_client import BASE_VERSION
 from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
 from common.topology import ROLLOUT, TRAINER, Topology
 from services.http.app import listen
-from services.rollout.engine_client import EngineClient, adapters_kept, engine_command, engine_env
+from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Supervised, Timing
 from services.rollout.router import RouterClient, router_command, router_env
 from services.rollout.state import NodeState
-from services.rollout.weights.follow import Quiet, WeightFollower, wait_event
-from services.rollout.weights.receive import Receiver
+from services.rollout.weights.follow import RateLimitedWarnings, WeightFollower, wait_event
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_S, _RECONCILE_S = 5.0, 1.0
 _ENGINE_STARTUP_S = 3600.0
-"""A large model is downloaded and loaded first."""
+"""Time to download and load a large model."""
 
 
 class AgentStatus(BaseModel):
@@ -40,25 +39,18 @@ class AgentStatus(BaseModel):
 
     report: WorkerReport
     wanted: int | None
-    """Newest version of the trainer."""
+    """The trainer's newest version."""
     registered: bool
     """Whether the router lists the engine as healthy."""
     engine_pid: int | None
-    """Of the process group."""
+    """Id of the process group."""
     engine_starts: int
     router_pid: int | None
-    """Of the process group, on node 0."""
+    """Id of the process group, on node 0."""
 
 
 class Agent:
-    """One rollout node.
-
-    Args:
-        config: of the run.
-        topology: where this node is.
-        metrics: get the agent's numbers.
-        end: called once when the agent cannot go on; `fatal` then says why.
-    """
+    """One rollout node. `end` is called when the agent cannot continue; `fatal` then holds the reason."""
 
     def __init__(
         self,
@@ -75,7 +67,7 @@ class Agent:
         self._config, self._topology, self._end = config, topology, end
         self._registered = False
         self._started_with: tuple[WeightManifest, Path] | None = None
-        self._wake_report, self._wake_router, self._quiet = asyncio.Event(), asyncio.Event(), Quiet()
+        self._wake_report, self._wake_router, self._warnings = asyncio.Event(), asyncio.Event(), RateLimitedWarnings()
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
         self._engine_api = EngineClient("engine", self.url)
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
@@ -92,15 +84,13 @@ class Agent:
         self.router = self._supervised_router() if topology.node_rank == 0 else None
         self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
         self._follower = WeightFollower(
+            config,
             self.state,
             self._store,
             self._trainer,
             self._engine_api,
             self.engine,
-            load_timeout_s=config.trainer.publish_timeout_s,
-            adapters_kept=adapters_kept(config),
             changed=self._changed,
-            receiver=Receiver(self.name, self._engine_api, self._trainer, config.trainer.publish_timeout_s),
             name=self.name,
             metrics=metrics,
         )
@@ -128,10 +118,8 @@ class Agent:
             on_down=lambda _: self._wake_router.set(),
         )
 
-    # ------------------------------------------------------------ what others see
-
     def problem(self) -> str | None:
-        """Why this node does not serve as it should, or None."""
+        """Returns why the node does not serve the newest weights, or None."""
         if self.router is not None and not self.router.up:
             return "the router is starting"
         if (reason := self.state.problem()) is not None:
@@ -139,7 +127,7 @@ class Agent:
         return None if self._registered else "the router does not list this engine as healthy yet"
 
     def report(self) -> WorkerReport:
-        """What the trainer is told."""
+        """Returns the report to the trainer."""
         serves, received = self.state.serves, self._follower.received
         return WorkerReport(
             name=self.name,
@@ -155,7 +143,7 @@ class Agent:
         )
 
     def status(self) -> AgentStatus:
-        """What a person wants to know of this node."""
+        """Returns the answer of `GET /status`."""
         return AgentStatus(
             report=self.report(),
             wanted=None if self.state.wanted is None else self.state.wanted.version,
@@ -166,32 +154,30 @@ class Agent:
         )
 
     def _changed(self) -> None:
-        """Something that trainer and router have to know."""
+        """Updates trainer and router after a change of state."""
         self._version.set(-1 if self.state.serves is None else self.state.serves.version)
         self._wake_report.set()
         self._wake_router.set()
 
-    # ------------------------------------------------------------ life
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The node is alive inside; on leaving, traffic is sent elsewhere first, then engine and router are stopped."""
-        talk = [self._start(loop) for loop in (self._report(), self._reconcile())]
+        """Runs the node inside the context; at the end removes it from the router, then stops engine and router."""
+        background = [self._start(loop) for loop in (self._report(), self._reconcile())]
         routers = [] if self.router is None else [self._start(self.router.run())]
         engine = [self._start(self._run_engine())]
         try:
             yield
         finally:
             self.state.draining = True
-            await _stop(talk)
-            await self._leave_router()
+            await _stop(background)
+            await self._deregister()
             await _stop(engine)
             await _stop(routers)
             for client in (self._trainer, self._engine_api, self._router_api):
                 await client.close()
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a loop; if it ends with an error, so does the agent."""
+        """Runs a loop in a task; its error ends the agent."""
 
         async def guarded() -> None:
             try:
@@ -213,22 +199,20 @@ class Agent:
         finally:
             await _stop([follow])
 
-    async def _leave_router(self) -> None:
-        """Requests go to the other nodes from now on. The router may be ending too, so nobody waits long for it."""
+    async def _deregister(self) -> None:
+        """Removes the engine from the router, within seconds, as the router may be stopping too."""
         try:
             async with asyncio.timeout(3):
                 while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110 - it has no event
                     await asyncio.sleep(0.05)
         except (ServiceError, TimeoutError) as error:
-            log.warning("the router was not told that this engine ends: %s", str(error) or "no answer")
-
-    # ------------------------------------------------------------ the engine
+            log.warning("could not deregister this engine from the router: %s", str(error) or "no answer")
 
     def _launch_engine(self) -> list[str]:
-        # A foreign process on the port would answer in the engine's place.
+        # Fails when another process listens on the port, which would answer in the engine's place.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
         newest = self._follower.newest
-        if newest is not None and not self._store.hold(newest[1]):  # the trainer's own directory, which it removes at any time
+        if newest is not None and not self._store.hold(newest[1]):  # the trainer's directory, which it may remove at any time
             newest = None
         self._started_with = newest
         model, label = self._config.model.name, BASE_VERSION
@@ -237,18 +221,15 @@ class Agent:
         return engine_command(self._config, self._topology, model, label)
 
     async def _engine_up(self) -> None:
-        serves: WeightId | None = None
         if self._started_with is None:
+            serves = None
             await self._engine_api.confirm(BASE_VERSION)
         else:
             manifest, path = self._started_with
-            if manifest.kind == "model":
-                await self._engine_api.confirm(str(manifest.version))
-                serves = WeightId.of(manifest)
-            else:  # an engine starts without an adapter
-                await self._engine_api.confirm(BASE_VERSION)
+            serves = WeightId.of(manifest)
+            await self._engine_api.confirm(str(manifest.version) if manifest.kind == "model" else BASE_VERSION)
+            if manifest.kind == "adapter":  # an engine starts without an adapter
                 await self._follower.load(manifest, path)
-                serves = WeightId.of(manifest)
         self._store.hold(None)
         self.state.engine_up(serves)
         log.info("the engine serves %s", serves or "the base model")
@@ -260,8 +241,6 @@ class Agent:
         self._follower.engine_down()
         self._changed()
 
-    # ------------------------------------------------------------ router and trainer
-
     async def _reconcile(self) -> None:
         while True:
             self._wake_router.clear()
@@ -269,7 +248,7 @@ class Agent:
             try:
                 done = await self._router_api.reconcile(self.url, wanted)
             except ServiceError as error:
-                self._quiet.warn("router", f"the router does not answer: {error}")
+                self._warnings.warn("router", f"the router does not answer: {error}")
             if (done and wanted) != self._registered:
                 log.info("the router %s %s", "sends traffic to" if done and wanted else "does not list", self.url)
             self._registered = done and wanted
@@ -281,7 +260,7 @@ class Agent:
             try:
                 await self._trainer.report(self.report())
             except ServiceError as error:
-                self._quiet.warn("report", f"the trainer was not told the state of this node: {error}")
+                self._warnings.warn("report", f"could not report to the trainer: {error}")
             await wait_event(self._wake_report, _HEARTBEAT_S)
 
 

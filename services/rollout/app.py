@@ -1,4 +1,4 @@
-"""HTTP of the agent: health, status and metrics of one rollout node."""
+"""The agent's HTTP API: health, status and metrics of a rollout node."""
 
 from fastapi import FastAPI
 
@@ -8,21 +8,15 @@ from services.rollout.agent import Agent, AgentStatus
 
 
 def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:
-    """The app of this node's agent; the node lives as long as the app does.
+    """Returns the agent's app; the node runs as long as the app.
 
-    `/health` says 200 when the engine is up, on the newest weights this node knows, and in the router.
+    `/health` is 200 when the engine is up, serves the newest known weights, and is listed by the router.
     """
-    app = create_app(
-        "rollout-server",
-        not_ready=agent.problem,
-        lifespan=agent.running,
-        metrics=metrics,
-        max_body_bytes=1 << 20,
-    )
+    app = create_app("rollout-server", not_ready=agent.problem, lifespan=agent.running, metrics=metrics, max_body_bytes=1 << 20)
 
     @app.get("/status")
     async def status() -> AgentStatus:
-        """What this node serves, and its processes."""
+        """Returns what the node serves, and its processes."""
         return agent.status()
 
     return app

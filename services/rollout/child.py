@@ -1,8 +1,7 @@
-"""Runs a command and takes its whole process group along when the process that started this one is gone.
+"""Runs a command, and kills its process group when the parent of this script dies.
 
-Started as a script by `services.rollout.process`, as leader of a process group of its own and with a pipe as standard
-input. The kernel closes the pipe when the starter dies, however it dies; then the group is killed: the command, its
-children and this process. Works on every Unix and needs nothing but the standard library.
+`services.rollout.process` starts the script as leader of a process group, with a pipe as standard input. The kernel closes
+the pipe when the parent dies in any way. Needs only Unix and the standard library.
 """
 
 import os
@@ -13,8 +12,8 @@ import threading
 
 
 def main(command: list[str]) -> int:
-    """Runs `command` to its end; SIGTERM is passed on. Returns its exit status, 128 + n when signal n ended it."""
-    threading.Thread(target=_watch_starter, daemon=True).start()
+    """Runs `command` and forwards SIGTERM. Returns its exit status, 128 + n when signal n ended it."""
+    threading.Thread(target=_watch_parent, daemon=True).start()
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
@@ -25,8 +24,8 @@ def main(command: list[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _watch_starter() -> None:
-    while os.read(0, 4096):  # nothing is ever written: this returns at the end of file
+def _watch_parent() -> None:
+    while os.read(0, 4096):  # nothing is ever written: it returns at end of file
         pass
     os.killpg(0, signal.SIGKILL)
 

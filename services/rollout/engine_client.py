@@ -1,4 +1,4 @@
-"""This node's engine: the command that starts it and the calls that load weights. Both engines speak SGLang's HTTP API."""
+"""The node's engine: its command line and its control calls. Both engines have SGLang's HTTP API."""
 
 import logging
 import sys
@@ -10,6 +10,7 @@ import httpx
 from common.clients import Client
 from common.config import Config
 from common.errors import ConfigError, ServiceError, shorten
+from common.schemas import WeightManifest, adapter_name
 from common.sections import RolloutSection
 from common.security import tls
 from common.topology import ROLLOUT, Topology
@@ -17,9 +18,9 @@ from services.rollout.keyed import run_module
 
 log = logging.getLogger(__name__)
 _ENV = {
-    # SGLang's /health generates a token otherwise, so a paused engine would look dead to router and agent.
+    # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    # Its output is a pipe and goes to logs: a progress bar would be one endless line.
+    # In a log a progress bar would be one endless line.
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
@@ -36,24 +37,24 @@ _CPU_OPTIONS = {
     "mem-fraction-static": 0.3,
 }
 _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
-"""Idle, the scheduler would keep a core busy."""
+"""Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
 
 
 class LoadFailed(ServiceError):
-    """The engine did not take new weights."""
+    """The engine did not load new weights (502)."""
 
     status = 502
     code = "load_failed"
 
 
 def engine_command(config: Config, topology: Topology, model_path: str, weight_version: str) -> list[str]:
-    """The command line of this node's engine.
+    """Returns the command line of this node's engine.
 
-    Raises ConfigError when `rollout.engine_python` is needed and not there, or a setting cannot be used on a CPU.
+    Raises ConfigError when `rollout.engine_python` is missing, or a setting does not work on a CPU.
     """
     rollout = config.rollout
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
-    seed = config.seed * topology.num_nodes + topology.node_rank  # nodes must not sample the same answers
+    seed = config.seed * topology.num_nodes + topology.node_rank  # nodes must sample different answers
     common = {
         "model-path": model_path,
         "host": host,
@@ -63,7 +64,7 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     }
     if rollout.engine == "embedded":
         options = {**common, "max-context-tokens": rollout.max_context_tokens, "seed": seed}
-        return [sys.executable, "-m", "services.engine", *_words(options)]
+        return [sys.executable, "-m", "services.engine", *to_options(options)]
     on_cpu = rollout.device == "cpu"
     options = {
         **common,
@@ -75,41 +76,34 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     if on_cpu:
         options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    flags = ["--enable-metrics", *(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_words(config), *rollout.engine_args]
+    flags = ["--enable-metrics", *(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_options(config), *rollout.engine_args]
     tls_options = {"ssl-certfile": files.certificate, "ssl-keyfile": files.key} if (files := tls()).certificate else {}
-    return [*run_module(str(_sglang_python(rollout)), "sglang.launch_server"), *_words(options | tls_options), *flags]
+    return [*run_module(str(_sglang_python(rollout)), "sglang.launch_server"), *to_options(options | tls_options), *flags]
 
 
 def engine_env(config: Config) -> dict[str, str]:
-    """What is added to the environment of this node's engine."""
+    """Returns the variables to add to the engine's environment."""
     if config.rollout.engine == "embedded" or config.rollout.device != "cpu":
         return _ENV
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # it would ask the hub for local models too
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # it asks the hub even for local models
     return _ENV | _CPU_ENV | offline
 
 
 def _sglang_python(rollout: RolloutSection) -> Path:
     if rollout.device == "cpu" and rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            "an engine on a CPU is one process",
-            field="rollout.tensor_parallel_size",
-            value=rollout.tensor_parallel_size,
-            remedy="set it to 1, or rollout.device=cuda",
-        )
+        reason = "an engine on a CPU has one process"
+        remedy = "set it to 1, or rollout.device=cuda"
+        raise ConfigError(reason, field="rollout.tensor_parallel_size", value=rollout.tensor_parallel_size, remedy=remedy)
     python = Path(rollout.engine_python).absolute()  # not resolved: a virtual environment is found by its link
     if not python.is_file():
-        install = "run make sglang-cpu" if rollout.device == "cpu" else "install sglang in an environment of its own"
-        raise ConfigError(
-            "there is no Python with sglang",
-            field="rollout.engine_python",
-            value=str(python),
-            remedy=f"{install} and name its Python here, or set rollout.engine=embedded",
-        )
+        install = "run make sglang-cpu" if rollout.device == "cpu" else "install sglang in a separate environment"
+        remedy = f"{install} and name its Python here, or set rollout.engine=embedded"
+        raise ConfigError("there is no Python with sglang", field="rollout.engine_python", value=str(python), remedy=remedy)
     return python
 
 
-def _lora_words(config: Config) -> list[str]:
-    """SGLang serves adapters only when it is told so, and of what size, at its start."""
+def _lora_options(config: Config) -> list[str]:
+    """Returns the options by which SGLang serves adapters of the configured size."""
     if not config.lora.publishes_adapter:
         return []
     options = {
@@ -118,30 +112,31 @@ def _lora_words(config: Config) -> list[str]:
         **({"lora-backend": "torch_native"} if config.rollout.device == "cpu" else {}),
     }
     targets = config.lora.target_modules or ["all"]
-    return ["--enable-lora", "--lora-strict-loading", *_words(options), "--lora-target-modules", *targets]
+    return ["--enable-lora", "--lora-strict-loading", *to_options(options), "--lora-target-modules", *targets]
 
 
 def adapters_kept(config: Config) -> int:
-    """Adapters that an engine has at a time: the newest, and those that requests within `max_staleness` may still name."""
+    """Returns the number of adapters on an engine: the newest, and those that requests within `max_staleness` may name."""
     return config.trainer.max_staleness + 2
 
 
-def _words(options: dict[str, object]) -> list[str]:
+def to_options(options: dict[str, object]) -> list[str]:
+    """Returns the words `--name value` of a command line."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 class EngineClient(Client):
-    """The control calls of one engine; never through the router, which does not forward them."""
+    """The control calls of one engine, sent directly because the router does not forward them."""
 
     async def weight_version(self) -> str:
-        """What the engine says it serves."""
+        """Returns the version that the engine serves."""
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
 
     async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
-        """Replaces the weights under running requests: they wait, and go on with the new ones.
+        """Replaces the weights; running requests pause and continue with the new ones.
 
-        Raises LoadFailed or ServiceError when the engine does not confirm the version; it is told to continue first, unless
-        it does not hold a whole version (`whole` false).
+        Raises LoadFailed or ServiceError when the engine does not confirm the version. It resumes with the old weights
+        first, unless it holds no whole version (`whole` false).
         """
         try:
             await self.pause()
@@ -157,17 +152,17 @@ class EngineClient(Client):
         await self.confirm(version)
 
     async def pause(self) -> None:
-        """Requests wait from here on, those that run too."""
+        """Pauses all requests."""
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def resume(self) -> None:
-        """They go on."""
+        """Resumes all requests."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """One call, never repeated: a second broadcast would wait for what nobody sends.
+        """Sends one call without retries: a second broadcast would have no sender.
 
-        Raises LoadFailed when the engine refuses, or does not answer.
+        Raises LoadFailed when the engine refuses or does not answer.
         """
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
@@ -177,7 +172,7 @@ class EngineClient(Client):
             raise LoadFailed(f"the engine refused {path}: {shorten(response.text)}")
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
-        """Of every tensor, by its name in the engine, for each of its GPUs. Raises ServiceError."""
+        """Returns for each GPU the checksums of all tensors by their names in the engine. Raises ServiceError."""
         response = await self.request("POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s)
         try:
             return [dict(rank["checksums"]) for rank in response.json()["ranks"]]
@@ -190,9 +185,42 @@ class EngineClient(Client):
         if served != version:
             raise LoadFailed(f"the engine serves weights {served} instead of {version}", field="weight_version", value=served)
 
+    async def load_adapter(self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float) -> None:
+        """Loads the adapter in `directory` without a pause, and unloads all but the newest `keep` of its run.
+
+        An adapter's name is its run and version, so it never means other weights: a request keeps its adapter to the end, and
+        one that names an unloaded adapter is refused (400). The engine's version label stays that of the model it started
+        with. Unloading waits for the requests that use an adapter. Raises LoadFailed or ServiceError when the engine refuses.
+        """
+        name = adapter_name(manifest.run_id, manifest.version)
+        loaded = await self.adapters()
+        if name not in loaded:
+            body = {"lora_name": name, "lora_path": str(directory)}
+            loaded = await self._change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
+            if loaded.get(name) != str(directory):
+                raise LoadFailed(f"the engine has the adapters {sorted(loaded)}, not {name}", field="lora_name", value=name)
+        own = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
+        for other in sorted(loaded.keys() - {name, *own[-keep:]}):
+            await self._change_adapters("/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False)
+
+    async def _change_adapters(self, path: str, body: dict[str, str], timeout_s: float, wanted: bool) -> dict[str, str]:
+        """Returns the adapters after a call. A refusal is no error when an attempt with a lost answer has done the work."""
+        try:
+            await self.request("POST", path, json=body, deadline_s=timeout_s)
+        except ServiceError:
+            if (body["lora_name"] in (loaded := await self.adapters())) != wanted:
+                raise
+            return loaded
+        return await self.adapters()
+
+    async def adapters(self) -> dict[str, str]:
+        """Returns the directories of the loaded LoRA adapters by name."""
+        listed = (await self.request("GET", "/v1/models", deadline_s=30)).json()["data"]
+        return {str(card["id"]): str(card["root"]) for card in listed if card.get("parent") is not None}
+
 
 def _field(response: httpx.Response, name: str) -> object:
-    """A field of the engine's answer. Raises LoadFailed when the answer is something else."""
+    """Returns a field of the engine's answer. Raises LoadFailed when it is missing."""
     try:
         value: object = response.json()[name]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Child processes: one process group each, output to a log file and to stderr, ended with this process."""
+"""Supervised child processes: each is a process group, logs to a file and to stderr, and ends with this process."""
 
 import asyncio
 import contextlib
@@ -16,24 +16,24 @@ from typing import Self
 
 from common.errors import ServiceError
 from common.logs import structured
-from common.security import Hider
+from common.security import SecretRedactor
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
 _STOP_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROBE_S = 5.0
-"""Seconds a probe may take (`Client.unhealthy_reason`)."""
+"""Longest probe (`Client.unhealthy_reason`)."""
 
 
 class ChildFailed(ServiceError):
-    """A child process did not become healthy, several times in a row."""
+    """A child process failed to start several times in a row."""
 
     code = "child_failed"
 
 
 class Child:
-    """One running process group. Use `start`; its output is copied by a task until it ends."""
+    """A running process group, made by `start`; a task copies its output."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log_file: Path) -> None:
         self.name, self._process = name, process
@@ -58,12 +58,12 @@ class Child:
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        rest, hider, ended = b"", Hider(), False
+        rest, redactor, ended = b"", SecretRedactor(), False
         while not ended:
             data = await self._process.stdout.read(65536)
             ended = not data
             # SGLang logs its arguments, the key among them.
-            chunk = hider.feed(data) if data else hider.end()
+            chunk = redactor.feed(data) if data else redactor.end()
             self._append(chunk)
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
             *lines, rest = (rest + chunk).split(b"\n")
@@ -71,11 +71,11 @@ class Child:
                 lines, rest = [*lines, rest], b""
             if not lines:
                 continue
-            with contextlib.suppress(OSError):  # nobody reads our stderr any more; the log file has it all
+            with contextlib.suppress(OSError):  # stderr is closed; the log file has everything
                 print(*(self._shown(line.decode("utf-8", "replace")) for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def _shown(self, line: str) -> str:
-        """A line of the output as one of this process's log; one that is JSON already stays as it is."""
+        """Formats a line of output as a line of this process's log; JSON lines are unchanged."""
         formatter = structured()
         if formatter is None:
             return f"{self.name} | {line}"
@@ -85,7 +85,7 @@ class Child:
         return formatter.line(self.name, _COLOURS.sub("", line))
 
     def _append(self, chunk: bytes) -> None:
-        """A full disk must not stop the reading: a child whose output nobody reads stands still."""
+        """Writes to the log file. A full disk must not stop the reading: the child would block on its output."""
         try:
             self._log.write(chunk)
             self._log.flush()
@@ -95,20 +95,20 @@ class Child:
             self._log_failed = True
 
     async def wait(self) -> int:
-        """Exit status of the command, 128 + n when signal n ended it.
+        """Returns the command's exit status, 128 + n when signal n ended it.
 
-        asyncio's own `wait` may go on until the last grandchild has closed the output: the status is looked at instead.
+        It polls, because asyncio's own `wait` may last until the last grandchild has closed the output.
         """
-        while (status := self._process.returncode) is None:  # noqa: ASYNC110 - see above
+        while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return status if status >= 0 else 128 - status
 
     def tail(self) -> str:
-        """The last lines of the output."""
+        """Returns the end of the output."""
         return self._tail.decode("utf-8", "replace")
 
     async def end(self, grace_s: float) -> None:
-        """Ends the whole group: SIGTERM to the command, SIGKILL to all that is left after `grace_s` seconds."""
+        """Ends the group: SIGTERM to the command, and SIGKILL to the rest after `grace_s` seconds."""
         if grace_s > 0 and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -125,32 +125,30 @@ class Child:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the supervision of one child."""
+    """Timing of the supervision of a child, in seconds."""
 
     probe_s: float = 1.0
     hang_s: float = 30.0
-    """A child that was healthy and then is not for this long is killed and started again."""
+    """A child that stays unhealthy for so long after it was healthy is restarted."""
     startup_s: float = 60.0
-    """A child that is not healthy this long after its start is killed and started again."""
+    """A child that is not healthy so long after its start is restarted."""
     stable_s: float = 60.0
-    """After this long in health a crash counts as the first again."""
+    """After so long in health a crash counts as the first again."""
     max_backoff_s: float = 30.0
     first_backoff_s: float = 0.5
     max_failed_starts: int = 5
-    """So many starts in a row without ever becoming healthy are fatal."""
+    """Failed starts in a row that are fatal."""
 
 
 class Supervised:
-    """A child that is kept alive: started, probed, killed when it hangs, started again with growing pauses.
+    """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
     Args:
-        name: of the child, in logs.
-        launch: called before every start; returns the command.
-        probe: asks the child whether it is healthy: None, or why not.
-        env: added to the environment.
-        log_file: gets the output.
-        timing: how patient to be.
-        on_up: called when the child has become healthy; an error it raises counts as a failed start.
+        name: name of the child in logs.
+        launch: returns the command; called before every start.
+        probe: returns None when the child is healthy, or why not.
+        env: variables added to the environment.
+        on_up: called when the child has become healthy; its error counts as a failed start.
         on_down: called with the reason when the child has ended or was killed.
     """
 
@@ -176,28 +174,28 @@ class Supervised:
         self._restart_reason: str | None = None
 
     def restart(self, reason: str) -> None:
-        """Has the child killed and started again."""
+        """Kills the child and starts it again, soon."""
         self._restart_reason = reason
 
     async def run(self) -> None:
-        """Keeps the child alive until cancelled; then it gets SIGTERM, and SIGKILL after 10 seconds.
+        """Keeps the child alive until cancelled; then sends SIGTERM, and SIGKILL after 10 seconds.
 
-        Raises ChildFailed, with the end of its output, when it does not become healthy several times in a row.
+        Raises ChildFailed, with the end of the output, after several failed starts in a row.
         """
         while True:
-            tail, reason = await self._live()
+            tail, reason = await self._run_once()
             log.error("%s: %s", self.name, reason)
             if self._failed_starts >= self._timing.max_failed_starts:
                 raise ChildFailed(
                     f"{self.name} failed to start {self._failed_starts} times in a row, at last: {reason}\n"
                     f"the end of its output:\n{tail}",
-                    remedy=f"all of it is in {self._log_file}",
+                    remedy=f"see {self._log_file}",
                 )
             pause = min(self._timing.max_backoff_s, self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1))
             await asyncio.sleep(pause)
 
-    async def _live(self) -> tuple[str, str]:
-        """One life of the child: the end of its output and why it ended."""
+    async def _run_once(self) -> tuple[str, str]:
+        """Runs the child once. Returns the end of its output and why it ended."""
         self._restart_reason = None
         self.starts += 1
         self._failed_starts += 1  # until it is healthy
@@ -225,7 +223,7 @@ class Supervised:
         return tail, reason
 
     async def _watch(self, child: Child) -> str:
-        """Returns why the child has to be replaced."""
+        """Probes the child until it must be restarted, and returns why."""
         ended = asyncio.create_task(child.wait())
         started = before = time.monotonic()
         silent_s = 0.0
@@ -237,7 +235,7 @@ class Supervised:
                 if self._restart_reason is not None:
                     return self._restart_reason
                 problem, now = await self._probe(), time.monotonic()
-                # A longer round means that this process was stopped or starved: the rest of that time proves nothing.
+                # In a longer round this process was stopped or starved, which says nothing about the child.
                 silent_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
                 before = now
                 if problem is None:

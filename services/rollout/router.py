@@ -1,4 +1,4 @@
-"""The router: the command that starts it and the registration of this node's engine."""
+"""The router: its command line and the registration of the node's engine."""
 
 import importlib.util
 import math
@@ -9,24 +9,25 @@ from common.config import Config
 from common.errors import ConfigError, ServiceError
 from common.security import tls, token
 from common.topology import ROLLOUT, Topology
+from services.rollout.engine_client import to_options
 from services.rollout.keyed import run_module
 
 _MODULES = {"sglang-router": "sglang_router", "smg": "smg"}
-_SMG_WORDS = [
-    # By default smg leaves out an engine with 8 waiting requests, and one that has finished nothing for 3 s: a batch of groups
-    # is hundreds of requests at once, each as long as its longest completion, and they all stand still in an update.
+_SMG_OPTIONS = [
+    # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch of groups is hundreds of
+    # requests at once, each as long as its longest completion, and all of them pause in an update.
     "--disable-worker-overload-protection",
     "--worker-wedge-secs=1000000",
-    "--disable-tokenizer-autoload",  # it would look on the hub: tokens go in and out
-    "--disable-load-monitoring",  # policies that need loads get them all the same
+    "--disable-tokenizer-autoload",  # it would look on the hub, and requests hold token ids
+    "--disable-load-monitoring",  # policies that need loads still get them
     "--load-monitor-interval=1",
 ]
 
 
 def router_command(config: Config, topology: Topology) -> list[str]:
-    """Starts the router without workers: agents register their engines.
+    """Returns the command line of a router without workers: agents register their engines.
 
-    Its circuit breaker is off: for a minute sglang-router's would keep traffic from a worker that came back on the same URL.
+    The circuit breaker is off: sglang-router's keeps traffic from a worker for a minute after it came back on the same URL.
     Raises ConfigError when the router is not installed.
     """
     name = config.rollout.router
@@ -56,16 +57,14 @@ def router_command(config: Config, topology: Topology) -> list[str]:
     }
     if (files := tls()).certificate:
         options |= {"tls-cert-path": files.certificate, "tls-key-path": files.key}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    own = _SMG_WORDS if name == "smg" else []
     module = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
-    return [*module, *words, "--disable-circuit-breaker", *own]
+    return [*module, *to_options(options), "--disable-circuit-breaker", *(_SMG_OPTIONS if name == "smg" else ())]
 
 
 def router_env() -> dict[str, str]:
-    """What is added to the environment of the router.
+    """Returns the variables to add to the router's environment.
 
-    Its --ca-cert-paths counts for requests and not for its health checks, which would fail; this counts for all.
+    SSL_CERT_FILE applies to its health checks too, unlike its option --ca-cert-paths.
     """
     return {"SSL_CERT_FILE": authority} if (authority := tls().authority) else {}
 
@@ -74,10 +73,9 @@ class RouterClient(Client):
     """The router's list of workers."""
 
     async def reconcile(self, url: str, wanted: bool) -> bool:
-        """Adds or removes the engine at `url`; True when the router is, healthy check included, as it should be.
+        """Adds or removes the engine at `url`. Returns True once it is listed as healthy, or removed.
 
-        Registration takes the router a moment: call again until it is. Raises ServiceError when the router does not
-        answer as expected.
+        The router needs a moment: call again until then. Raises ServiceError for an unexpected answer.
         """
         try:
             workers = (await self.request("GET", "/workers", deadline_s=3)).json()["workers"]
@@ -86,24 +84,18 @@ class RouterClient(Client):
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(f"{self.service}: unexpected answer to /workers: {error!r}") from None
         if not wanted:
-            for worker_id in mine:
-                await self._remove(worker_id)
+            for worker_id in mine:  # 404: an attempt whose answer was lost has removed it
+                await self._send("DELETE", f"/workers/{worker_id}", accepted=404)
             return not mine
         if not mine:
-            key = {"api_key": value} if (value := token()) else {}  # without it the router's health checks go without
-            await self._add({"url": url} | key)
+            key = {"api_key": value} if (value := token()) else {}  # for the router's health checks
+            # 409: smg answers so to a second call until the worker has answered
+            await self._send("POST", "/workers", accepted=409, json={"url": url} | key)
         return any(mine.values())
 
-    async def _remove(self, worker_id: str) -> None:
+    async def _send(self, method: str, path: str, accepted: int, json: dict[str, str] | None = None) -> None:
         try:
-            await self.request("DELETE", f"/workers/{worker_id}", deadline_s=3)
+            await self.request(method, path, json=json, deadline_s=3)
         except ServiceError as error:
-            if error.status != 404:  # an attempt whose answer was lost has removed it
-                raise
-
-    async def _add(self, worker: dict[str, str]) -> None:
-        try:
-            await self.request("POST", "/workers", json=worker, deadline_s=3)
-        except ServiceError as error:
-            if error.status != 409:  # smg lists a worker when it has answered; until then it says this to a second call
+            if error.status != accepted:
                 raise

@@ -57,7 +57,7 @@ class Group:
         return (self.folder / "output.txt").read_text(errors="replace")
 
     def restarts(self) -> Counter[str]:
-        """Of every task, by the local runner."""
+        """Restarts of every task by the local runner."""
         return Counter(_RESTART.findall(self.output()))
 
     def processes(self) -> list[Process]:

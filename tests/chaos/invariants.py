@@ -36,15 +36,15 @@ class Evidence:
     target_accuracy: float
     metrics: list[dict[str, Any]]
     groups: list[dict[str, Any]]
-    """Of the lineage, a line per step."""
+    """Lines of the lineage, one per step."""
     seen: list[list[dict[str, Any]]]
     """The groups of every step that was ever recorded, undone ones included, in the order they came."""
     stored: dict[str, tuple[str, int, str]]
     """(state, position, prompt id) of every group in the replay-buffer, by its id."""
     counters: dict[str, int]
-    """Of the replay-buffer."""
+    """Counters of the replay-buffer."""
     cursor: int
-    """Of the data-server."""
+    """Position of the data-server in the prompt stream."""
     evaluations: list[dict[str, Any]]
     left_out: set[int] = field(default_factory=set)
     """Positions that the log says were tried too often."""

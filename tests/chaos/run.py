@@ -28,7 +28,7 @@ BATCH = 16
 TARGET_ACCURACY = 0.6
 LOST_AFTER_S, SERVICE_TIMEOUT_S, HANG_S = 10, 20, 8
 HOLD_S = (SERVICE_TIMEOUT_S * 1.2, SERVICE_TIMEOUT_S * 1.7)
-"""Of a stop: longer than `lost_after_s`, `hang_timeout_s` and `service_timeout_s`; trainers and engines are replaced sooner."""
+"""Seconds of a stop: longer than the time after which trainers and engines are replaced."""
 
 
 @dataclass

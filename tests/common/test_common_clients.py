@@ -229,7 +229,7 @@ def test_an_answer_that_cannot_be_trained_on_is_never_an_empty_one(changes: dict
 async def test_many_calls_that_wait_for_one_service_are_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(clients, "_SAY_EVERY_S", 0.3)
+    monkeypatch.setattr(clients, "_WARN_EVERY_S", 0.3)
     async with Client("reward-server", f"http://127.0.0.1:{free_port()}", deadline_s=0.55) as client:
         waits = [client.request("GET", "/stats") for _ in range(20)]
         assert all(isinstance(each, clients.Unreachable) for each in await asyncio.gather(*waits, return_exceptions=True))

@@ -190,7 +190,7 @@ def test_the_run_directory(disk: Disk) -> None:
     disk.free()
     again = Recorder(run, Config(), Console(quiet=True), step=1)
     again._append("metrics", {"step": 2})
-    assert [line["step"] for line in again.metrics()] == [1, 2]
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]
 
 
 def test_logs_go_on_without_their_file_and_say_so_once(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:

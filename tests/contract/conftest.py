@@ -63,13 +63,13 @@ def _url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[*WORKERS, *ROUTERS, *EXTERNAL])
 def target_url(request: pytest.FixtureRequest) -> str:
-    """Of one target."""
+    """The URL of one target."""
     return _url(request)
 
 
 @pytest.fixture(params=[*WORKERS, *EXTERNAL])
 def worker_url(request: pytest.FixtureRequest) -> str:
-    """Of an engine itself, for the calls the router does not pass on."""
+    """The URL of an engine itself, for the calls the router does not pass on."""
     return _url(request)
 
 

@@ -17,8 +17,8 @@ from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.weight_group import digest
 from tests.support.engine_calls import long_request, version
-from trainer.weights.host_copy import Snapshot
-from trainer.weights.transfer import EngineGroup, Meeting
+from trainer.weights.host_copy import HostCopy
+from trainer.weights.transfer import EngineGroup, Rendezvous
 
 pytestmark = pytest.mark.process
 
@@ -50,12 +50,12 @@ class Trainer:
     def __init__(self, worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
         self.worker, self.pool = worker, pool
         report = WorkerReport(name="engine", url="", num_nodes=1, state="ready", version=None)
-        self.group = EngineGroup([report], Meeting("127.0.0.1"), 30)
+        self.group = EngineGroup([report], Rendezvous("127.0.0.1"), 30)
 
     def post(self, path: str, body: dict[str, Any]) -> "Future[httpx.Response]":
         return self.pool.submit(lambda: self.worker.post(path, json=body))
 
-    def join_and_send(self, snapshot: Snapshot, **last: object) -> list[httpx.Response]:
+    def join_and_send(self, snapshot: HostCopy, **last: object) -> list[httpx.Response]:
         """The engine joins and gets every bucket; its answers."""
         plan = self.group.announcement(snapshot.buckets)
         init = {"master_address": plan.master_address, "master_port": plan.master_port, "rank_offset": 1}
@@ -84,9 +84,9 @@ def trainer(worker: httpx.Client, pool: ThreadPoolExecutor) -> Iterator[Trainer]
     trainer.leave()
 
 
-def snapshot_of(weights: dict[str, Tensor]) -> Snapshot:
+def snapshot_of(weights: dict[str, Tensor]) -> HostCopy:
     """In several buckets."""
-    snapshot = Snapshot(bucket_bytes=20_000)
+    snapshot = HostCopy(bucket_bytes=20_000)
     snapshot.fill(weights.items(), 1)
     assert len(snapshot.buckets) > 3
     return snapshot
@@ -184,7 +184,7 @@ def test_contract_tensor_by_tensor_without_buckets(
     worker: httpx.Client, trainer: Trainer, pool: ThreadPoolExecutor, model_dir: Path
 ) -> None:
     old = load_file(model_dir / "model.safetensors")
-    single = Snapshot()
+    single = HostCopy()
     single.fill(old.items(), 1)
     begin(worker)
     trainer.join_and_send(single)
@@ -264,7 +264,7 @@ def test_contract_an_unknown_check_is_400(worker: httpx.Client) -> None:
     assert worker.post("/weights_checker", json={"action": "nonsense"}).status_code == 400
 
 
-def _one(tensors: dict[str, Tensor]) -> Snapshot:
-    snapshot = Snapshot()
+def _one(tensors: dict[str, Tensor]) -> HostCopy:
+    snapshot = HostCopy()
     snapshot.fill(tensors.items(), 1)
     return snapshot

@@ -162,7 +162,7 @@ def test_contract_stop_strings_are_not_in_the_text(target: httpx.Client) -> None
 
 
 def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
-    """Of both calls; SGLang does not obey it on a CPU."""
+    """Both calls; SGLang does not obey it on a CPU."""
     native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
     chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 11}
     for path, body in (("/generate", native), ("/v1/chat/completions", chat)):

@@ -16,7 +16,6 @@ from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import WeightFile, WeightManifest, adapter_name
 from common.sections import LoraSection
 from services.rollout.engine_client import EngineClient
-from services.rollout.weights.adapters import load_adapter, loaded_adapters
 from tests.support.engines import (
     engine_process,
     expected_logprobs,
@@ -34,7 +33,7 @@ FILES = [WeightFile(name="adapter_config.json", size=0, sha256="0" * 64)]
 
 @pytest.fixture(scope="module", params=["engine", "sglang"])
 def url(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of an engine that an agent has started for adapters."""
+    """URL of an engine that an agent has started for adapters."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     if request.param == "engine":
         with engine_process(model_dir, log, "--max-context-tokens", "500") as (found, _):
@@ -149,11 +148,11 @@ async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
     """Three versions come while a request of the first runs; the agent unloads the first, which waits for that request."""
     manifests = [WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(4)]
     async with EngineClient("engine", url) as agent, RolloutClient("rollout", url) as trainer:
-        await load_adapter(agent, adapters[0], manifests[0], 2, 60)
+        await agent.load_adapter(adapters[0], manifests[0], 2, 60)
         with ThreadPoolExecutor(1) as pool:
             running = long_request(engine, pool, adapter_name("run", 0))
             for version in (1, 2):
-                await load_adapter(agent, adapters[version], manifests[version], 2, 60)
+                await agent.load_adapter(adapters[version], manifests[version], 2, 60)
                 trainer.adapter = (adapter_name("run", version), version)
                 [completion] = await trainer.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
                 assert completion.weight_versions == [(version, 0, len(completion.token_ids))]
@@ -162,7 +161,7 @@ async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
             answer = running.result(400).json()
         assert answer["meta_info"]["completion_tokens"] == 400
         assert error_of(model_dir, adapters[0], answer) < 1e-3
-        assert await loaded_adapters(agent) == {adapter_name("run", i): str(adapters[i]) for i in (1, 2)}
+        assert await agent.adapters() == {adapter_name("run", i): str(adapters[i]) for i in (1, 2)}
         assert await agent.weight_version() == "default"  # of the model, which is the same
 
 
@@ -173,8 +172,8 @@ async def test_contract_a_lost_answer_loads_and_unloads_nothing_twice(
     proxy = LossyProxy(int(url.rpartition(":")[2]))
     async with proxy.running() as lossy, EngineClient("engine", lossy) as agent:
         for version in range(3):
-            await load_adapter(agent, adapters[version], manifests[version], 1, 60)
-        assert await loaded_adapters(agent) == {adapter_name("run", 2): str(adapters[2])}
+            await agent.load_adapter(adapters[version], manifests[version], 1, 60)
+        assert await agent.adapters() == {adapter_name("run", 2): str(adapters[2])}
     assert proxy.forwarded["POST /load_lora_adapter"] == 4
     assert proxy.forwarded["POST /unload_lora_adapter"] == 3
 
@@ -185,10 +184,10 @@ async def test_contract_loading_is_repeatable_and_another_runs_adapters_go(
     old = WeightManifest(version=9, run_id="old", files=FILES, kind="adapter")
     new = WeightManifest(version=1, run_id="new", files=FILES, kind="adapter")
     async with EngineClient("engine", url) as agent:
-        await load_adapter(agent, adapters[0], old, 2, 60)
+        await agent.load_adapter(adapters[0], old, 2, 60)
         for _ in range(2):
-            await load_adapter(agent, adapters[1], new, 2, 60)
-        assert await loaded_adapters(agent) == {adapter_name("new", 1): str(adapters[1])}
+            await agent.load_adapter(adapters[1], new, 2, 60)
+        assert await agent.adapters() == {adapter_name("new", 1): str(adapters[1])}
 
 
 @pytest.fixture
@@ -230,4 +229,4 @@ async def test_contract_the_router_passes_the_adapter_on(
             assert refused.value.status == 400
             # SGLang would wait for ever if it thought that somebody still uses it.
             await agent.request("POST", "/unload_lora_adapter", json={"lora_name": "routed-v000001"}, deadline_s=30)
-            assert await loaded_adapters(agent) == {}
+            assert await agent.adapters() == {}

@@ -25,7 +25,7 @@ from common.schemas import (
     ValueTargets,
 )
 from common.wire import decode, encode
-from services.engine.adapters import Adapters, BadAdapter
+from services.engine.adapters import AdapterRegistry, BadAdapter
 from services.engine.weights import BadWeights, load_into
 from tests.support.fuzzed_service import SECONDS
 
@@ -173,7 +173,7 @@ A, B = "base_model.model.0.lora_A.weight", "base_model.model.0.lora_B.weight"
 def test_a_bad_adapter_is_named_and_not_known(tmp_path: Path, config: Any, tensors: dict[str, torch.Tensor]) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    adapters = Adapters(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    adapters = AdapterRegistry(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with pytest.raises(BadAdapter):
         adapters.load("a", tmp_path)
     assert adapters.paths() == {}

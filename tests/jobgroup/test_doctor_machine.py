@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.security import Hider
+from common.security import SecretRedactor
 from jobgroup.doctor import gpu, machine, network, storage
 from jobgroup.doctor.report import Check, Result, fail, ok, perform
 from tests.support.doctor_groups import plan_of
@@ -53,8 +53,11 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
 
 
 def test_values_of_secret_variables_are_hidden() -> None:
-    hiders = [Hider({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}), Hider({"API_TOKEN": "0123456789"})]
-    told = fail("x", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(hiders)
+    redactors = [
+        SecretRedactor({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}),
+        SecretRedactor({"API_TOKEN": "0123456789"}),
+    ]
+    told = fail("x", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(redactors)
     assert told == fail("x", "[secret] of model", "not [secret], [secret]")
 
 

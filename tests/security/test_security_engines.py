@@ -94,7 +94,7 @@ async def node(
 
 
 def command_lines() -> dict[str, bytes]:
-    """Of every process that there is, as anybody may read them."""
+    """Command lines of every process, as anybody may read them."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it ended meanwhile

@@ -20,7 +20,7 @@ from common.sections import RewardSection, RolloutSection
 from common.security import check_certificate, tls
 from common.topology import Topology
 from common.wire import unpack
-from learning.liveness import _MAX_STRANGERS, Liveness
+from learning.liveness import _MAX_UNAUTHENTICATED, Liveness
 from learning.loading import SafetensorsReader
 from learning.ranks import Ranks
 from services.engine.model import Model
@@ -169,8 +169,8 @@ def test_strangers_do_not_get_into_the_watch_over_ranks(monkeypatch: pytest.Monk
         talker.sendall(b"x" * 100_000)
         assert ended(liar)
         assert ended(talker)
-        silent = [socket.create_connection(place) for _ in range(3 * _MAX_STRANGERS)]
-        assert all(ended(sock) for sock in silent[: 2 * _MAX_STRANGERS])
+        silent = [socket.create_connection(place) for _ in range(3 * _MAX_UNAUTHENTICATED)]
+        assert all(ended(sock) for sock in silent[: 2 * _MAX_UNAUTHENTICATED])
         assert watch._gone == {}
         known = socket.create_connection(place)
         known.sendall(f"hello {token} 1\ngone 1 done \n".encode())

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from common.clients import Client, wait_healthy
 from common.errors import ConfigError, ServiceError
 from common.observe import setup_logging
-from common.security import Hider, accepts, authorization, is_loopback, token
+from common.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
 from tests.support.apps import SERVICES, make, tiny
 from trainer import train_in_process
@@ -182,10 +182,10 @@ def test_secrets_are_taken_out_of_a_stream_however_it_is_cut() -> None:
     text = f"a={TOKEN} b=hf_0123456789 {TOKEN[:-1]} correct hf_ end cor".encode()
     expected = text.replace(TOKEN.encode(), b"[secret]").replace(b"hf_0123456789", b"[secret]")
     for size in (1, 2, 3, 7, 28, 1000):
-        hider = Hider(env)
-        assert b"".join(hider.feed(text[i : i + size]) for i in range(0, len(text), size)) + hider.end() == expected
-    assert Hider(env).text("\ud800 hf_0123456789") == "\ud800 [secret]"
-    assert Hider({"API_TOKEN": ""}).feed(b"as it is") == b"as it is"
+        redactor = SecretRedactor(env)
+        assert b"".join(redactor.feed(text[i : i + size]) for i in range(0, len(text), size)) + redactor.end() == expected
+    assert SecretRedactor(env).redact("\ud800 hf_0123456789") == "\ud800 [secret]"
+    assert SecretRedactor({"API_TOKEN": ""}).feed(b"as it is") == b"as it is"
 
 
 def test_a_log_never_has_a_secret(secret: str, tmp_path: Path) -> None:

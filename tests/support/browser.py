@@ -41,7 +41,7 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
-        """Of all elements that are found, a line each."""
+        """Texts of all elements found, a line each."""
         script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.innerText).join('\\n')"
         return str(self.run(script, selector))  # at once: elements come and go
 

@@ -33,7 +33,7 @@ from tests.support.ports import free_port
 _P = TypeVar("_P", "subprocess.Popen[bytes]", Forked)
 SGLANG = ROOT / ".venv-sglang"
 PLUGIN = ROOT / "jobgroup" / "sglang-cpu" / "plugin"
-"""Of this checkout, whichever is installed in that environment."""
+"""The plugin of this checkout, whichever is installed in that environment."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

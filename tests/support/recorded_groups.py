@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,8 @@ from common.schemas import Completion, Group
 from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup
 
 
-@dataclass
-class Directory:
-    """A run as the calls know it."""
-
-    directory: Path
-    replay_store: Path | None = None
-
-
 def group(number: int, rewards: Sequence[float], texts: Sequence[str] = (), prompt: str = "How many?", **more: Any) -> Group:
-    """Of completions whose tokens are 3 to 9."""
+    """A group of completions whose tokens are 3 to 9."""
     texts = texts or [f"text {i}" for i in range(len(rewards))]
     completions = [
         Completion(
@@ -54,7 +45,7 @@ def record(directory: Path, steps: Sequence[Sequence[RecordedGroup]], keep_bytes
     recorder = GroupRecorder(directory, keep_bytes, done)
     for step, items in enumerate(steps, done + 1):
         recorder.step(step, [item for item in items if not item.reason], [item for item in items if item.reason])
-    recorder.settle()
+    recorder.flush()
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:

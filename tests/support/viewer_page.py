@@ -11,8 +11,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 import trainer.dashboard
 from services.http.app import create_app
 from tests.support.browser import Page
-from tests.support.recorded_groups import Directory
 from trainer.dashboard.groups import add_groups
+from trainer.dashboard.runs import RunReader
 from trainer.server import BackgroundServer
 
 FIRST_ANSWER_S = 400
@@ -43,7 +43,7 @@ _HEADERS = {"content-security-policy": "default-src 'self'"}
 
 
 @contextmanager
-def served(*runs: Directory) -> Iterator[str]:
+def served(*runs: RunReader) -> Iterator[str]:
     """The address of a page that shows these runs."""
     app = create_app("dashboard")
     add_groups(app, runs)
@@ -74,7 +74,7 @@ class Tab:
         self.page, self.run = page, page.run
 
     def text(self, selector: str) -> str:
-        """Of the first such element, as it is in the document; empty when there is none."""
+        """Text of the first such element in the document; empty when there is none."""
         return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
 
     def texts(self, selector: str, attribute: str = "") -> list[str]:
@@ -118,7 +118,7 @@ class Tab:
 
 
 @contextmanager
-def shown(page: Page, *runs: Directory, width: int = 1300) -> Iterator[Tab]:
+def shown(page: Page, *runs: RunReader, width: int = 1300) -> Iterator[Tab]:
     """The tab over these runs. At the end the console has nothing to say, and no text of a model has become a program."""
     with served(*runs) as url:
         page.open(url, width)

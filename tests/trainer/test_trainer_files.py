@@ -27,7 +27,8 @@ from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.evaluation import pass_at_k
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.timing import StageClock
-from trainer.weights.publisher import Publisher, PublishFailed, WeightBoard, write_static_files
+from trainer.weights.adapters import static_files
+from trainer.weights.publisher import Publisher, PublishFailed, WeightBoard
 
 
 def batch(config: Config, seed: int) -> Batch:
@@ -50,7 +51,7 @@ def test_a_resumed_policy_makes_the_same_updates(config: Config, tmp_path: Path)
 
 def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, tmp_path: Path) -> None:
     policy = Policy(config, Ranks())
-    static = write_static_files(policy.model, load_tokenizer(config.model), tmp_path / "model")
+    static = static_files(config, policy.model, load_tokenizer(config.model), tmp_path / "model")
     tmp_path = tmp_path / "checkpoints"
     for policy.step in (1, 2, 3, 12):
         save(policy, tmp_path, keep=2, static=static)
@@ -133,7 +134,7 @@ def report(version: int | None, state: str = "ready", run_id: str = "run", node:
 def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]) -> tuple[Publisher, WeightBoard, Policy]:
     policy = Policy(config, Ranks())
     board = WeightBoard(tmp_path / "weights")
-    static = write_static_files(policy.model, load_tokenizer(config.model), tmp_path / "model")
+    static = static_files(config, policy.model, load_tokenizer(config.model), tmp_path / "model")
     return Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print), board, policy
 
 

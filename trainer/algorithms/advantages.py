@@ -1,7 +1,7 @@
 """Advantages: how much better than expected a completion, or one of its tokens, was. Pure functions.
 
-The group-relative ones take rewards [groups, n] and return [groups, n]; `lengths` are completion lengths in tokens of the
-same shape. `gae` compares with a critic instead, token by token.
+The group-relative ones take rewards [groups, n], and completion lengths in tokens, and return [groups, n]. `gae` compares
+each token with a critic instead.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO's advantage (Shao et al. 2024, arXiv:2402.03300, eq. 2): (r - mean) / (std + eps) within each group.
 
     The standard deviation is unbiased (ddof = 1) as in the public implementations. A group of equal rewards gets
-    exactly 0. Raises ValueError for a group of one: it has nothing to be compared with.
+    exactly 0. Raises ValueError for groups of one.
     """
     _check(rewards)
     advantages = group_centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=1) + eps)
@@ -25,7 +25,7 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def group_centred(rewards: Tensor) -> Tensor:
-    """r - mean within each group, not divided by anything: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    """Reward minus the mean of its group, not divided by anything: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
     _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return torch.where(_equal(rewards), torch.zeros_like(centred), centred)
@@ -57,9 +57,8 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) and the returns A + V.
 
-    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next token that counts: what is masked is
-    stepped over as if it were not there. After the last token the value is 0. The returns are what the critic learns, so
-    they are taken before any whitening.
+    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next token that counts. After the last token the
+    value is 0. The returns are the critic's targets and are not whitened.
 
     Args:
         rewards, values: [rows, T]; `values` [t] is the critic's expectation before token t.
@@ -76,7 +75,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(x − mean) / sqrt(var + 1e-8) over what `mask` counts, with the unbiased variance; 0 elsewhere."""
+    """Returns (x − mean) / sqrt(var + 1e-8) where `mask` is 1, with the unbiased variance; 0 elsewhere."""
     kept = values[mask.bool()]
     scale = torch.rsqrt(kept.var(correction=1) + 1e-8) if len(kept) > 1 else 1.0
     return torch.where(mask.bool(), (values - kept.mean()) * scale, 0.0)
@@ -89,7 +88,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "batch_normalised": lambda rewards, _, eps: batch_normalised(rewards, eps),
     "length_weighted": lambda rewards, lengths, _: length_weighted(rewards, lengths),
 }
-"""The group-relative ones."""
+"""The group-relative advantages by name."""
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""From groups to tensors: the training batch, whole and the same on every rank, and the micro-batches cut from it."""
+"""The training batch, the same on every rank, and the micro-batches cut from it."""
 
 from dataclasses import dataclass
 
@@ -38,11 +38,11 @@ class Row:
     weight: float
     """Importance weight of its group."""
     current: bool
-    """Whether the policy about to be updated sampled all of it."""
+    """Whether the policy about to be updated sampled the whole completion."""
     counts: bool
     """Whether it counts in the loss and its normalisers."""
     corrected: bool
-    """False: reused without correction, as if the policy about to be updated had sampled it (`replay.corrected` false)."""
+    """False for a reused row that counts as sampled by the policy about to be updated (`replay.corrected` false)."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -52,7 +52,7 @@ class Row:
 class Batch:
     """A training batch, the same on every rank.
 
-    A column holds one array [L] for each row, or is None where it was not computed. The training loop assigns the columns.
+    A column has one array [L] for each row, or is None where it was not computed. The training loop assigns the columns.
     """
 
     groups: list[TrainingGroup]
@@ -61,9 +61,9 @@ class Batch:
     """Every completion, group after group."""
     group_size: int
     old_logprobs: Column | None = None
-    """Under the policy about to be updated."""
+    """Log-probabilities under the policy about to be updated."""
     ref_logprobs: Column | None = None
-    """Under the reference model."""
+    """Log-probabilities under the reference model."""
     values: Column | None = None
     """The critic's value of the state before each token."""
     advantages: Column | None = None
@@ -72,11 +72,7 @@ class Batch:
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
-        """The batch of `groups`, which are of one size, for the update after `step` steps.
-
-        With `algorithm.mask_truncated` completions that were cut count nowhere in the loss. Raises ConfigError for
-        groups of different sizes.
-        """
+        """Makes the batch of `groups` for the update after `step` steps. Raises ConfigError for groups of different sizes."""
         sizes = {len(item.group.completions) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
@@ -112,31 +108,29 @@ class Batch:
         return [len(row.completion_ids) for row in self.rows]
 
     def sizes(self, shared: bool) -> Sizes:
-        """What cutting looks at; `shared` of the layout."""
+        """Sizes for cutting the batch; `shared` is that of the layout."""
         return Sizes.of([row.prompt_ids for row in self.rows], [row.completion_ids for row in self.rows], shared)
 
     def sequences(self) -> list[TokenSequence]:
-        """What a critic values."""
+        """Returns the sequences that a critic values."""
         return [TokenSequence(row.prompt_ids, row.completion_ids) for row in self.rows]
 
     def value_targets(self) -> list[ValueTargets]:
-        """What a critic learns from."""
+        """Returns the critic's training data."""
         assert self.values is not None
         assert self.returns is not None
-        columns = zip(self.rows, self.values, self.returns, strict=True)
-        return [
-            ValueTargets(row.prompt_ids, row.completion_ids, values, returns, row.weight) for row, values, returns in columns
-        ]
+        rows = zip(self.rows, self.values, self.returns, strict=True)
+        return [ValueTargets(row.prompt_ids, row.completion_ids, values, targets, row.weight) for row, values, targets in rows]
 
     def rollout_logprobs(self, row: int) -> Float32:
-        """[L] under the policy that sampled the row, or is taken to have sampled it (`Row.corrected`)."""
+        """Returns [L] under the policy that sampled the row, or counts as that (`Row.corrected`)."""
         if self.rows[row].corrected:
             return self.rows[row].rollout_logprobs
         assert self.old_logprobs is not None
         return self.old_logprobs[row]
 
     def mean_advantages(self) -> list[list[float]]:
-        """Mean |advantage| of every completion, by group."""
+        """Returns the mean |advantage| of every completion, by group."""
         assert self.advantages is not None
         means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
         return [means[i : i + self.group_size] for i in range(0, len(means), self.group_size)]
@@ -144,27 +138,22 @@ class Batch:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows of a batch as tensors. `C` is the number of completion tokens of all rows together."""
+    """Rows of a batch as tensors [C], where C is the number of completion tokens of all rows together."""
 
     tokens: Layout
     targets: Tensor
-    """[C] the completion tokens, row by row."""
+    """The completion tokens, row by row."""
     rollout_logprobs: Tensor
-    """[C]"""
     old_logprobs: Tensor | None
-    """[C]"""
     ref_logprobs: Tensor | None
-    """[C]"""
     advantages: Tensor
-    """[C]"""
     weights: Tensor
-    """[C]"""
     current: Tensor
-    """[C] 1 where the policy about to be updated sampled."""
+    """1 where the policy about to be updated sampled the token."""
     rows: Tensor
-    """[C] which row each completion token belongs to."""
+    """The row that each completion token belongs to."""
     lengths: Tensor
-    """[C] completion length of that row."""
+    """Completion length of that row."""
     count: int
     """Rows."""
 
@@ -197,5 +186,5 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on `device`."""
+        """Returns the micro-batch on `device`."""
         return moved(self, device)

@@ -1,7 +1,4 @@
-"""An algorithm is a row in a table: how it weighs a batch and how the loss is put together. All else is shared.
-
-`AlgorithmSection` in `common.algorithm` holds the settings and the named recipes; this module turns them into tensors.
-"""
+"""The advantages of a batch, by the settings of the algorithm (`common.algorithm`)."""
 
 import numpy as np
 import torch
@@ -16,14 +13,10 @@ from trainer.algorithms.losses import kl_divergence
 
 
 def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Column, Column | None]:
-    """The advantages of a batch and, with `gae`, the critic's targets; None without a critic.
+    """Returns the advantages of a batch and, with `gae`, the critic's targets; None without a critic.
 
-    Reads `batch.values` with `gae`, and `batch.old_logprobs` and `batch.ref_logprobs` with the KL in the reward.
-
-    Args:
-        batch: of groups with their rewards.
-        config: of the run.
-        kl_coef: now; it changes with `algorithm.kl_target`.
+    Reads `batch.values` with `gae`, and `batch.old_logprobs` and `batch.ref_logprobs` with the KL in the reward. `kl_coef` is
+    the current one, which changes with `algorithm.kl_target`.
     """
     algorithm = config.algorithm
     rewards = torch.tensor([row.reward for row in batch.rows], dtype=torch.float32)
@@ -42,7 +35,7 @@ def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Co
 
 
 def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Column | None:
-    """[L] of each row: what the divergence from the reference takes from the reward of each token."""
+    """Returns [L] for each row: the KL penalty to subtract from the reward of each token."""
     if config.kl_coef == 0 or config.kl_in == "loss":
         return None
     assert batch.old_logprobs is not None
@@ -54,7 +47,7 @@ def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Col
 def _token_advantages(
     batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection
 ) -> tuple[Column, Column]:
-    """GAE of every token; the reward of a completion comes with its last token."""
+    """Returns GAE advantages and returns of every token; a completion's reward is that of its last token."""
     assert batch.values is not None
     width = max(batch.lengths)
     token_rewards, values, mask = (np.zeros((len(batch.rows), width), np.float32) for _ in range(3))
@@ -68,7 +61,8 @@ def _token_advantages(
         torch.from_numpy(token_rewards), torch.from_numpy(values), torch.from_numpy(mask), config.gamma, config.gae_lambda
     )
     counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
-    advantages = whiten(advantages, counts)
-    both = (advantages.numpy(), returns.numpy())
-    by_row = [[matrix[i, :length] for i, length in enumerate(batch.lengths)] for matrix in both]
-    return by_row[0], by_row[1]
+
+    def by_row(matrix: Tensor) -> Column:
+        return [row[:length] for row, length in zip(matrix.numpy(), batch.lengths, strict=True)]
+
+    return by_row(whiten(advantages, counts)), by_row(returns)

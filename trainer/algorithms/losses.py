@@ -1,7 +1,7 @@
 """Policy losses, KL estimators, aggregation and off-policy corrections, per token. Pure functions.
 
-Tokens of several completions lie one after the other in [tokens]; `rows` [tokens] says which completion each belongs
-to, counted from 0, so that nothing is padded.
+The tokens of all completions are concatenated without padding to [tokens]; `rows` [tokens] is the index of the completion that
+each belongs to.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 
 @dataclass
 class PolicyLoss:
-    """What a policy loss yields; every tensor has the shape of the log-probabilities."""
+    """The result of a policy loss; every tensor has the shape of the log-probabilities."""
 
     loss: Tensor
     ratio: Tensor
@@ -30,12 +30,12 @@ class PolicyLoss:
 
 
 def row_sum(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[count] sums of `values` [tokens] by completion."""
+    """Returns [count] sums of `values` [tokens] by completion."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, rows, values)
 
 
 def row_mean(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[count] means of `values` [tokens] by completion."""
+    """Returns [count] means of `values` [tokens] by completion."""
     return row_sum(values, rows, count) / row_sum(torch.ones_like(values), rows, count).clamp(min=1)
 
 
@@ -105,7 +105,7 @@ KL_HORIZON = 10_000
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
-    """The coefficient after a batch of `completions` whose KL per token was `kl` (Ziegler et al. 2019, arXiv:1909.08593).
+    """Returns the coefficient after a batch of `completions` with KL per token `kl` (Ziegler et al. 2019, arXiv:1909.08593).
 
     Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/KL_HORIZON: it rises while the policy is further from the
     reference than `target`.
@@ -117,7 +117,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) 
 def token_coefficients(
     aggregation: Aggregation, lengths: Tensor, total_tokens: int, total_rows: int, max_new_tokens: int
 ) -> Tensor:
-    """What each token's loss is multiplied by so that the plain sum over all micro-batches and ranks is the loss.
+    """Returns each token's coefficient, such that the plain sum over all micro-batches and ranks is the loss.
 
     Args:
         aggregation: `token_mean` (DAPO): every token of the global batch counts the same. `sequence_mean_token_mean`
@@ -126,14 +126,13 @@ def token_coefficients(
         lengths: [tokens] length of the completion that each token belongs to.
         total_tokens, total_rows: of the global batch.
     """
-    ones = torch.ones_like(lengths, dtype=torch.float32)
-    if aggregation == "token_mean":
-        return ones / total_tokens
-    if aggregation == "sequence_mean_token_mean":
-        return ones / (lengths * total_rows)
-    if aggregation == "sequence_mean_token_sum":
-        return ones / total_rows
-    return ones / (total_rows * max_new_tokens)
+    divisors: dict[Aggregation, int | Tensor] = {
+        "token_mean": total_tokens,
+        "sequence_mean_token_mean": lengths * total_rows,
+        "sequence_mean_token_sum": total_rows,
+        "constant": total_rows * max_new_tokens,
+    }
+    return torch.ones_like(lengths, dtype=torch.float32) / divisors[aggregation]
 
 
 def importance_correction(
@@ -145,10 +144,10 @@ def importance_correction(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Tensor:
-    """Weights [tokens] that correct for the rollout engine's policy not being the trainer's, without gradient.
+    """Returns weights [tokens], without gradient, that correct for the difference of the engine's and the trainer's policy.
 
-    w = π_trainer / π_rollout, of the token or (level `sequence`) the product over its completion. `truncate` bounds it
-    to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets what is above `cap` or below 1/cap to 0.
+    w = π_trainer / π_rollout, of the token or (level `sequence`) the product over its completion. `truncate` limits it
+    to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets weights above `cap` or below 1/cap to 0.
     """
     log_weight = (proximal_logprobs - rollout_logprobs).detach()
     if level == "sequence":
@@ -173,13 +172,9 @@ def off_policy_mask(
 def policy_loss(
     config: AlgorithmSection, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int
 ) -> PolicyLoss:
-    """The loss per token before aggregation.
+    """Returns the loss per token before aggregation.
 
-    Args:
-        logprobs: [tokens] of the policy being trained, with gradient.
-        old_logprobs: [tokens] of the policy that the ratio is taken to.
-        advantages: [tokens]
-        rows, count: which of `count` completions each token belongs to.
+    `logprobs` [tokens] are those of the policy being trained, `old_logprobs` [tokens] those that the ratio refers to.
     """
     if config.importance_level == "sequence":
         ratio = sequence_ratio(logprobs, old_logprobs, rows, count)

@@ -1,22 +1,19 @@
-"""A data set as callers of the Python API give it, as prompts: from `Prompt`s, from rows, or from a Hugging Face `Dataset`."""
+"""Reads the data sets and reward functions that callers of the Python API give."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
-
-import orjson
+from typing import Any
 
 from common.errors import ConfigError
 from common.schemas import Prompt
-from services.data.loaders import final_answer
+from services.data.rows import final_answer, further_columns, id_of, read_chat, refuse_same_ids, stop_at, text_of
 from services.reward.functions import RewardFunction
 
-PROMPT_COLUMNS, ANSWER_COLUMNS = ("prompt", "question"), ("ground_truth", "answer")
-"""Names of the two columns that are read, the first one that a row has."""
+_PROMPT_COLUMNS, _ANSWER_COLUMNS = ("prompt", "question"), ("ground_truth", "answer")
 _ROLES = ("system", "user", "assistant")
 
 
 def as_prompts(dataset: Iterable[Any], field: str) -> list[Prompt]:
-    """The prompts of a data set.
+    """Returns the prompts of a data set.
 
     A row needs `prompt` or `question`, a text or a chat (`[{"role": …, "content": …}]`, the user last), and may have
     `ground_truth` or `answer` (of a text with `#### N` only N is kept), `id` and `task`. Its other columns stay with it
@@ -24,9 +21,10 @@ def as_prompts(dataset: Iterable[Any], field: str) -> list[Prompt]:
 
     Args:
         dataset: prompts, rows, or anything with a length that yields rows, such as a `datasets.Dataset`.
-        field: name of the argument, for messages and for the ids of rows without one.
+        field: name of the argument, for errors and for the ids of rows without one.
 
-    Raises ConfigError naming the row and the column that cannot be used, also for an empty data set.
+    Raises:
+        ConfigError: the data set is empty or not a list, or a row cannot be used; the error names row and column.
     """
     if isinstance(dataset, str | bytes | Mapping) or not hasattr(dataset, "__len__"):
         splits = f"its keys are {', '.join(map(str, dataset))}; " if isinstance(dataset, Mapping) else ""
@@ -35,88 +33,55 @@ def as_prompts(dataset: Iterable[Any], field: str) -> list[Prompt]:
             field=field,
             remedy=f"{splits}give one split: a list of prompts, a list of rows, or a Hugging Face Dataset",
         )
-    prompts = [_prompt(item, f"{field}-{number}", f"{field}, row {number}") for number, item in enumerate(dataset)]
+    try:
+        prompts = [_prompt(item, f"{field}-{number}", f"row {number}") for number, item in enumerate(dataset)]
+    except ConfigError as error:  # names the setting of the data-server
+        raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from None
     if not prompts:
         raise ConfigError("the data set is empty", field=field, value=[], remedy="give it at least one problem")
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise ConfigError(
-                "two problems have the same id", field=field, value=prompt.id, remedy="make the ids unique, or leave them out"
-            )
-        seen.add(prompt.id)
+    refuse_same_ids(prompts, field)
     return prompts
 
 
-def _prompt(item: Any, name: str, where: str) -> Prompt:
+def _prompt(item: Any, default_id: str, where: str) -> Prompt:
     if isinstance(item, Prompt):
         return item
     if not isinstance(item, Mapping):
-        _stop("a row is a Prompt or a mapping of columns", where, item, "give rows like {'prompt': …, 'ground_truth': …}")
-    row = dict(item)
-    column = next((key for key in PROMPT_COLUMNS if row.get(key) is not None), None)
+        stop_at(where, f"{item!r:.80} is not a Prompt or a mapping of columns", "give rows like {'prompt': …, 'answer': …}")
+    column = next((name for name in _PROMPT_COLUMNS if item.get(name) is not None), None)
     if column is None:
-        _stop(f"a row needs a column {' or '.join(PROMPT_COLUMNS)}", where, ", ".join(map(str, row)), "rename its column")
-    problem = row.pop(column)
-    chat = [] if isinstance(problem, str) else _chat(problem, f"{where}, column {column}")
-    text = chat[-1]["content"] if chat else problem
-    if not text.strip():
-        _stop("the problem is empty", f"{where}, column {column}", problem, "repair the row, or remove it")
-    if len(chat) == 1:
-        chat = []  # one message of the user is what a text is
-    own, task = row.pop("id", None), row.pop("task", None)
-    answer = next((row.pop(key) for key in ANSWER_COLUMNS if row.get(key) is not None), "")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # a column of whole numbers with a gap comes as floats
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-        _stop("a ground truth is a text or a number", where, answer, "give another column another name")
+        there = ", ".join(map(str, item))
+        stop_at(where, f"there is no column {' or '.join(_PROMPT_COLUMNS)}; there are {there}", "rename the column")
+    chat = [] if isinstance(item[column], str) else read_chat(item, column, where)
+    if chat and (chat[-1][0] != "user" or not {role for role, _ in chat} <= {*_ROLES}):
+        roles = ", ".join(role for role, _ in chat)
+        problem = (
+            f"the chat in column {column!r} has the roles {roles}; they must be {', '.join(_ROLES)}, and the last one user"
+        )
+        stop_at(where, problem, "move the answer into a column of its own, or leave it out")
+    answer = next((name for name in _ANSWER_COLUMNS if item.get(name) is not None), "")
+    has_answer = answer and str(item[answer]).strip()
     return Prompt(
-        id=name if own is None else str(own),
-        prompt=text,
-        ground_truth=final_answer(str(answer)),
-        task="" if task is None else str(task),
-        columns={str(key): _plain(value, f"{where}, column {key}") for key, value in row.items()},
-        chat=chat,
+        id=id_of(item, where, default_id),
+        prompt=chat[-1][1] if chat else text_of(item, column, where, column),
+        ground_truth=final_answer(text_of(item, answer, where, answer)) if has_answer else "",
+        task=str(item.get("task") or ""),
+        columns=further_columns(item, (column, answer, "id", "task"), where),
+        chat=[{"role": role, "content": text} for role, text in chat] if len(chat) > 1 else [],
     )
 
 
-def _chat(messages: Any, where: str) -> list[dict[str, str]]:
-    if not isinstance(messages, Sequence) or not messages:
-        _stop("a problem is a text or a chat", where, messages, "give a text, or [{'role': 'user', 'content': …}]")
-    chat = []
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if role not in _ROLES or not isinstance(content, str):
-            _stop("a message is {'role': …, 'content': text}", where, message, f"use the roles {', '.join(_ROLES)}")
-        chat.append({"role": str(role), "content": content})
-    if chat[-1]["role"] != "user":
-        _stop("the last message of a problem is the user's", where, chat[-1], "leave the answer out, or in another column")
-    return chat
-
-
-def _plain(value: Any, where: str) -> Any:
-    """The value as it travels: arrays become lists, dates texts."""
-    try:
-        return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
-    except (TypeError, ValueError) as error:
-        _stop(f"the value cannot be sent: {error}", where, value, "keep numbers, texts, lists and mappings")
-
-
-def _stop(message: str, where: str, value: object, remedy: str) -> NoReturn:
-    raise ConfigError(f"{where}: {message}", field=where.partition(",")[0], value=value, remedy=remedy)
-
-
 def as_rewards(reward_fn: RewardFunction | Sequence[RewardFunction]) -> list[RewardFunction]:
-    """One reward function or several. Raises ConfigError for something else, or none."""
+    """Returns one reward function or several as a list. Raises ConfigError for anything else, and for none."""
     functions = list(reward_fn) if isinstance(reward_fn, Sequence) else [reward_fn]
     for function in functions:
         if not isinstance(function, RewardFunction):
-            made = " (make an object of it: add parentheses)" if isinstance(function, type) else ""
+            hint = " (add parentheses to make an instance)" if isinstance(function, type) else ""
             raise ConfigError(
                 "this is not a reward function",
                 field="reward_fn",
                 value=function,
-                remedy=f"give an instance of a subclass of RewardFunction{made}",
+                remedy=f"give an instance of a subclass of RewardFunction{hint}",
             )
     if not functions:
         raise ConfigError("there is no reward function", field="reward_fn", value=[], remedy="give at least one")

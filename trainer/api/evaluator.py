@@ -1,4 +1,4 @@
-"""`ModelEvaluator`: how good a model is on a data set, with the uncertainty of every figure."""
+"""`ModelEvaluator`: accuracy of a model on a data set, with uncertainty."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -11,7 +11,6 @@ from typing import Any, TypedDict, TypeVar
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common.clients import RewardClient
 from common.errors import ConfigError
@@ -32,35 +31,36 @@ from trainer.api.uncertainty import (
     standard_error,
     wilson_interval,
 )
+from trainer.observe.run_dir import progress_bar
 from trainer.rollouts.evaluation import GeneratedAnswer, GenerationSettings, Generator, graded_answers, pass_at_k, together
 
 _T = TypeVar("_T")
 
 
 class EvaluationResults(TypedDict):
-    """What `ModelEvaluator.evaluate` returns: nothing but numbers, texts, lists and mappings. Lists are in the data's order."""
+    """Result of `ModelEvaluator.evaluate`, ready for JSON. Lists are in the order of the data set."""
 
     model: str
     accuracy: float
-    """Share of right greedy answers among those that could be graded."""
+    """Share of right answers among the graded greedy ones."""
     standard_error: float
-    """Of the accuracy."""
+    """Standard error of the accuracy."""
     confidence_interval: tuple[float, float]
-    """Of the accuracy, 95 %."""
+    """95 % interval of the accuracy."""
     num_samples: int
-    """Problems."""
+    """Number of problems."""
     num_ungraded: int
-    """Answers that could not be graded (a grader that ran out of time): they are in no figure."""
+    """Answers that could not be graded (the grader timed out); excluded from every figure."""
     mean_reward: float
     lengths: dict[str, float] | None
-    """Of the greedy answers in tokens (`Lengths`); None where the server does not say."""
+    """Lengths of the greedy answers in tokens (`Lengths`); None when the server does not report them."""
     k: int
     pass_at_k: float | None
-    """Chance that one of k sampled answers is right; this and the next three are None for k = 1."""
+    """Probability that one of k sampled answers is right; this and the next three are None for k = 1."""
     avg_at_k: float | None
-    """Accuracy of one sampled answer, from k."""
+    """Mean accuracy of the k sampled answers."""
     maj_at_k: float | None
-    """Accuracy of the answer that most of k samples give."""
+    """Accuracy of the majority vote over k samples."""
     pass_at: dict[int, float] | None
     """pass@1, pass@2, pass@4, … up to k."""
     prompts: list[str]
@@ -70,7 +70,7 @@ class EvaluationResults(TypedDict):
     """Greedy answers."""
     extracted_answers: list[str | None]
     rewards: list[float | None]
-    """Of the greedy answers; None where one could not be graded."""
+    """Rewards of the greedy answers; None where one could not be graded."""
     correct: list[bool | None]
     samples: list[list[dict[str, Any]]]
     """The k sampled answers to every problem: `response`, `reward`, `correct`."""
@@ -79,20 +79,20 @@ class EvaluationResults(TypedDict):
 class ModelEvaluator:
     """Evaluates a model: a local directory, a name on the hub, or the URL of a server.
 
-    A local model answers with the embedded engine, the one that in-process training uses. A server is asked for OpenAI's
-    chat completions; with a `tokenizer` it is asked for SGLang's `/generate`, tokens in and out as in training.
+    The embedded engine runs a local model, as in in-process training. A server gets OpenAI chat completions; with a
+    `tokenizer` it gets SGLang's `/generate`, tokens in and out as in training.
 
     Args:
         model: directory, name, or `http://…`.
         system_prompt: put before every problem.
-        max_new_tokens: longest answer; a local model whose context leaves less writes less.
-        temperature: of the k samples (`evaluate(…, k=8)`); the first answer to every problem is greedy.
-        seed: of the samples.
+        max_new_tokens: limit of an answer; the context of a local model may allow less.
+        temperature: temperature of the k samples (`evaluate(…, k=8)`); the first answer to every problem is greedy.
+        seed: seed of the samples.
         concurrency: requests in flight.
-        timeout_s: seconds one request may take, retries included.
-        tokenizer: of the model behind the URL, a directory or a name on the hub: makes it SGLang's native call.
-        model_id: the server's name of the model, where it has several.
-        api_key: sent to the server as a bearer token.
+        timeout_s: limit of one request in seconds, retries included.
+        tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's native call.
+        model_id: name of the model on a server that has several.
+        api_key: bearer token for the server.
         progress: show a progress bar on the terminal.
 
     Raises ConfigError for arguments that do not fit each other.
@@ -119,33 +119,31 @@ class ModelEvaluator:
             if value <= 0:
                 raise ConfigError("it is not above 0", field=name, value=value, remedy="raise it")
         if temperature <= 0:
+            remedy = "set it above 0; the first answer to every problem is greedy anyway"
             raise ConfigError(
-                "samples at this temperature are all the same",
-                field="temperature",
-                value=temperature,
-                remedy="set it above 0; the first answer to every problem is greedy anyway",
+                "samples at this temperature are all the same", field="temperature", value=temperature, remedy=remedy
             )
         for name, setting in (("tokenizer", tokenizer), ("model_id", model_id), ("api_key", api_key)):
             if setting is not None and not self._served:
                 raise ConfigError(f"a local model has no {name}", field=name, remedy="leave it out, or give a URL as the model")
         if tokenizer is not None and model_id:
             raise ConfigError("SGLang's native call knows no model_id", field="tokenizer", remedy="leave it out")
-        self._words = (system_prompt, max_new_tokens, temperature, seed, timeout_s)
+        self._generation = (system_prompt, max_new_tokens, temperature, seed, timeout_s)
         self._concurrency, self._progress = concurrency, progress
         self._tokenizer, self._model_id, self._api_key = tokenizer, model_id, api_key
 
     def evaluate(
         self, dataset: Iterable[Any], reward_fn: RewardFunction | Sequence[RewardFunction], k: int = 1
     ) -> EvaluationResults:
-        """Answers every problem greedily, and k more times at `temperature` when k is above 1, and grades the answers.
+        """Generates a greedy answer to every problem, and k samples when k is above 1, and grades them.
 
         Args:
             dataset: as for `OnlineRLTrainer`.
             reward_fn: grades the answers.
             k: samples per problem for pass@k, avg@k and maj@k.
 
-        Raises ConfigError for an empty data set and for a model that does not load, Unreachable when a server does not
-        answer, and another ServiceError when an answer cannot be had: an evaluation is complete or it is not one.
+        Raises ConfigError for an empty data set or a model that does not load, Unreachable when a server does not respond,
+        and another ServiceError when any answer is missing.
         """
         if k < 1:
             raise ConfigError("it is not above 0", field="k", value=k, remedy="1, or as many as pass@k needs")
@@ -153,17 +151,9 @@ class ModelEvaluator:
         return _run(lambda: self._evaluate(prompts, rewards, k))
 
     async def _evaluate(self, prompts: list[Prompt], rewards: list[RewardFunction], k: int) -> EvaluationResults:
-        settings = GenerationSettings(*self._words, asyncio.Semaphore(self._concurrency))
+        settings = GenerationSettings(*self._generation, asyncio.Semaphore(self._concurrency))
         app = create_reward_app(RewardSection(), functions=rewards)
-        bar = Progress(
-            TextColumn("evaluating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=(console := Console(stderr=True)),
-            disable=not (self._progress and console.is_terminal),
-        )
+        bar = progress_bar("evaluating", Console(stderr=True), hidden=not self._progress)
         async with (
             app.router.lifespan_context(app),
             RewardClient("reward functions", "http://in-process", transport=httpx.ASGITransport(app)) as reward,
@@ -184,7 +174,7 @@ class ModelEvaluator:
 
 
 def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:
-    """The accuracy of `first` minus that of `second`, problem by problem.
+    """Compares the accuracy of `first` with that of `second`, problem by problem.
 
     Raises ConfigError when they are not about the same problems.
     """
@@ -241,7 +231,7 @@ def _verdict(result: RewardResult) -> bool | None:
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Runs a coroutine to its end, also where an event loop runs already (a notebook)."""
+    """Runs a coroutine to its end, also inside a running event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

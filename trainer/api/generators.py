@@ -1,4 +1,4 @@
-"""Where an evaluation's answers come from: the embedded engine on a local model, SGLang, or an OpenAI-compatible server."""
+"""Generators of answers for an evaluation: embedded engine, SGLang, or OpenAI-compatible server."""
 
 import asyncio
 import tempfile
@@ -30,7 +30,7 @@ from trainer.rollouts.evaluation import (
 from trainer.rollouts.prompts import Prompter, conversation, sampling_seed
 
 _FIRST_ANSWER_S = 15.0
-"""How long a server may take to answer at all."""
+"""Time limit of the first response of a server."""
 
 
 class ChatGenerator:
@@ -40,7 +40,7 @@ class ChatGenerator:
         self._client, self._model_id, self._settings = client, model_id, settings
 
     async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
-        """See `Generator`. Every answer is a request of its own: not every server takes `n`."""
+        """See `Generator`. One request per answer, since not every server supports `n`."""
         first = sampling_seed(self._settings.seed, SEED_OFFSET + index)
         seeds = [(first + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(n)]
         return await together([self._one(prompt, seed, greedy) for seed in seeds])
@@ -69,7 +69,7 @@ class ChatGenerator:
 
 @asynccontextmanager
 async def local_generator(model: str, prompts: Sequence[Prompt], settings: GenerationSettings) -> AsyncIterator[Generator]:
-    """The embedded engine on a model directory, or on a model of the hub. Raises ConfigError when it does not load."""
+    """Runs the embedded engine on a model directory or a model of the hub. Raises ConfigError when it does not load."""
     with tempfile.TemporaryDirectory(prefix="rlhf-math-") as temporary:
         loaded = await asyncio.to_thread(_load, model, Path(temporary), prompts, settings)
         engine = Engine(loaded, seed=settings.seed)
@@ -83,7 +83,7 @@ async def local_generator(model: str, prompts: Sequence[Prompt], settings: Gener
 
 
 def _load(model: str, temporary: Path, prompts: Sequence[Prompt], settings: GenerationSettings) -> Model:
-    """The engine's model, with room for the longest problem and its answer, or as much of it as the model has."""
+    """Loads the engine's model with context for the longest problem and its answer, as far as the model allows."""
     section = ModelSection(name=model)
     prompter = Prompter(load_tokenizer(section), settings.system_prompt, [])
     longest = max(len(prompter.token_ids(prompt)) for prompt in prompts)
@@ -100,10 +100,10 @@ def _load(model: str, temporary: Path, prompts: Sequence[Prompt], settings: Gene
 async def sglang_generator(
     url: str, tokenizer: str, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
-    """SGLang, or its router, at `url`; `tokenizer` is a directory or a name on the hub."""
+    """Connects to SGLang or its router at `url`; `tokenizer` is a directory or a name on the hub."""
     prompter = Prompter(load_tokenizer(ModelSection(name=tokenizer)), settings.system_prompt, [])
     async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
-        await _ask(client, "/get_model_info")  # asks for the key, which /health does not
+        await _ask(client, "/get_model_info")  # needs the key, unlike /health
         yield TokenGenerator(client, prompter, settings, None)
 
 
@@ -111,14 +111,14 @@ async def sglang_generator(
 async def openai_generator(
     url: str, model_id: str | None, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
-    """An OpenAI-compatible server at `url`, with or without `/v1`; asks it for its one model when `model_id` is None."""
+    """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; finds its only model when `model_id` is None."""
     async with Client("the server", _root(url), headers=_bearer(api_key)) as client:
         listed = await _ask(client, "/v1/models")
         yield ChatGenerator(client, model_id or _only_model(listed, url), settings)
 
 
 def _bearer(api_key: str | None) -> dict[str, str]:
-    """The key of a server that is named by hand: only what was given for it, never the token of a run."""
+    """Returns the header with the server's own key, never the token of a run."""
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -127,16 +127,12 @@ def _root(url: str) -> str:
 
 
 async def _ask(client: Client, path: str) -> httpx.Response | None:
-    """The first call, so that a wrong address shows in seconds. None when the server does not know `path`."""
+    """Makes the first call, which detects a wrong address in seconds; None when the server does not know `path`."""
     try:
         return await client.request("GET", path, deadline_s=_FIRST_ANSWER_S)
     except Unreachable as error:
-        raise Unreachable(
-            error.message,
-            field="model",
-            value=client.base_url,
-            remedy="look whether the server runs and is ready, and whether address and port are right",
-        ) from None
+        remedy = "check that the server is ready, and that address and port are right"
+        raise Unreachable(error.message, field="model", value=client.base_url, remedy=remedy) from None
     except ServiceError as error:
         if error.status in (401, 403):
             raise ConfigError(
@@ -151,10 +147,7 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
     except (ValueError, KeyError, TypeError):
         ids = []
     if len(ids) != 1:
-        raise ConfigError(
-            f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has",
-            field="model_id",
-            value=url,
-            remedy="name one (--model-id on the command line)",
-        )
+        remedy = "name one (--model-id on the command line)"
+        message = f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has"
+        raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

@@ -1,4 +1,4 @@
-"""`OnlineRLTrainer`: the caller's model, data and reward function in the system's own services and loop, in this process."""
+"""`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
 import math
 import shutil
@@ -26,40 +26,28 @@ from trainer.policy import checkpoint
 from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 from trainer.rollouts.prompts import Prompter
 
-_RUN = (
-    "checkpoints",
-    "weights",
-    "model",
-    "base",
-    "state",
-    "trackers",
-    "config.json",
-    "metrics.jsonl",
-    "groups.jsonl",
-    "groups",
-    "evaluations.jsonl",
-    "samples.jsonl",
-)
-"""What a run writes into its directory, and what `overwrite_output_dir` removes, with the curves."""
+_RUN_DIRECTORIES = ("checkpoints", "weights", "model", "base", "state", "trackers", "groups")
+_RUN_FILES = ("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl")
+"""Content of a run directory, which `overwrite_output_dir` removes together with the curves."""
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
-"""What a checkpoint holds beside the model."""
+"""Content of a checkpoint beside the model."""
 _OLD_WEIGHTS = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.bin.index.json")
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What `train` has reached."""
+    """Result of `train`."""
 
     global_step: int
-    """Steps of the run, earlier calls included."""
+    """Steps of the run, including earlier calls."""
     metrics: dict[str, float]
-    """Of the last step: `reward` and `accuracy` of its answers, `loss`, `kl`; `eval_accuracy` when there is evaluation data."""
+    """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy` with evaluation data."""
     history: list[dict[str, Any]]
-    """A line per step (`metrics.jsonl`)."""
+    """Record of every step (`metrics.jsonl`)."""
     evaluations: list[dict[str, Any]]
-    """A line per evaluation (`evaluations.jsonl`)."""
+    """Record of every evaluation (`evaluations.jsonl`)."""
     checkpoint: Path
-    """A Hugging Face directory with the trainer's state beside it."""
+    """A Hugging Face directory with the trainer's state."""
     output_dir: Path
 
 
@@ -68,12 +56,12 @@ class OnlineRLTrainer:
 
     Args:
         config: settings.
-        reward_fn: grades the answers; of several the scores are combined as the reward-server combines them.
+        reward_fn: grades the answers; several are combined as in the reward-server.
         train_dataset: a list of `Prompt`, a list of rows, or a Hugging Face `Dataset`. A row has `prompt` or `question` (a
             text or a chat) and `ground_truth` or `answer`; its other columns reach the reward function as keyword arguments.
-        eval_dataset: the same; answered before and after training, and every `config.eval_steps` steps.
+        eval_dataset: like train_dataset; evaluated before and after training, and every `config.eval_steps` steps.
 
-    Raises ConfigError, before anything is loaded or trained, for settings, data and models that do not fit together.
+    Raises ConfigError for settings and data that do not fit together, before a model is loaded.
     """
 
     def __init__(
@@ -91,22 +79,20 @@ class OnlineRLTrainer:
         self.output_dir = config.output_dir or Path("outputs") / name
         self._rounds, self._began = 0, False
         self._checkpoint: Path | None = None
-        _check_device(self.config)
-        _check_steps(self.config, self._problems)
+        _check(self.config, self._problems)
 
     def train(self, resume_from_checkpoint: bool = False) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
 
-        Called again, it goes on for as many steps again; after an interruption, it goes on from the newest checkpoint.
+        A second call trains for as many steps again; after an interruption it continues from the newest checkpoint.
 
         Args:
-            resume_from_checkpoint: go on with the run that is in `output_dir`, from its newest checkpoint; a new run when
-                there is none.
+            resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if there is one.
 
         Raises ConfigError when `output_dir` holds another run and neither this nor `overwrite_output_dir` is set, and
-        ServiceError with the reason when training cannot go on.
+        ServiceError when training fails.
         """
-        with self._own_names():
+        with self._config_field_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
         resume = resume_from_checkpoint or self._began
         if not resume:
@@ -118,7 +104,7 @@ class OnlineRLTrainer:
         rounds = max(self._rounds + 1, math.ceil(done / per_round))
         settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds)
         target = console() if self.config.verbose else Console(quiet=True)
-        with self._own_names():
+        with self._config_field_names():
             self._checkpoint = train_in_process(settings, target, problems=self._problems, rewards=self._rewards)
         self._rounds = rounds
         return self._result(self._checkpoint)
@@ -148,7 +134,7 @@ class OnlineRLTrainer:
         return target
 
     def evaluate(self, dataset: Iterable[Any] | None = None, k: int = 1) -> EvaluationResults:
-        """Evaluates the model as it is now (before `train`: the one that training starts from) with the reward function.
+        """Evaluates the current model, before `train` the initial one, with the reward function.
 
         Args:
             dataset: the trainer's `eval_dataset` when None.
@@ -168,8 +154,8 @@ class OnlineRLTrainer:
         return evaluator.evaluate(self._problems.held_out if dataset is None else dataset, self._rewards, k)
 
     @contextmanager
-    def _own_names(self) -> Iterator[None]:
-        """A model that does not load is told under the name of its field here."""
+    def _config_field_names(self) -> Iterator[None]:
+        """Renames the field of an error about the model to that of `TrainerConfig`."""
         try:
             yield
         except ConfigError as error:
@@ -180,17 +166,13 @@ class OnlineRLTrainer:
             raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from None
 
     def _make_room(self) -> None:
-        there = [path for name in _RUN if (path := self.output_dir / name).exists()]
+        there = [path for name in (*_RUN_DIRECTORIES, *_RUN_FILES) if (path := self.output_dir / name).exists()]
         if not there:
             return
         if not self.config.overwrite_output_dir:
-            raise ConfigError(
-                "there is a run in the output directory already",
-                field="output_dir",
-                value=str(self.output_dir),
-                remedy="go on with it by train(resume_from_checkpoint=True), replace it by overwrite_output_dir=True, or "
-                "name another directory",
-            )
+            message = "there is a run in the output directory already"
+            remedy = "call train(resume_from_checkpoint=True), set overwrite_output_dir=True, or name another directory"
+            raise ConfigError(message, field="output_dir", value=str(self.output_dir), remedy=remedy)
         for path in [*there, self.output_dir / "curves.png"]:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -208,25 +190,15 @@ class OnlineRLTrainer:
         return TrainResult(last["step"], metrics, history, evaluations, saved, self.output_dir)
 
 
-def _check_device(config: TrainerConfig) -> None:
+def _check(config: TrainerConfig, problems: Problems) -> None:
     if config.use_gpu and not torch.cuda.is_available():
-        raise ConfigError(
-            "torch finds no GPU",
-            field="use_gpu",
-            value=True,
-            remedy="leave it out to train on the CPU, or look at nvidia-smi and for a CUDA build of torch",
-        )
-
-
-def _check_steps(config: TrainerConfig, problems: Problems) -> None:
+        remedy = "leave it out to train on the CPU, or check nvidia-smi and that torch is a CUDA build"
+        raise ConfigError("torch finds no GPU", field="use_gpu", value=True, remedy=remedy)
     if config.total_steps(len(problems.train)) == 0:
-        raise ConfigError(
-            f"{len(problems.train)} problems × {config.num_train_epochs} epochs do not make one step of "
-            f"{config.problems_per_step} problems",
-            field="gradient_accumulation_steps",
-            value=config.gradient_accumulation_steps,
-            remedy="lower it or per_device_train_batch_size, or give more data or epochs",
-        )
+        data, step = f"{len(problems.train)} problems × {config.num_train_epochs} epochs", config.problems_per_step
+        message, field = f"{data} do not make one step of {step} problems", "gradient_accumulation_steps"
+        remedy = "lower it or per_device_train_batch_size, or give more data or epochs"
+        raise ConfigError(message, field=field, value=config.gradient_accumulation_steps, remedy=remedy)
     if config.eval_steps and not problems.held_out:
         raise ConfigError(
             "there is nothing to evaluate on", field="eval_steps", value=config.eval_steps, remedy="give an eval_dataset"
@@ -234,22 +206,16 @@ def _check_steps(config: TrainerConfig, problems: Problems) -> None:
 
 
 def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuses problems that are too long, for the settings or for the model, instead of failing on them one by one."""
+    """Raises ConfigError for a problem that is too long for the settings or for the model."""
     model = config.to_config(len(prompts), 0, Path()).model
     prompter = Prompter(load_tokenizer(model), config.system_prompt, [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
     longest, positions = max(range(len(prompts)), key=lengths.__getitem__), context_length(model)
     if lengths[longest] > config.max_prompt_length:
-        raise ConfigError(
-            f"the problem {prompts[longest].id} has {lengths[longest]} tokens",
-            field="max_prompt_length",
-            value=config.max_prompt_length,
-            remedy="raise it, or leave the problem out",
-        )
+        remedy = "raise it, or leave the problem out"
+        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens"
+        raise ConfigError(message, field="max_prompt_length", value=config.max_prompt_length, remedy=remedy)
     if positions is not None and lengths[longest] + config.max_new_tokens > positions:
-        raise ConfigError(
-            f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context is {positions}",
-            field="max_new_tokens",
-            value=config.max_new_tokens,
-            remedy=f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out",
-        )
+        remedy = f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out"
+        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context is {positions}"
+        raise ConfigError(message, field="max_new_tokens", value=config.max_new_tokens, remedy=remedy)

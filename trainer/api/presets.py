@@ -1,4 +1,4 @@
-"""Presets of `TrainerConfig`, and what its fields are called elsewhere."""
+"""Presets of `TrainerConfig`, and other libraries' names of its fields."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.05,
     },
 }
-"""What each preset sets; everything else stays at its default."""
+"""Fields of each preset; all others have their defaults."""
 
 OTHER_NAMES = {
     "beta": "kl_coef",
@@ -37,4 +37,4 @@ OTHER_NAMES = {
     "num_epochs": "num_train_epochs",
     "rloo_k": "num_generations",
 }
-"""What a setting is called elsewhere: only for the remedy in the message."""
+"""Fields by their names in other libraries, for the remedy in error messages."""

@@ -1,7 +1,7 @@
-"""`TrainerConfig`: the settings of the Python API, under the names that users of TRL know, as the system's own `Config`."""
+"""`TrainerConfig`: settings of the Python API, named as in TRL, and their conversion to `Config`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,47 +12,47 @@ from common.errors import ConfigError, shorten
 from trainer.api.presets import OTHER_NAMES, PRESETS
 
 _DEFAULTS = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
-"""Where this API differs from the system's defaults; `TrainerConfig.settings` may set them."""
+"""Defaults that differ from the system's; `TrainerConfig.settings` may set them."""
 
 
 class TrainerConfig(BaseModel):
-    """Settings of `OnlineRLTrainer`. Checked as a whole when it is made, and again by the trainer that gets it.
+    """Settings of `OnlineRLTrainer`.
 
-    Raises ConfigError naming the field, its value and the remedy: for a name that does not exist, a value out of bounds,
-    and settings that contradict each other.
+    Raises ConfigError with field, value and remedy for an unknown name, a value out of bounds, and settings that contradict
+    each other.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
 
     trainer_type: Literal["grpo", "rloo", "ppo"] = "grpo"
-    """The algorithm: how rewards become an update. ppo has a critic, the others compare the answers to one problem."""
+    """The algorithm. ppo has a critic, the others compare the answers to one problem."""
     model_name_or_path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
-    """The model that is trained: of the Hugging Face hub, or a local directory."""
+    """The model to train: a name on the Hugging Face hub, or a local directory."""
     ref_model_name_or_path: str | None = None
-    """Reference of the KL divergence; the model that training starts from when unset."""
+    """Reference of the KL divergence; the initial model when unset."""
     num_generations: int = Field(4, ge=1)
     """Answers sampled to every problem."""
     learning_rate: float = Field(5e-6, gt=0)
-    """Of the policy."""
+    """Learning rate of the policy."""
     critic_learning_rate: float | None = Field(None, gt=0)
-    """Of the critic of ppo; 1e-5 when unset."""
+    """Learning rate of the critic of ppo; 1e-5 when unset."""
     num_train_epochs: int = Field(1, gt=0)
     """Passes over the training data."""
     max_steps: int | None = Field(None, gt=0)
-    """End after so many steps even if data remains; unset, or -1 as in TRL: all of it."""
+    """End after so many steps even if data remains; unset, or -1 as in TRL: no limit."""
     per_device_train_batch_size: int = Field(8, gt=0)
-    """Answers of one forward and backward pass, as in TRL: lower it when memory is short."""
+    """Answers in one forward and backward pass, as in TRL: lower it when memory is short."""
     gradient_accumulation_steps: int = Field(4, gt=0)
-    """Passes of one step. A step learns from per_device_train_batch_size × gradient_accumulation_steps answers, which is
-    num_generations answers to each of its problems."""
+    """Passes in one step. A step learns from per_device_train_batch_size × gradient_accumulation_steps answers,
+    num_generations to each problem."""
     max_prompt_length: int = Field(1024, gt=0)
     """Longest problem in tokens, chat template included; a longer one is refused at the start."""
     max_new_tokens: int = Field(256, gt=0)
     """Longest answer in tokens."""
     temperature: float = Field(1.0, gt=0)
-    """Of sampling."""
+    """Sampling temperature."""
     system_prompt: str = ""
-    """Put before every problem with the model's chat template."""
+    """System message before every problem, in the model's chat template."""
     kl_coef: float = Field(0.1, ge=0)
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference."""
     clip_range: float = Field(0.2, gt=0, le=1)
@@ -60,34 +60,34 @@ class TrainerConfig(BaseModel):
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of all steps over which the learning rate rises from zero."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stays, or falls to zero at the last step."""
+    """After the warm-up: constant, or a decay to zero at the last step."""
     weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW, decoupled."""
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Longest gradient; a longer one is shortened to it."""
+    """Gradients are clipped to this norm."""
     use_gpu: bool = False
-    """Update the policy on the GPU (answers are generated on the CPU in any case); without it a GPU is left alone."""
+    """Update the policy on the GPU; answers are always generated on the CPU."""
     bf16: bool = False
     """Compute the update in bfloat16; needs use_gpu. The weights stay float32."""
     output_dir: Path | None = None
-    """Metrics, samples, curves and checkpoints go here; a new directory `outputs/TRAINER_TYPE-DATE-TIME` when unset."""
+    """Directory of metrics, samples, curves and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME` when unset."""
     overwrite_output_dir: bool = False
-    """Remove an earlier run in output_dir, which is refused otherwise."""
+    """Remove an earlier run in output_dir; otherwise it is an error."""
     save_steps: int = Field(50, ge=0)
     """Write a checkpoint every so many steps, and always at the end; 0: only at the end."""
     save_total_limit: int = Field(3, gt=0)
-    """Checkpoints that stay: the newest ones."""
+    """Number of newest checkpoints to keep."""
     eval_steps: int = Field(0, ge=0)
     """Evaluate on the trainer's eval_dataset every so many steps; 0: only before and after training."""
     seed: int = Field(0, ge=0)
-    """Of data order and sampling. A run on one seed repeats."""
+    """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
     """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
     (docs/how-to/trackers.md); none when empty."""
     run_name: str = ""
-    """Name of the run there; that of output_dir when empty."""
+    """Name of the run in trackers; the name of output_dir when empty."""
     verbose: bool = True
-    """Print a line per step, and what was reached at the end."""
+    """Print a line per step, and a summary at the end."""
     settings: dict[str, Any] = {}
     """Any other setting of the system (`python -m trainer --help-all`), as {"section.name": value}."""
 
@@ -95,47 +95,47 @@ class TrainerConfig(BaseModel):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """The settings of `PRESETS[name]`, with changes. Raises ConfigError for a name that is not there."""
+        """Returns the settings of `PRESETS[name]` with changes. Raises ConfigError for an unknown name."""
         if name not in PRESETS:
             raise ConfigError("there is no such preset", field="preset", value=name, remedy=f"take {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
     @classmethod
     def grpo_math_small(cls, **changes: Any) -> Self:
-        """GRPO on a model of half a billion parameters."""
+        """Returns settings of GRPO on a model of half a billion parameters."""
         return cls.preset("grpo_math_small", **changes)
 
     @classmethod
     def grpo_math_medium(cls, **changes: Any) -> Self:
-        """GRPO on a model of one and a half billion parameters, with larger groups and batches."""
+        """Returns settings of GRPO on a model of 1.5 billion parameters, with larger groups and batches."""
         return cls.preset("grpo_math_medium", **changes)
 
     @classmethod
     def rloo_math(cls, **changes: Any) -> Self:
-        """RLOO on a model of half a billion parameters."""
+        """Returns settings of RLOO on a model of half a billion parameters."""
         return cls.preset("rloo_math", **changes)
 
-    # ------------------------------------------------------------ what follows from the settings
+    # ------------------------------------------------------------ derived values
 
     @property
     def problems_per_step(self) -> int:
-        """Problems whose answers one step learns from."""
+        """Problems per step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
 
     def total_steps(self, problems: int) -> int:
-        """Steps of a run over so many training problems; 0 when they do not make one."""
+        """Returns the steps of a run over so many training problems; 0 when they are fewer than one step needs."""
         steps = problems * self.num_train_epochs // self.problems_per_step
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def to_config(self, problems: int, held_out: int, output_dir: Path, rounds: int = 1) -> Config:
-        """The system's configuration of a run.
+        """Returns the system's configuration of a run.
 
         Args:
-            problems, held_out: of the training and of the evaluation data.
-            output_dir: where this run is.
-            rounds: calls of `train`, this one included; each is a run as long as the settings say.
+            problems, held_out: number of training and of evaluation problems.
+            output_dir: directory of the run.
+            rounds: number of calls of `train`, including this one; each adds the steps of a whole run.
 
-        Raises ConfigError when `settings` do not fit.
+        Raises ConfigError when `settings` are invalid.
         """
         mapped = (
             _DEFAULTS
@@ -160,15 +160,13 @@ class TrainerConfig(BaseModel):
             return Config(**content)
         except ValidationError as error:
             found = from_validation(error)
+            remedy = "look at the field settings of TrainerConfig; `python -m trainer --help-all` explains every name"
             raise ConfigError(
-                f"the settings do not fit: {found.message}",
-                field=found.field,
-                value=found.value,
-                remedy="look at the field settings of TrainerConfig; `python -m trainer --help-all` explains every name",
+                f"the settings do not fit: {found.message}", field=found.field, value=found.value, remedy=remedy
             ) from None
 
     def _mapped(self) -> dict[str, Any]:
-        """What the fields mean to the system; `to_config` adds what depends on the data."""
+        """Returns the system's settings that follow from the fields alone."""
         optional: dict[str, Any] = {}
         if self.ref_model_name_or_path is not None:
             optional["model.reference"] = self.ref_model_name_or_path
@@ -213,7 +211,7 @@ class TrainerConfig(BaseModel):
     @field_validator("report_to", mode="before")
     @classmethod
     def _as_in_trl(cls, value: Any) -> Any:
-        """TRL takes a list too, and `none` for no tracker."""
+        """Accepts a list and `none` too, as TRL does."""
         value = ",".join(value) if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value) else value
         return "" if value in ("none", None) else value
 
@@ -228,80 +226,51 @@ class TrainerConfig(BaseModel):
         return config
 
     def _check(self) -> None:
-        answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
-        for wrong, field, message, remedy in (
-            (
-                self.num_generations == 1 and self.trainer_type != "ppo",
-                "num_generations",
-                f"{self.trainer_type} compares the answers to one problem",
-                "set it to at least 2, or take trainer_type='ppo'",
-            ),
-            (
-                answers % self.num_generations > 0,
-                "per_device_train_batch_size",
-                f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers a step are not a multiple of "
-                f"num_generations = {self.num_generations}",
-                "change one of the three",
-            ),
-            (
-                self.trainer_type == "ppo" and answers < 2,
-                "gradient_accumulation_steps",
-                "ppo learns from a step's answers in two mini-batches, and there is one answer",
-                "raise it, or per_device_train_batch_size",
-            ),
-            (
-                self.trainer_type != "ppo" and self.critic_learning_rate is not None,
-                "critic_learning_rate",
-                f"{self.trainer_type} has no critic",
-                "leave it out, or take trainer_type='ppo'",
-            ),
-            (
-                self.kl_coef == 0 and self.ref_model_name_or_path is not None,
-                "ref_model_name_or_path",
-                "with kl_coef=0 there is no reference model",
-                "leave it out, or set kl_coef above 0",
-            ),
-            (
-                self.bf16 and not self.use_gpu,
-                "bf16",
-                "the update on a CPU is computed in float32",
-                "set use_gpu=True, or leave it out",
-            ),
-        ):
-            if wrong:
-                raise ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
+        for field, message, remedy in self._contradictions():
+            raise ConfigError(message, field=field, value=getattr(self, field), remedy=remedy)
         self._check_settings()
+
+    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Yields field, message and remedy of fields that contradict each other."""
+        kind, answers = self.trainer_type, self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if kind != "ppo" and self.num_generations == 1:
+            remedy = "set it to at least 2, or take trainer_type='ppo'"
+            yield "num_generations", f"{kind} compares the answers to one problem", remedy
+        if answers % self.num_generations:
+            product = f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers a step"
+            message = f"{product} are not a multiple of num_generations = {self.num_generations}"
+            yield "per_device_train_batch_size", message, "change one of the three"
+        if kind == "ppo" and answers < 2:
+            message = "ppo learns from a step's answers in two mini-batches, and there is one answer"
+            yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
+        if kind != "ppo" and self.critic_learning_rate is not None:
+            yield "critic_learning_rate", f"{kind} has no critic", "leave it out, or take trainer_type='ppo'"
+        if self.kl_coef == 0 and self.ref_model_name_or_path is not None:
+            remedy = "leave it out, or set kl_coef above 0"
+            yield "ref_model_name_or_path", "with kl_coef=0 there is no reference model", remedy
+        if self.bf16 and not self.use_gpu:
+            yield "bf16", "the update on a CPU is computed in float32", "set use_gpu=True, or leave it out"
 
     def _check_settings(self) -> None:
         fixed = {"trainer.run_dir", "state_dir", "trainer.num_epochs", "trainer.max_steps", "trainer.warmup_steps"}
         fixed |= {"trainer.eval_samples", "trainer.resume", "model.reference", "critic.learning_rate", *self._mapped()}
-        if both := next((name for name in self.settings if name in fixed), None):
-            raise ConfigError(
-                f"{both} follows from the other fields",
-                field="settings",
-                value={both: self.settings[both]},
-                remedy="set the field of TrainerConfig instead",
-            )
-        if section := next((name for name, value in self.settings.items() if isinstance(value, Mapping)), None):
-            raise ConfigError(
-                f"{section} is a section, not a setting",
-                field="settings",
-                value=self.settings[section],
-                remedy=f"write {{'{section}.name': value}}",
-            )
-        if stranger := next(filter(_decided_elsewhere, self.settings), None):
-            raise ConfigError(
-                f"{stranger} is not for a run in one process with your own data and reward function",
-                field="settings",
-                value={stranger: self.settings[stranger]},
-                remedy="leave it out; say it with the data set or the reward function, or run the job group",
-            )
-        # The rest is for `Config` to judge; that it refuses, it refuses here and not when training starts.
+        for name, value in self.settings.items():
+            if name in fixed:
+                message, remedy = f"{name} follows from the other fields", "set the field of TrainerConfig instead"
+            elif isinstance(value, Mapping):
+                message, remedy = f"{name} is a section, not a setting", f"write {{'{name}.name': value}}"
+            elif _decided_elsewhere(name):
+                message = f"{name} is not for a run in one process with your own data and reward function"
+                remedy = "leave it out; say it with the data set or the reward function, or run the job group"
+            else:
+                continue
+            raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
+        # `Config` checks the rest: now, not when training starts.
         self.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
 def _decided_elsewhere(name: str) -> bool:
-    """Whether the caller's data and reward function, or the one process, decide what a setting is about."""
+    """Returns whether the caller's data and reward function, or the single process, take the place of a setting."""
     section, _, rest = name.partition(".")
     return rest == "port" or {
         "data": not rest.startswith("curriculum"),
@@ -312,7 +281,7 @@ def _decided_elsewhere(name: str) -> bool:
 
 
 def _named(error: ValidationError) -> ConfigError:
-    """The first problem pydantic found, as an error about a field of TrainerConfig."""
+    """Returns the first problem that pydantic found as an error about a field of TrainerConfig."""
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
     if first["type"] == "extra_forbidden":

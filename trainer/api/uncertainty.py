@@ -1,4 +1,4 @@
-"""What evaluations are summed up by: uncertainty of a share, avg@k, maj@k, and two models on the same problems. Pure."""
+"""Statistics of evaluations: uncertainty of a share, avg@k, maj@k, paired comparison. Pure."""
 
 import math
 from collections import Counter
@@ -9,16 +9,16 @@ from statistics import NormalDist
 import numpy as np
 
 Z95 = NormalDist().inv_cdf(0.975)
-"""1.96: of a two-sided interval of 95 %."""
+"""1.96, for a two-sided interval of 95 %."""
 
 
 def standard_error(share: float, count: int) -> float:
-    """Of a share of `count` independent problems: sqrt(p(1 − p) / n)."""
+    """Returns the standard error of a share of `count` independent problems: sqrt(p(1 − p) / n)."""
     return math.sqrt(share * (1 - share) / count)
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953); never empty at 0 or 1, nor outside them."""
+    """Returns the 95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953), non-empty also at 0 and 1."""
     share, z2 = successes / count, Z95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
@@ -26,19 +26,18 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
-    """Share of right answers among the k to one problem: the expected accuracy of one sampled answer."""
+    """Returns the share of right answers among the k to one problem: the expected accuracy of one sample."""
     return sum(correct) / len(correct)
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Majority vote over the k answers to one problem (Wang et al. 2022, arXiv:2203.11171).
+    """Returns the accuracy of a majority vote over the k answers to one problem (Wang et al. 2022, arXiv:2203.11171).
 
-    Answers are the same when their texts are; None, no answer, has no vote. Of several that have most votes one is drawn
-    at random: this is the expected result.
+    Answers with equal texts are equal; None does not vote. A tie is broken at random: this is the expected result.
 
     Args:
-        answers: [k] as they were extracted.
-        correct: [k]
+        answers: [k] extracted answers.
+        correct: [k] verdicts.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -50,18 +49,18 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of the answers, in tokens."""
+    """Lengths of answers in tokens."""
 
     mean: float
     median: float
     p95: float
     longest: int
     truncated: float
-    """Share of answers that were cut at the limit."""
+    """Share of answers cut at the limit."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], truncated: Sequence[bool]) -> "Lengths":
-        """Of at least one answer."""
+        """Returns the statistics of at least one answer."""
         median, p95 = np.quantile(tokens, [0.5, 0.95])
         return cls(float(np.mean(tokens)), float(median), float(p95), max(tokens), sum(truncated) / len(truncated))
 
@@ -72,26 +71,26 @@ class PairedDifference:
 
     difference: float
     low: float
-    """Of the 95 % interval."""
+    """Lower end of the 95 % interval."""
     high: float
     p_value: float
-    """Chance of a difference at least so large when the models are equally good."""
+    """Probability of such a difference or a larger one if the models are equally good."""
     gained: list[int]
-    """Indices of problems that only the first model has right."""
+    """Indices of problems that only the first model solves."""
     lost: list[int]
-    """Indices of problems that only the second model has right."""
+    """Indices of problems that only the second model solves."""
     num_samples: int
 
 
 def paired_difference(first: Sequence[bool | None], second: Sequence[bool | None]) -> PairedDifference:
-    """Compares two models problem by problem; only the problems on which they differ say something.
+    """Compares two models problem by problem.
 
     The interval is the adjusted Wald interval for matched proportions, which adds half an observation to each of the four
     cells (Agresti & Min 2005, doi:10.1002/sim.1781). The p value is that of McNemar's exact test: of b + c problems that
     differ, b in favour is binomial with one half.
 
     Args:
-        first, second: [n] whether each problem's answer is right; None where it could not be graded: left out.
+        first, second: [n] verdicts of the answers; None for an ungraded answer, which is left out.
 
     Raises ValueError for different lengths, or when no problem is left.
     """

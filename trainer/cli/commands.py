@@ -1,7 +1,6 @@
-"""What the commands `trainer.train_math` and `trainer.evaluate_model` share: arguments and data sets."""
+"""Shared parts of `trainer.train_math` and `trainer.evaluate_model`: arguments from fields, and data sets."""
 
 import argparse
-from collections.abc import Iterable
 from typing import Any, get_args
 
 import yaml
@@ -16,12 +15,12 @@ DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the sp
 
 
 def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], flags: dict[str, str]) -> None:
-    """An argument for every field, with its documentation as help. What is not given is absent from the result.
+    """Adds an argument for every field, with its documentation as help. Arguments that are not given are absent.
 
     Args:
-        parser: a group of one.
-        fields: of a pydantic model.
-        flags: names of arguments, where they are not those of the fields.
+        parser: argument group that gets them.
+        fields: fields of a pydantic model.
+        flags: names of arguments that differ from the name of the field.
     """
     for name, field in fields.items():
         flag, default = flags.get(name, f"--{name.replace('_', '-')}"), field.get_default()
@@ -39,7 +38,7 @@ def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], fl
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`section.name=value` as its parts. Raises ArgumentTypeError for another form."""
+    """Splits `section.name=value`. Raises ArgumentTypeError for another form."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -52,16 +51,16 @@ def setting(text: str) -> tuple[str, Any]:
 def problems(
     name: str, split: str, num_samples: int | None, at_most: int | None = None, seed: int = 0, shuffle: bool = False
 ) -> list[Prompt]:
-    """Problems of the data set that a command names.
+    """Loads problems of the data set that a command names.
 
     Args:
-        name: as in `DATASETS`.
-        split: of it.
-        num_samples: so many, which must be there.
-        at_most: so many when `num_samples` is None; fewer where there are not as many.
-        seed, shuffle: as the loaders take them.
+        name: see `DATASETS`.
+        split: split of the data set.
+        num_samples: exact number of problems.
+        at_most: largest number of problems when `num_samples` is None.
+        seed, shuffle: passed to the loader.
 
-    Raises ConfigError when it does not load.
+    Raises ConfigError when the data set does not load.
     """
     loader: Loader = _LOADERS[name]() if name in _LOADERS else CustomDatasetLoader(name)
     try:
@@ -72,15 +71,3 @@ def problems(
             error.message, field=names.get(error.field or "", error.field), value=error.value, remedy=error.remedy
         ) from None
     return found if num_samples else found[:at_most]
-
-
-def one_line(text: str, limit: int = 200) -> str:
-    """An answer on one line."""
-    line = " ⏎ ".join(text.split("\n"))
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
-
-
-def listed(lines: Iterable[str], limit: int) -> list[str]:
-    """The first `limit` lines, and how many more there are."""
-    found = list(lines)
-    return found[:limit] + ([f"… and {len(found) - limit} more"] if len(found) > limit else [])

@@ -1,4 +1,4 @@
-"""Measures how good a model is on math problems, and whether it is better than another one."""
+"""Evaluates a model on math problems, alone or in comparison with another model."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.cli import Parser, positive, run
 from common.errors import ConfigError
-from trainer.cli.commands import DATASETS, listed, one_line, problems
+from trainer.cli.commands import DATASETS, problems
 
 if TYPE_CHECKING:
     from trainer.api.evaluator import EvaluationResults
@@ -22,14 +22,14 @@ examples:
   python -m trainer.evaluate_model --model http://localhost:8000/v1 --dataset math
   python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny   # offline
 
-A comparison is paired: both models answer the same problems, and only those on which they differ count. An interval
-that does not contain 0 says that the difference is more than chance.
+A comparison is paired: both models answer the same problems, and only those on which they differ count. When the
+interval does not contain 0, the difference is more than chance.
 """
 _SHOWN = 10
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Returns the command line."""
     usage = "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] [--output-file FILE] …"
     made = Parser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
     made.add_argument(
@@ -70,18 +70,18 @@ def main(argv: list[str] | None = None) -> None:
     dataset = problems(arguments["dataset"], arguments["split"], arguments["num_samples"], at_most=50)
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
-    said = [_summary(first)]
+    texts = [_summary(first)]
     if arguments["compare"]:
         from trainer.api.evaluator import compare_evaluations
 
         second = _evaluate(arguments["compare"], dataset, arguments)
         difference = compare_evaluations(first, second)
-        said += [_summary(second), _comparison(difference, first, second)]
+        texts += [_summary(second), _comparison(difference, first, second)]
         report |= {"compare": {**second}, "comparison": asdict(difference)}
     if output is not None:
         output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        said.append(f"written to {output}")
-    print("\n\n".join(said))
+        texts.append(f"written to {output}")
+    print("\n\n".join(texts))
 
 
 def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
@@ -89,11 +89,11 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
     from trainer.api.evaluator import ModelEvaluator  # heavy: torch and transformers
 
     names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency")
-    words: dict[str, Any] = {name: arguments[name] for name in names}
+    options: dict[str, Any] = {name: arguments[name] for name in names}
     if model.startswith(("http://", "https://")):
-        words |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
+        options |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
     with closing(MathRewardFunction()) as reward:
-        return ModelEvaluator(model, **words).evaluate(dataset, reward, arguments["k"])
+        return ModelEvaluator(model, **options).evaluate(dataset, reward, arguments["k"])
 
 
 def _key(variable: str | None) -> str | None:
@@ -129,24 +129,26 @@ def _summary(results: "EvaluationResults") -> str:
 
 
 def _comparison(found: "PairedDifference", first: "EvaluationResults", second: "EvaluationResults") -> str:
-    surely = "more than chance" if found.low > 0 or found.high < 0 else "may be chance"
+    judgement = "more than chance" if found.low > 0 or found.high < 0 else "may be chance"
     lines = [
         f"difference  {found.difference:+.3f}   95 % interval {found.low:+.3f} to {found.high:+.3f}   "
-        f"p = {found.p_value:.2g} (McNemar, exact): {surely}",
+        f"p = {found.p_value:.2g} (McNemar, exact): {judgement}",
         f"{len(found.gained)} problems only the first has right, {len(found.lost)} only the second, "
         f"{found.num_samples - len(found.gained) - len(found.lost)} alike",
     ]
 
-    def shown(i: int) -> str:
-        return (
-            f"  {one_line(first['prompts'][i])}  (answer {one_line(first['ground_truths'][i], 40)})\n"
-            f"    first:  {one_line(first['responses'][i])}\n    second: {one_line(second['responses'][i])}"
-        )
-
     for title, changed in (("right by the first only:", found.gained), ("right by the second only:", found.lost)):
-        if changed:
-            lines += ["", title, *listed(map(shown, changed), _SHOWN)]
+        lines += ["", title] if changed else []
+        for i in changed[:_SHOWN]:
+            lines.append(f"  {_one_line(first['prompts'][i])}  (answer {_one_line(first['ground_truths'][i], 40)})")
+            lines.append(f"    first:  {_one_line(first['responses'][i])}\n    second: {_one_line(second['responses'][i])}")
+        lines += [f"… and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
     return "\n".join(lines)
+
+
+def _one_line(text: str, limit: int = 200) -> str:
+    line = " ⏎ ".join(text.split("\n"))
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
 if __name__ == "__main__":

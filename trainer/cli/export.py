@@ -1,14 +1,11 @@
-"""Writes a checkpoint as a plain Hugging Face directory, a LoRA adapter merged into its model."""
+"""Exports a checkpoint as a plain Hugging Face directory, with a LoRA adapter merged into its model."""
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.cli import Parser, run
 from common.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = """\
@@ -19,11 +16,11 @@ examples:
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Returns the command line."""
     made = Parser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
     made.add_argument("out", type=Path, metavar="OUT", help="a directory that is not there yet")
-    made.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+    made.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")
     made.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     return made
 
@@ -35,7 +32,7 @@ def main() -> None:
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_code: bool = False) -> Path:
-    """Writes the model of `checkpoint`, with its tokenizer, to `out` and returns that path; it is complete or not there.
+    """Writes the model of `checkpoint` and its tokenizer to `out`, atomically, and returns that path.
 
     Raises ConfigError when `out` exists or the checkpoint cannot be loaded.
     """
@@ -43,23 +40,19 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_cod
         raise ConfigError("it exists", field="OUT", value=str(out), remedy="name a directory that is not there yet")
     if not checkpoint.is_dir():
         raise ConfigError("there is no such directory", field="CHECKPOINT", value=str(checkpoint), remedy="name a checkpoint")
+    import torch
+
     from common.sections import ModelSection
     from trainer.policy.scorer import load_model, load_tokenizer  # heavy: torch and transformers
 
     section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
-    model: Any = _as(load_model(section), dtype)
+    model: Any = load_model(section).to(getattr(torch, dtype))
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     load_tokenizer(section).save_pretrained(partial)
     partial.rename(out)
     return out
-
-
-def _as(model: "nn.Module", dtype: str) -> "nn.Module":
-    import torch
-
-    return model.to(getattr(torch, dtype))
 
 
 if __name__ == "__main__":

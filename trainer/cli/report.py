@@ -1,4 +1,4 @@
-"""Writes one HTML file about a run, to send to somebody: charts, evaluations, answers, settings. It loads nothing."""
+"""Writes a self-contained HTML report of a run: charts, evaluations, answers, settings."""
 
 import html
 import re
@@ -12,8 +12,8 @@ from common.cli import Parser, run
 from common.storing import storing
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.columns import notes
-from trainer.dashboard.lines import Lines
-from trainer.dashboard.runs import Run
+from trainer.dashboard.jsonl import JsonlReader
+from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
@@ -21,7 +21,7 @@ examples:
   python -m trainer.report runs/my-run --output mine.html
 """
 _MODULES = ("dom", "data", "charts", "overview", "settings", "report")
-"""Of the page, each after those that it imports."""
+"""Modules of the page, each after its imports."""
 _POINTS = 2000
 _SHOWN_ANSWERS = 6
 _SHOWN_NOTES = 200
@@ -47,7 +47,7 @@ _PAGE = """<!doctype html>
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Returns the command line."""
     made = Parser("trainer.report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not")
     made.add_argument("--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)")
@@ -55,34 +55,34 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes the file. Raises ConfigError for a directory that is not there, StorageFailed when it cannot be written."""
+    """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file cannot be written."""
     arguments = parser().parse_args(argv)
     path: Path = arguments.output or arguments.run_dir / "report.html"
-    text = report(Run(arguments.run_dir))
+    text = report(RunReader(arguments.run_dir))
     with storing(path.name, path, "--output", "name another file"):
         path.write_text(text, encoding="utf-8")
     print(f"report: {path}")
 
 
-def report(shown: Run) -> str:
-    """The report of a run as one HTML page."""
-    series = shown.series(points=_POINTS)
+def report(shown: RunReader) -> str:
+    """Returns the report of a run as one HTML page."""
+    series, summary = shown.series(points=_POINTS), shown.summary()
     newest = series["newest"]
     steps = "no step" if newest is None else f"{newest:,} steps"
     content = {
-        "run": {"run": 0, **shown.summary()},
+        "run": summary.model_dump(),
         "facts": shown.facts(),
         "series": series,
-        "notes": _notes(shown),
+        "notes": [{"step": line["step"], **note} for line in shown.steps() for note in notes(line)][-_SHOWN_NOTES:],
         "answers": _answers(shown.directory / "evaluations.jsonl"),
         "problems": shown.problems,
     }
     data = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     return _PAGE.format(
-        title=html.escape(shown.name),
+        title=html.escape(summary.name),
         subtitle=f"{steps} · written {time.strftime('%Y-%m-%d %H:%M %Z')}",
         style=_static("uPlot.min.css") + _static("style.css"),
-        data=data.replace("<", "\\u003c"),  # so that no text of a model ends the element
+        data=data.replace("<", "\\u003c"),  # a model's text must not end the element
         library=_static("uPlot.iife.min.js"),
         script="\n".join(_module(name) for name in _MODULES),
     )
@@ -93,46 +93,32 @@ def _static(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """A module of the page without its imports and exports: here all of them are one."""
+    """Returns a module of the page without imports and exports: the report puts all into one script."""
     source = re.sub(r"^import .*;\n", "", _static(f"{name}.js"), flags=re.MULTILINE)
     return re.sub(r"^export ", "", source, flags=re.MULTILINE)
 
 
-def _notes(shown: Run) -> list[dict[str, Any]]:
-    """What the trainer said at which step, the last ones."""
-    found = [{"step": line["step"], **note} for line in shown.steps() for note in notes(line)]
-    return found[-_SHOWN_NOTES:]
-
-
 def _answers(path: Path) -> list[dict[str, Any]]:
-    """Answers of the first and the last evaluation to the same problems, those whose verdict changed first."""
-    lines = Lines(path)
+    """Returns answers of the first and the last evaluation to the same problems, those with a changed verdict first."""
+    lines = JsonlReader(path)
     found = [offset for offset, _ in lines.read()]
     if len(found) < 2:
         return []
-    first, last = (_list((lines.at(offset) or {}).get("answers")) for offset in (found[0], found[-1]))
-    after = {answer["prompt_id"]: answer for answer in last if _is_answer(answer)}
-    pairs = [(answer, after[answer["prompt_id"]]) for answer in first if _is_answer(answer) and answer["prompt_id"] in after]
+    before, after = (_by_prompt((lines.at(offset) or {}).get("answers")) for offset in (found[0], found[-1]))
+    pairs = [(answer, after[prompt_id]) for prompt_id, answer in before.items() if prompt_id in after]
     pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
     return [
-        {
-            "prompt": old["prompt"],
-            "ground_truth": old["ground_truth"],
-            "before": old["response"],
-            "was_right": old["correct"],
-            "after": new["response"],
-            "is_right": new["correct"],
-        }
+        {name: old[name] for name in ("prompt", "ground_truth")}
+        | {"before": old["response"], "was_right": old["correct"], "after": new["response"], "is_right": new["correct"]}
         for old, new in pairs[:_SHOWN_ANSWERS]
     ]
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _is_answer(answer: Any) -> bool:
-    return isinstance(answer, dict) and {"prompt_id", "prompt", "ground_truth", "response", "correct"} <= answer.keys()
+def _by_prompt(answers: Any) -> dict[str, dict[str, Any]]:
+    """Returns the complete answers of an evaluation by the id of the prompt."""
+    fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
+    known = answers if isinstance(answers, list) else []
+    return {answer["prompt_id"]: answer for answer in known if isinstance(answer, dict) and fields <= answer.keys()}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The tiny base model of the built-in task: made on the spot in about a minute on two CPU cores, then cached.
+"""Tiny base model of the built-in task, built in about a minute on two CPU cores.
 
 `python -m trainer.tiny_model DIRECTORY [--seed N]` writes a Hugging Face directory: a Qwen2 of about 125,000 parameters with a
-tokenizer of its own, warm-started on worked and, in the end, mostly bare answers. That makes it an "instruct base" that
-knows the arithmetic but rarely shows its working. Reinforcement learning then teaches it to.
+tokenizer of its own, warm-started on worked and, in the end, mostly bare answers. The result is an "instruct base" that
+knows the arithmetic but rarely shows its working; reinforcement learning teaches it to.
 """
 
 import itertools
@@ -13,7 +13,6 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from common.cli import Parser
@@ -39,7 +39,7 @@ MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
 
 
 def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 420 tokens with single digits and the ChatML template."""
+    """Trains a byte-level BPE of 420 tokens with single digits and the ChatML template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -58,7 +58,7 @@ def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
-    """The architecture with random weights, from torch's current generator."""
+    """Returns the architecture with random weights from torch's current generator."""
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -75,35 +75,26 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-@dataclass(frozen=True)
-class _Example:
-    """Token ids of one problem."""
-
-    prompt: list[int]
-    worked: list[int]
-    bare: list[int]
+_Example = tuple[list[int], list[int], list[int]]
+"""Token ids of one problem: prompt, worked answer, bare answer."""
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:
     chat = [{"role": "user", "content": problem.question}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    texts = (prompt, problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}")
-    return _Example(*(tokenizer(text).input_ids for text in texts))
+    worked, bare = problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}"
+    return tokenizer(prompt).input_ids, tokenizer(worked).input_ids, tokenizer(bare).input_ids
 
 
 def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
-    width = max(len(prompt) + len(target) for prompt, target in rows)
-    inputs, labels = torch.full((len(rows), width), pad), torch.full((len(rows), width), -100)
-    for i, (prompt, target) in enumerate(rows):
-        end = len(prompt) + len(target)
-        inputs[i, :end] = torch.tensor(prompt + target)
-        labels[i, len(prompt) : end] = torch.tensor(target)
-    return inputs, labels
+    """Returns right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
+    inputs = [torch.tensor(prompt + target) for prompt, target in rows]
+    labels = [torch.tensor([-100] * len(prompt) + target) for prompt, target in rows]
+    return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
 def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng: random.Random, console: Console) -> None:
-    """Supervised training on the targets: Muon on the hidden matrices, AdamW on the rest, cosine schedule."""
+    """Trains on the targets: Muon for the hidden matrices, AdamW for the rest, cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -118,12 +109,13 @@ def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng:
         task = progress.add_task("warm start of the tiny base model", total=STEPS)
         for step in range(STEPS):
             bare = BARE if step < LATE * STEPS else BARE_LATE
-            rows = [(e.prompt, e.bare if rng.random() < bare else e.worked) for e in rng.sample(examples, BATCH)]
+            sampled = rng.sample(examples, BATCH)
+            rows = [(prompt, short if rng.random() < bare else worked) for prompt, worked, short in sampled]
             inputs, labels = _batch(rows, pad)
             hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
-            wanted = labels[:, 1:]
-            logits = model.lm_head(hidden[:, :-1][wanted != -100])
-            loss = nn.functional.cross_entropy(logits, wanted[wanted != -100])
+            targets = labels[:, 1:]
+            logits = model.lm_head(hidden[:, :-1][targets != -100])
+            loss = nn.functional.cross_entropy(logits, targets[targets != -100])
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -136,7 +128,7 @@ def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng:
 
 
 def build(directory: Path, seed: int = 0, console: Console | None = None) -> None:
-    """Makes the base model in `directory`; does nothing when it is there. Atomic: a killed build leaves nothing behind."""
+    """Builds the base model in `directory` unless it exists; atomic."""
     console = console or Console(stderr=True)
     if (directory / "config.json").exists():
         return

@@ -32,7 +32,7 @@ _FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_mod
 
 
 def parser() -> Parser:
-    """The command line: every field of TrainerConfig, and the data."""
+    """Returns the command line: every field of TrainerConfig, and the data."""
     usage = "[--model MODEL] [--trainer grpo|rloo|ppo] [--dataset NAME] [--num-samples N] [--use-gpu] …"
     description = f"{__doc__} Every argument but the data's is a field of TrainerConfig."
     made = Parser("trainer.train_math", description, usage, _EPILOG)
@@ -65,7 +65,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains and saves. Raises ServiceError when that cannot be done."""
+    """Trains and saves a model. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
     chosen: dict[str, Any] = {name: arguments[name] for name in TrainerConfig.model_fields if name in arguments}
     chosen |= {"settings": dict(arguments["set"]), "verbose": not arguments["quiet"]}

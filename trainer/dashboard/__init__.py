@@ -1,1 +1,1 @@
-"""The page on which a person sees whether a run learns, what is slow, and what is broken (docs/how-to/dashboard.md)."""
+"""Web page that shows whether a run learns, what is slow and what is broken (docs/how-to/dashboard.md)."""

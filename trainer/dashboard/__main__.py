@@ -1,4 +1,4 @@
-"""Shows run directories in a browser, while they grow and afterwards, and lays several over each other."""
+"""Shows run directories in a browser, during and after training, and overlays several."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from common.observe import setup_logging
 from common.security import tls
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 
 _EPILOG = """\
 examples:
@@ -22,23 +22,23 @@ With API_TOKEN in the environment the page asks for it.
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Returns the command line."""
     usage = "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS] [--replay-store FILE]"
     made = Parser("trainer.dashboard", __doc__ or "", usage, _EPILOG)
     made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run")
-    made.add_argument("--port", type=int, default=8004, help="to listen on (default 8004)")
-    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1, this machine)")
+    made.add_argument("--port", type=int, default=8004, help="port (default 8004)")
+    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1, this machine)")
     made.add_argument(
         "--replay-store",
         type=Path,
         metavar="FILE",
-        help="replay.db of the replay-buffer, where it is not where config.json says (one run alone)",
+        help="replay.db of the replay-buffer, if it is not where config.json says (one run only)",
     )
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serves until it is stopped. Raises ConfigError for a directory that is not there and a port that cannot be had."""
+    """Serves the page until it is stopped. Raises ConfigError for a missing directory or an unusable port."""
     arguments = parser().parse_args(argv)
     store: Path | None = arguments.replay_store
     if store is not None and (not store.is_file() or len(arguments.run_dir) > 1):
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(wrong, field="--replay-store", value=str(store), remedy="name one run and its replay.db")
     if not 0 < arguments.port < 65536:
         raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="1 to 65535")
-    app = create_dashboard_app([Run(directory, replay_store=store) for directory in arguments.run_dir])
+    app = create_dashboard_app([RunReader(directory, replay_store=store) for directory in arguments.run_dir])
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
     serve(app, arguments.host, arguments.port)

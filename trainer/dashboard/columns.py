@@ -1,4 +1,4 @@
-"""The numbers of a run by name, one row per step, and how ten thousand rows become as many as a chart has pixels."""
+"""Numbers of a run by name, one row per step, and their reduction to the points of a chart."""
 
 import math
 from array import array
@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_COLUMNS = 500
-"""More names than any version writes: what comes beyond is left out."""
+"""Limit of names, far above what any version writes; further ones are left out."""
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of `metrics.jsonl`: `{"update": {"loss": 1}}` is `update.loss`.
+    """Returns the numbers of a line of `metrics.jsonl`; `{"update": {"loss": 1}}` becomes `update.loss`.
 
-    Added are `seconds` (of the step), `dropped` (groups since the run began), `tokens_per_s` (trained on, over the whole
-    step), `alarms` (how many) and `alarm.NAME` (1) for each.
+    Adds the totals `seconds` and `dropped`, `tokens_per_s` (trained tokens over the whole step), `alarms` (their number) and
+    `alarm.NAME` (1) for each.
     """
     found: dict[str, float] = {}
     for name, value in line.items():
@@ -36,22 +36,22 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def notes(line: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What the trainer said of a step in words: `kind` (alarm or hint) and `text`."""
+    """Returns the alarms and hints of a step, each with `kind` and `text`."""
     found = []
     for kind in ("alarm", "hint"):
-        said = line.get(f"{kind}s")
-        texts = said.values() if isinstance(said, dict) else said if isinstance(said, list) else ()
+        content = line.get(f"{kind}s")
+        texts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
         found += [{"kind": kind, "text": text} for text in texts if isinstance(text, str)]
     return found
 
 
 def _is_number(value: object) -> bool:
-    """Finite, and in the range of float32, in which it travels."""
+    """Returns whether a value is a finite number in the range of float32, which the answer uses."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
 class Columns:
-    """Rows in the order of their steps; a number that a row does not have is NaN."""
+    """Rows in step order; a missing number is NaN."""
 
     def __init__(self) -> None:
         self.steps = array("q")
@@ -61,7 +61,7 @@ class Columns:
         return len(self.steps)
 
     def append(self, step: int, row: Mapping[str, float]) -> bool:
-        """Adds a row; rows of this step and later ones are of an attempt that is undone, and go. Returns whether some went."""
+        """Adds a row after removing rows of this and later steps, of an earlier attempt. Returns whether there were any."""
         keep = bisect_left(self.steps, step)
         undone = keep < len(self.steps)
         if undone:
@@ -77,20 +77,20 @@ class Columns:
         return undone
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """[rows]; NaN throughout for a name that no row has."""
+        """Returns a column, [rows]; all NaN for an unknown name."""
         if name not in self._columns:
             return np.full(len(self), math.nan)
         return np.array(self._columns[name], np.float64)
 
     def rows(self, first: int, last: int) -> slice:
-        """Those of the steps from `first` to `last`, both included."""
+        """Returns the rows of the steps from `first` to `last`, inclusive."""
         return slice(bisect_left(self.steps, first), bisect_right(self.steps, last))
 
     def thinned(self, rows: slice, points: int) -> dict[str, Any]:
-        """These rows as at most `points` ones, each the mean of some in a row, named by the last of their steps.
+        """Merges rows into at most `points` means of consecutive rows, each at its last step.
 
-        Returns `steps`, `times` (seconds since 1970), `columns` (means by name), and, where rows were put together, `low` and
-        `high` (their least and greatest, by name): a spike of one step stays to be seen.
+        Returns `steps`, `times` (seconds since 1970), `columns` (means by name), and for merged rows `low` and `high` (minima
+        and maxima by name), so that a spike of one step stays visible.
         """
         steps = np.array(self.steps[rows], np.int64)
         edges = np.linspace(0, len(steps), min(points, len(steps)) + 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""One group in full: from the run directory, or as far as the replay store has it."""
+"""One group in full, from the run directory or the replay store."""
 
 import math
 from pathlib import Path
@@ -6,23 +6,19 @@ from typing import Any
 
 from common.errors import NotFound, ServiceError
 from common.wire import group_json
-from trainer.dashboard.pieces import Pieces
-from trainer.dashboard.replay import Replay
+from trainer.dashboard.replay import Replay, reason
+from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group, recorded_steps
 
 
-def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, pieces: Pieces | ServiceError) -> dict[str, Any]:
-    """The group of a row of the index, for people; `missing` says what is not known of it.
+def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, texts: TokenTexts | ServiceError) -> dict[str, Any]:
+    """Returns the full group of a row of the index; `missing` names what is not known about it.
 
-    Args:
-        run_dir: of the run.
-        row: as `GroupIndex.find` gives it.
-        replay: where it is looked for when the run directory does not have it.
-        pieces: of the run's tokenizer, or why there are none.
+    The replay store is read when the run directory lacks the group.
 
-    Raises NotFound with the reason when the group is nowhere any more.
+    Raises NotFound with the reason when the content of the group is gone.
     """
-    step, missing = row["step"], []
+    missing = []
     content, why = _from_run(run_dir, row)
     source = "run"
     if content is None:
@@ -30,32 +26,28 @@ def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, pieces: Pie
         missing.append(f"advantages and the trainer's log-probabilities: {why}")
     elif not row["reason"] and any(completion["trainer_logprobs"] is None for completion in content["completions"]):
         missing.append("the trainer's log-probabilities of some completions: without an advantage it had no need of them")
-    known = pieces if isinstance(pieces, Pieces) else None
-    if isinstance(pieces, ServiceError):
-        missing.append(f"the texts of tokens: {pieces.message}")
+    known = texts if isinstance(texts, TokenTexts) else None
+    if isinstance(texts, ServiceError):
+        missing.append(f"the texts of tokens: {texts.message}")
     return {
         **{name: content[name] for name in ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")},
-        "step": step,
+        **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
         "source": source,
         "missing": missing,
         "created_at": content["created_at"] or None,
-        "reused": row["reused"],
         "weight": content.get("weight"),
-        "reason": row["reason"],
-        "detail": row["detail"],
-        "marks": row["marks"],
         "prompt_tokens": None if known is None else known.texts(content["prompt_token_ids"]),
         "completions": [_completion(item, known) for item in content["completions"]],
     }
 
 
-def _completion(item: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
     advantages = item.get("advantages")
     same = not advantages or all(number == advantages[0] for number in advantages)
     graded = item["reward"] is not None
     return {
         **{name: item[name] for name in ("text", "token_ids", "logprobs", "reward", "finish_reason", "weight_versions")},
-        "tokens": None if pieces is None else pieces.texts(item["token_ids"]),
+        "tokens": None if texts is None else texts.texts(item["token_ids"]),
         "trainer_logprobs": item.get("trainer_logprobs"),
         "advantage": _mean(advantages),
         "advantages": None if same else advantages,
@@ -72,7 +64,7 @@ def _mean(numbers: list[float] | None) -> float | None:
 
 
 def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The content of the group's file, or None and the reason."""
+    """Returns the content of the group's file, or None and the reason."""
     if row["step"] is None:
         return None, "no step of the run directory has this group"
     try:
@@ -87,19 +79,16 @@ def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None
 
 
 def _from_replay(row: dict[str, Any], replay: Replay, why: str) -> dict[str, Any]:
-    """Raises NotFound, which says where it is not and why."""
+    """Returns the group as the replay store has it. Raises NotFound, which says why no place has it."""
     there = "there is no replay store, or the group has left it"
     try:
         if (group := replay.group(row["id"])) is not None:
             return group_json(group)
     except (ServiceError, OSError) as error:
-        there = error.message if isinstance(error, ServiceError) else str(error)
+        there = reason(error)
+    remedy = "raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run goes on"
     raise NotFound(
-        f"the group is known, but not in full: {why}; {there}",
-        code="evicted",
-        field="id",
-        value=row["id"],
-        remedy="for runs to come raise trainer.keep_groups_mb and replay.capacity; while a run goes on look at it there",
+        f"the group is known, but not in full: {why}; {there}", code="evicted", field="id", value=row["id"], remedy=remedy
     )
 
 

@@ -1,18 +1,18 @@
-"""Every group of a run in a table to be searched: SQLite in memory, filled from `groups.jsonl` as that grows."""
+"""Searchable index of a run's groups: SQLite in memory, filled from `groups.jsonl` as the file grows."""
 
 import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import ServiceError
-from trainer.dashboard.lines import Lines
-from trainer.dashboard.replay import Replay
+from trainer.dashboard.jsonl import JsonlReader
+from trainer.dashboard.replay import Replay, reason
 from trainer.observe.group_files import LINES
 
 _REPLAY_EVERY_S = 2.0
@@ -28,111 +28,72 @@ CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
 CREATE TABLE prompts (prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL) WITHOUT ROWID;
 """
-_COLUMNS = 19
-_INSERT = f"INSERT INTO groups VALUES ({', '.join('?' * _COLUMNS)})"  # noqa: S608
+_INSERT = f"INSERT INTO groups VALUES ({', '.join('?' * 19)})"  # noqa: S608
 _SHOWN = (
     "step, place, id, prompt_id, excerpt AS prompt, position, oldest, newest, reward, rewards, correct, completions, tokens, "
     "lengths, advantage, delta, marks, reused, reason, detail"
 )
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
-_UNUSUAL = ("unparsable", "timeout", "died", "error", "truncated", "aborted")
-Mark = Literal[
-    "any",
-    "none",
-    "dropped",
-    "generation",
-    "reward",
-    "stale",
-    "zero_variance",
-    "waiting",
-    "unrecorded",
-    "reused",
-    "unparsable",
-    "timeout",
-    "died",
-    "error",
-    "truncated",
-    "aborted",
-]
-"""What a group may be marked with: how completions ended or were graded; why it was dropped (each also `dropped`); that only
-the replay store has it (`waiting` to be trained on, or `unrecorded` when the step that did is lost)."""
-Sort = Literal[
-    "step",
-    "-step",
-    "reward",
-    "-reward",
-    "length",
-    "-length",
-    "advantage",
-    "-advantage",
-    "delta",
-    "-delta",
-    "position",
-    "-position",
-]
-"""A column; with a minus the largest come first."""
-_SORTED = {"length": "tokens"}
+_ENDINGS = ("unparsable", "timeout", "died", "error", "truncated", "aborted")
+"""Marks of completions that were not graded or not finished."""
+_MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "unrecorded", "reused", *_ENDINGS)
+"""Reasons of a drop (each also `dropped`), and marks of groups that only the replay store has: `waiting` to be trained on, or
+`unrecorded` because the step that trained on it is lost."""
+Whole = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """What groups are asked for; None: any."""
+class Query(BaseModel):
+    """Filters and order of a search; None: any."""
 
-    step_from: int | None = None
-    step_to: int | None = None
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    step_from: Whole | None = None
+    step_to: Whole | None = None
     reward_min: float | None = None
+    """Mean over the completions."""
     reward_max: float | None = None
-    """Of the mean over the completions."""
-    length_min: int | None = None
-    length_max: int | None = None
+    length_min: Whole | None = None
     """Tokens of the longest completion."""
-    prompt: str = ""
+    length_max: Whole | None = None
+    prompt: str = Field("", max_length=1000)
     """Text in the prompt, in any case, or the id of a prompt or of a group."""
-    error: Mark | None = None
-    """`any`: whatever is out of the ordinary; `none`: nothing is."""
-    sort: Sort = "-step"
+    error: str | None = Field(None, pattern=f"^(any|none|{'|'.join(_MARKS)})$")
+    """A mark; `any`: every group with an unusual ending or a reason, `none`: every other group."""
+    sort: str = Field("-step", pattern="^-?(step|reward|length|advantage|delta|position)$")
+    """A column; with a minus the largest come first."""
 
 
 class GroupIndex:
-    """The groups of one run directory, and those that only its replay store has. Used from several threads.
-
-    Args:
-        run_dir: need not be complete.
-        replay: None: the run directory alone.
-    """
+    """Groups of one run directory, complete or not, and those that only its replay store has. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
         self._replay, self._lock = replay, threading.Lock()
-        self._lines = Lines(run_dir / LINES)
+        self._lines = JsonlReader(run_dir / LINES)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
         self._db.executescript(_SCHEMA)
         self._prompts: set[str] = set()
-        """Ids of those whose text is known."""
+        """Ids of the prompts whose text is stored."""
         self._asked = -_REPLAY_EVERY_S
         self._stored: list[tuple[Any, ...]] = []
         """A row for each group of the replay store."""
         self._replay_problem = ""
 
     def search(self, query: Query, limit: int, offset: int) -> tuple[int, list[dict[str, Any]]]:
-        """How many groups there are, and those from `offset` on in the order that is asked for."""
+        """Returns the number of matching groups, and `limit` of them from `offset` on in the order of the query."""
         where, values = _where(query)
-        column, down = query.sort.removeprefix("-"), query.sort.startswith("-")
-        column = _SORTED.get(column, column)
-        # Those that wait have no step: they are the newest.
-        nulls = ("FIRST" if down else "LAST") if column == "step" else "LAST"
+        column, down = query.sort.removeprefix("-").replace("length", "tokens"), query.sort.startswith("-")
+        nulls = "FIRST" if query.sort == "-step" else "LAST"  # groups that wait have no step: they are the newest
         order = f"{column} {'DESC' if down else 'ASC'} NULLS {nulls}, step DESC, place"
         with self._lock:
             self._refresh()
             (total,) = self._db.execute(f"SELECT COUNT(*) {_FROM} WHERE {where}", values).fetchone()
-            rows = self._db.execute(
-                f"SELECT {_SHOWN} {_FROM} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
-                [*values, limit, offset],
-            ).fetchall()
+            page = f"SELECT {_SHOWN} {_FROM} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+            rows = self._db.execute(page, [*values, limit, offset]).fetchall()
         return total, [_shown(row) for row in rows]
 
     def find(self, group_id: str, step: int | None = None) -> dict[str, Any] | None:
-        """The group as the newest step, or this one, trained on it or dropped it."""
+        """Returns the group as the newest step, or this one, trained on it or dropped it; None when there is none."""
         query = f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
         with self._lock:
             self._refresh()
@@ -140,7 +101,7 @@ class GroupIndex:
         return None if row is None else _shown(row)
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        """The newest `limit` groups of a prompt, by step."""
+        """Returns the newest `limit` groups of a prompt, by step."""
         query = f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
@@ -148,22 +109,17 @@ class GroupIndex:
         return [_shown(row) for row in reversed(rows)]
 
     def problems(self) -> list[str]:
-        """What is missing or damaged, for people."""
+        """Returns a sentence for each thing that is missing or damaged."""
         with self._lock:
             self._refresh()
             lines = self._lines
-            found = [f"line {number} of {LINES} is damaged and left out: {why}" for number, why in lines.damaged.items()][:3]
-            if not lines.path.exists():
-                found.append(f"{LINES} is missing: which groups a step trained on is not known")
-            elif lines.unreadable:
-                found.append(f"{LINES} cannot be read: {lines.unreadable}")
-            return found + ([self._replay_problem] if self._replay_problem else [])
+            missing = [] if lines.path.exists() else [f"{LINES} is missing: which groups a step trained on is not known"]
+            return lines.problems() + missing + ([self._replay_problem] if self._replay_problem else [])
 
     def _refresh(self) -> None:
         with self._db:
             self._db.execute("BEGIN")
-            begins_anew = self._lines.is_another()  # the run goes on from an earlier step, or it is another one
-            if begins_anew:
+            if replaced := self._lines.replaced():
                 self._db.execute("DELETE FROM groups")
             rows: list[tuple[Any, ...]] = []
             prompts: dict[str, str] = {}
@@ -175,7 +131,7 @@ class GroupIndex:
                     self._insert(rows, prompts)
                     rows, prompts = [], {}
             self._insert(rows, prompts)
-            if self._asked_replay() or begins_anew:
+            if self._read_replay() or replaced:
                 self._db.execute("DELETE FROM groups WHERE step IS NULL")
                 known = "SELECT 1 FROM groups WHERE id = ?"
                 new = [row for row in self._stored if not self._db.execute(known, (row[2],)).fetchone()]
@@ -189,16 +145,15 @@ class GroupIndex:
         self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", new)
         self._prompts.update(prompts)
 
-    def _asked_replay(self) -> bool:
-        """Whether the replay store was asked and has other groups than before."""
+    def _read_replay(self) -> bool:
+        """Reads the replay store now and then; returns whether its groups have changed."""
         if self._replay is None or time.monotonic() - self._asked < _REPLAY_EVERY_S:
             return False
         try:
             listing = self._replay.listing()
             self._replay_problem = ""
         except (ServiceError, OSError) as error:
-            message = error.message if isinstance(error, ServiceError) else str(error)
-            listing, self._replay_problem = [], f"groups that only the replay store has are not shown: {message}"
+            listing, self._replay_problem = [], f"groups that only the replay store has are not shown: {reason(error)}"
         self._asked = time.monotonic()
         if listing is not None:
             self._stored = [_stored_row(row) for row in listing]
@@ -206,27 +161,24 @@ class GroupIndex:
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
-    """The condition and its parameters."""
+    """Returns the SQL condition and its parameters."""
     terms = ["1"]
     values: list[Any] = []
-    for term, value in (
-        ("step >= ?", query.step_from),
-        ("step <= ?", query.step_to),
-        ("reward >= ?", query.reward_min),
-        ("reward <= ?", query.reward_max),
-        ("tokens >= ?", query.length_min),
-        ("tokens <= ?", query.length_max),
+    for column, least, most in (
+        ("step", query.step_from, query.step_to),
+        ("reward", query.reward_min, query.reward_max),
+        ("tokens", query.length_min, query.length_max),
     ):
-        if value is not None:
-            terms.append(term)
-            values.append(value)
+        bounds = {f"{column} >= ?": least, f"{column} <= ?": most}
+        terms += [term for term, value in bounds.items() if value is not None]
+        values += [value for value in bounds.values() if value is not None]
     if query.prompt:
         terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ?)")
         values += [query.prompt.casefold(), query.prompt, query.prompt]
     if query.error == "none":
         terms.append("marks IN ('|', '|reused|')")
     elif query.error == "any":
-        terms.append("(reason IS NOT NULL OR " + " OR ".join(f"instr(marks, '|{mark}|')" for mark in _UNUSUAL) + ")")
+        terms.append("(reason IS NOT NULL OR " + " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS) + ")")
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")
@@ -234,7 +186,7 @@ def _where(query: Query) -> tuple[str, list[Any]]:
 
 
 def _line_rows(line: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, str]]]:
-    """The rows of a line, and the prompts that it has; what is not as it should be is left out."""
+    """Yields the rows of a line, each with its prompt by id; entries of another shape are left out."""
     step, place = _whole(line.get("step")), 0
     if step is None:
         return
@@ -242,38 +194,38 @@ def _line_rows(line: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str
         for entry in line[key] if isinstance(line.get(key), list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("id"), str):
                 prompt_id, prompt = _text(entry.get("prompt_id")), _text(entry.get("prompt"))
-                known = prompt_id is not None and prompt is not None
-                yield _line_row(step, place, entry, prompt_id), {prompt_id: prompt} if known else {}  # type: ignore[dict-item]
+                prompts = {} if prompt_id is None or prompt is None else {prompt_id: prompt}
+                yield _line_row(step, place, entry, prompt_id), prompts
             place += 1
 
 
 def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | None) -> tuple[Any, ...]:
     versions, lengths, rewards = (_items(entry.get(name)) for name in ("versions", "tokens", "rewards"))
     numbers = [number for item in lengths if (number := _whole(item)) is not None]
-    reason, reused = _text(entry.get("reason")), bool(entry.get("reused"))
+    cause, reused = _text(entry.get("reason")), bool(entry.get("reused"))
     marks = [mark for item in _items(entry.get("marks")) if (mark := _text(item))]
-    marks += ["reused"] * reused + (["dropped", reason] if reason else [])
+    marks += ["reused"] * reused + (["dropped", cause] if cause else [])
     return (
         *(step, place, entry["id"], prompt_id, _whole(entry.get("position"))),
         *((_whole(versions[0]), _whole(versions[-1])) if versions else (None, None)),
         *(_number(entry.get("reward")), _packed([_number(item) for item in rewards]), _whole(entry.get("correct"))),
         *(len(lengths) if "tokens" in entry else None, max(numbers, default=None), _packed(numbers)),
         *(_number(entry.get("advantage")), _number(entry.get("delta")), _marked(marks), reused),
-        *(reason or None, _text(entry.get("detail")) or None),
+        *(cause or None, _text(entry.get("detail")) or None),
     )
 
 
 def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Of a group that no step of the run directory has."""
-    marks = "unrecorded" if row["state"] == "consumed" else "waiting"
+    """Returns the row of a group that no step of the run directory has."""
+    mark = "unrecorded" if row["state"] == "consumed" else "waiting"
     return (
         *(None, None, row["id"], row["prompt_id"], row["position"], row["version"], None, row["mean_reward"], "[]"),
-        *(row["correct"], row["completions"], None, "[]", None, None, _marked([marks]), False, None, None),
+        *(row["correct"], row["completions"], None, "[]", None, None, _marked([mark]), False, None, None),
     )
 
 
 def _shown(row: sqlite3.Row) -> dict[str, Any]:
-    """A row for people."""
+    """Returns a row as the answer has it: lists and truth values instead of text and numbers."""
     shown = dict(row)
     for name in ("rewards", "lengths"):
         shown[name] = orjson.loads(shown[name])

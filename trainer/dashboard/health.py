@@ -1,4 +1,4 @@
-"""How every service and rollout node is, asked when somebody looks."""
+"""Health of every service and rollout node, checked when a page asks."""
 
 import asyncio
 import re
@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import aiohttp
 import httpx
@@ -19,13 +19,13 @@ from common.errors import ServiceError, shorten
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
 
 PATIENCE_S = 2.0
-"""What does not answer within this time is dead; with the page's own interval that is well within five seconds."""
+"""A service that does not answer within this time is dead; the page then shows it within five seconds."""
 _ENGINE_PATIENCE_S = 1.0
 """The agent decides whether the node is alive; its engine may be busy."""
 _FRESH_S = 1.0
-"""Several pages do not ask more often than one."""
+"""How long an answer serves all pages."""
 _GENERATED = re.compile(r"^\w\S*genera\w+_tokens_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
-"""In the `/metrics` of both engines."""
+"""Counter of generated tokens in the `/metrics` of both engines."""
 
 
 class ServiceHealth(BaseModel):
@@ -33,238 +33,211 @@ class ServiceHealth(BaseModel):
 
     name: str
     state: Literal["healthy", "warning", "dead"]
-    """`warning`: it answers, and does not serve as it should."""
+    """`warning`: it answers, but does not serve as it should."""
     text: str = ""
-    """What it does; why, where it is not healthy."""
+    """Its work, or why it is not healthy."""
     since_s: float = 0.0
-    """For how long it has been in this state, as far as anybody looked."""
+    """Time in this state, as far as it was observed."""
     version: int | None = None
-    """Weights that it serves, or trained last."""
+    """Weight version that it serves, or trained last."""
     running: int | None = None
-    """Completions, or requests, in work."""
+    """Completions or requests in work."""
     waiting: int | None = None
-    """Completions, answers or groups that wait there."""
+    """Completions, answers or groups that wait."""
     tokens_per_s: float | None = None
-    """Generated, since it was asked before."""
+    """Generation rate since the last check."""
+
+
+Check: TypeAlias = "Callable[[_Target], Awaitable[ServiceHealth]]"
 
 
 @dataclass
-class _Place:
-    """One task's node, and what was seen of it."""
+class _Target:
+    """A node of a task, with the results of earlier checks."""
 
     name: str
     client: Client
-    look: "Callable[[_Place], Awaitable[ServiceHealth]]"
+    check: Check
     engine: Client | None = None
     state: str = ""
     since: float = 0.0
     generated: tuple[float, float] | None = None
-    """Tokens, and when that was."""
+    """Tokens, and the time of that count."""
 
 
 class Health:
-    """Asks the tasks of a job group. Used in one event loop, inside `running`.
+    """Checks the tasks of a job group. Used in one event loop, inside `running`.
 
-    Args:
-        config: of the run.
-        topology: of this process.
-        nodes: how many rollout nodes there are, as far as is known.
-        version: of the newest weights, if there are any.
+    `nodes` returns the number of known rollout nodes, `version` the newest weight version, if there is one.
     """
 
     def __init__(self, config: Config, topology: Topology, nodes: Callable[[], int], version: Callable[[], int | None]) -> None:
         self._config, self._topology, self._nodes, self._version = config, topology, nodes, version
-        self._rollout: list[_Place] = []
-        self._others: list[_Place] = []
+        self._rollout: list[_Target] = []
+        self._others: list[_Target] = []
         self._lock = asyncio.Lock()
         self._answer: tuple[float, list[ServiceHealth]] = (-_FRESH_S, [])
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Connections that were opened inside are closed at the end."""
+        """Closes its connections at the end."""
         config = self._config
         self._others = [
-            self._place("router", ROLLOUT, config.rollout.router_port, _router),
-            self._place(DATA, DATA, config.data.port, _data),
-            self._place(REWARD, REWARD, config.reward.port, _reward),
-            self._place(REPLAY, REPLAY, config.replay.port, _replay),
+            self._target("router", ROLLOUT, config.rollout.router_port, _service("/workers", _router)),
+            self._target(DATA, DATA, config.data.port, _service("/stats", _data)),
+            self._target(REWARD, REWARD, config.reward.port, _service("/stats", _reward)),
+            self._target(REPLAY, REPLAY, config.replay.port, _service("/stats", _replay)),
         ]
         if config.algorithm.needs_critic and config.critic.location == "server":
-            self._others.append(self._place(CRITIC, CRITIC, config.critic.port, _critic))
+            critic = _service("/status", lambda status: {"version": status["step"]})
+            self._others.append(self._target(CRITIC, CRITIC, config.critic.port, critic))
         try:
             yield
         finally:
-            for place in (*self._rollout, *self._others):
-                for client in (place.client, place.engine):
+            for target in (*self._rollout, *self._others):
+                for client in (target.client, target.engine):
                     if client is not None:
                         await client.close()
             self._rollout, self._others = [], []
 
     async def ask(self) -> list[ServiceHealth]:
-        """How all are now: the trainer first, then the rollout nodes, then the services."""
+        """Returns the health of the trainer, the rollout nodes and the services, in this order."""
         async with self._lock:
             if time.monotonic() - self._answer[0] >= _FRESH_S:
-                for node in range(len(self._rollout), self._nodes()):  # one that was there is missed for ever
+                for node in range(len(self._rollout), self._nodes()):  # a node that was once there is checked for ever
                     self._rollout.append(self._node(node))
-                found = await asyncio.gather(*(_asked(place) for place in (*self._rollout, *self._others)))
+                found = await asyncio.gather(*map(_check, (*self._rollout, *self._others)))
                 self._answer = (time.monotonic(), [self._trainer(), *found])
             return self._answer[1]
 
-    def _place(self, name: str, task: str, port: int, look: Callable[[_Place], Awaitable[ServiceHealth]]) -> _Place:
-        return _Place(name, Client(name, self._topology.url(task, port)), look)
+    def _target(self, name: str, task: str, port: int, check: Check) -> _Target:
+        return _Target(name, Client(name, self._topology.url(task, port)), check)
 
-    def _node(self, node: int) -> _Place:
-        place, rollout = f"{ROLLOUT}-{node}", self._config.rollout
+    def _node(self, node: int) -> _Target:
+        name, rollout = f"{ROLLOUT}-{node}", self._config.rollout
         urls = (self._topology.url(ROLLOUT, port, node) for port in (rollout.agent_port, rollout.engine_port))
-        agent, engine = (Client(place, url) for url in urls)
-        return _Place(place, agent, _rollout_node, engine)
+        agent, engine = (Client(name, url) for url in urls)
+        return _Target(name, agent, _rollout_node, engine)
 
     def _trainer(self) -> ServiceHealth:
-        """This process."""
-        place = watchdog.place()
-        text, since = place or ("not in its training loop", 0.0)
+        text, since = watchdog.place() or ("not in its training loop", 0.0)
         return ServiceHealth(name=TRAINER, state="healthy", text=text, since_s=since, version=self._version())
 
 
-async def _asked(place: _Place) -> ServiceHealth:
-    """What one of them says, or why it says nothing."""
+async def _check(target: _Target) -> ServiceHealth:
+    """Returns the health of one target; one that does not answer, or not as it should, is dead."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            found = await place.look(place)
+            found = await target.check(target)
     except TimeoutError:
-        found = ServiceHealth(name=place.name, state="dead", text=f"no answer within {PATIENCE_S:.0f} s")
+        found = ServiceHealth(name=target.name, state="dead", text=f"no answer within {PATIENCE_S:.0f} s")
+    except ServiceError as error:
+        found = ServiceHealth(name=target.name, state="dead", text=shorten(str(error)))
     except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-        found = ServiceHealth(name=place.name, state="dead", text=shorten(_short(error)))
-    except (ServiceError, ValueError, KeyError, TypeError, IndexError) as error:
-        text = shorten(str(error)) if isinstance(error, ServiceError) else f"an unexpected answer: {error!r}"
-        found = ServiceHealth(name=place.name, state="dead", text=text)
-    if found.state != place.state:
-        place.state, place.since = found.state, time.monotonic()
-    found.since_s = time.monotonic() - place.since
+        text = str(error).partition(" ssl:")[0]  # aiohttp appends the connection's TLS context
+        found = ServiceHealth(name=target.name, state="dead", text=shorten(text or type(error).__name__))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        found = ServiceHealth(name=target.name, state="dead", text=f"an unexpected answer: {error!r}")
+    if found.state != target.state:
+        target.state, target.since = found.state, time.monotonic()
+    found.since_s = time.monotonic() - target.since
     return found
 
 
-def _short(error: Exception) -> str:
-    """Without what aiohttp says of a connection's TLS context."""
-    return str(error).partition(" ssl:")[0] or type(error).__name__
-
-
 async def _get(client: Client, path: str) -> Any:
-    """The JSON of one call, asked once. Raises ServiceError for another status than 200."""
+    """Returns the JSON of one call, without retries. Raises ServiceError for another status than 200."""
     response = await client.http.get(path, timeout=PATIENCE_S)
     if not response.is_success:
         raise ServiceError(f"{path} says {response.status_code}: {shorten(response.text)}", status=response.status_code)
     return response.json()
 
 
-async def _unwell(place: _Place) -> ServiceHealth | None:
-    """None when `/health` says 200, else what it says. Raises ServiceError when it wants another token."""
-    response = await place.client.http.get("/health", timeout=PATIENCE_S)
-    if response.is_success:
-        return None
-    if response.status_code == 401:
-        raise ServiceError("it does not take the API_TOKEN of the trainer")
-    try:
-        reason = str(response.json()["reason"])
-    except (ValueError, KeyError, TypeError):
-        reason = f"/health says {response.status_code}"
-    return ServiceHealth(name=place.name, state="warning", text=shorten(reason))
+def _service(path: str, describe: Callable[[Any], dict[str, Any]]) -> Check:
+    """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that `describe` finds in `path`."""
+
+    async def check(target: _Target) -> ServiceHealth:
+        response = await target.client.http.get("/health", timeout=PATIENCE_S)
+        if response.is_success:
+            return ServiceHealth(name=target.name, **{"state": "healthy", **describe(await _get(target.client, path))})
+        if response.status_code == 401:
+            raise ServiceError("it does not take the API_TOKEN of the trainer")
+        try:
+            reason = str(response.json()["reason"])
+        except (ValueError, KeyError, TypeError):
+            reason = f"/health says {response.status_code}"
+        return ServiceHealth(name=target.name, state="warning", text=shorten(reason))
+
+    return check
 
 
-async def _rollout_node(place: _Place) -> ServiceHealth:
-    """The agent knows state and version, the engine its load."""
-    status = await _get(place.client, "/status")
+def _router(answer: Any) -> dict[str, Any]:
+    workers = answer["workers"]
+    healthy = sum(bool(worker["is_healthy"]) for worker in workers)
+    return {"state": "healthy" if healthy else "warning", "text": f"sends to {healthy} of {len(workers)} engines"}
+
+
+def _requests(stats: Any) -> int:
+    """Returns the requests in work, without the one that asks."""
+    return max(0, int(stats["load"]["requests"]) - 1)
+
+
+def _data(stats: Any) -> dict[str, Any]:
+    text = f"epoch {stats['epoch']}, {stats['position']:,} prompts drawn of {stats['total_available']:,}"
+    return {"text": text, "running": _requests(stats)}
+
+
+def _reward(stats: Any) -> dict[str, Any]:
+    graded = stats["graded"]
+    failed = sum(count for status, count in graded.items() if status not in ("ok", "unparsable"))
+    text = f"{sum(graded.values()):,} answers graded" + (f", {failed:,} failed" if failed else "")
+    return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
+
+
+def _replay(stats: Any) -> dict[str, Any]:
+    text = f"{stats['size']:,} of {stats['capacity']:,} completions"
+    return {"text": text, "running": _requests(stats), "waiting": stats["fresh"]}
+
+
+async def _rollout_node(target: _Target) -> ServiceHealth:
+    """Asks the agent for state and version, and the engine for its load."""
+    status = await _get(target.client, "/status")
     report, state = status["report"], str(status["report"]["state"])
     serving = state in ("ready", "updating")  # an update is a part of every step
     found = ServiceHealth(
-        name=place.name,
+        name=target.name,
         state="dead" if state == "failed" else "healthy" if serving else "warning",
         text=": ".join(filter(None, (state, report["detail"]))),
         version=report["version"],
     )
     if state == "ready" and not status["registered"]:
         found.state, found.text = "warning", "ready, but the router does not list it"
-    if state == "ready" and place.engine is not None:  # while it loads weights it may answer late
+    if state == "ready" and target.engine is not None:  # while it loads weights it may answer late
         try:
             async with asyncio.timeout(_ENGINE_PATIENCE_S):
-                await _load(found, place, place.engine)
+                await _load(found, target, target.engine)
         except TimeoutError:
-            found.state, found.text = (
-                "warning",
-                f"ready, but its engine told no load within {_ENGINE_PATIENCE_S:.0f} s",
-            )
+            found.state, found.text = "warning", f"ready, but its engine told no load within {_ENGINE_PATIENCE_S:.0f} s"
     return found
 
 
-async def _load(found: ServiceHealth, place: _Place, engine: Client) -> None:
-    """What the engine has to do."""
+async def _load(found: ServiceHealth, target: _Target, engine: Client) -> None:
+    """Adds the engine's load to `found`."""
     load = (await _get(engine, "/v1/loads"))["loads"]
     found.running = sum(part["num_running_reqs"] for part in load)
     found.waiting = sum(part["num_waiting_reqs"] for part in load)
     if all("gen_throughput" in part for part in load):
         found.tokens_per_s = sum(part["gen_throughput"] for part in load)
     else:
-        found.tokens_per_s = await _rate(place, engine)
+        found.tokens_per_s = await _rate(target, engine)
 
 
-async def _rate(place: _Place, engine: Client) -> float | None:
-    """Tokens a second since the last look, from the engine's counter; None at the first."""
+async def _rate(target: _Target, engine: Client) -> float | None:
+    """Returns the tokens per second since the last check, from the engine's counter; None at the first one."""
     text = (await engine.http.get("/metrics", timeout=PATIENCE_S)).text
     counted = [float(value) for value in _GENERATED.findall(text)]
     if not counted:
         return None
-    before, place.generated = place.generated, (sum(counted), time.monotonic())
-    if before is None or place.generated[0] < before[0]:  # it was started again
+    before, target.generated = target.generated, (sum(counted), time.monotonic())
+    if before is None or target.generated[0] < before[0]:  # the engine restarted
         return None
-    return (place.generated[0] - before[0]) / (place.generated[1] - before[1])
-
-
-async def _router(place: _Place) -> ServiceHealth:
-    if unwell := await _unwell(place):
-        return unwell
-    workers = (await _get(place.client, "/workers"))["workers"]
-    healthy = sum(bool(worker["is_healthy"]) for worker in workers)
-    state: Literal["healthy", "warning"] = "healthy" if healthy else "warning"
-    return ServiceHealth(name=place.name, state=state, text=f"sends to {healthy} of {len(workers)} engines")
-
-
-def _requests(stats: Any) -> int:
-    """In work there, without the one that asks."""
-    return max(0, int(stats["load"]["requests"]) - 1)
-
-
-async def _data(place: _Place) -> ServiceHealth:
-    if unwell := await _unwell(place):
-        return unwell
-    stats = await _get(place.client, "/stats")
-    text = f"epoch {stats['epoch']}, {stats['position']:,} prompts drawn of {stats['total_available']:,}"
-    return ServiceHealth(name=place.name, state="healthy", text=text, running=_requests(stats))
-
-
-async def _reward(place: _Place) -> ServiceHealth:
-    if unwell := await _unwell(place):
-        return unwell
-    stats = await _get(place.client, "/stats")
-    graded = stats["graded"]
-    failed = sum(count for status, count in graded.items() if status not in ("ok", "unparsable"))
-    text = f"{sum(graded.values()):,} answers graded" + (f", {failed:,} failed" if failed else "")
-    found = ServiceHealth(name=place.name, state="healthy", text=text, running=_requests(stats))
-    found.waiting = stats["unfinished"]
-    return found
-
-
-async def _replay(place: _Place) -> ServiceHealth:
-    if unwell := await _unwell(place):
-        return unwell
-    stats = await _get(place.client, "/stats")
-    text = f"{stats['size']:,} of {stats['capacity']:,} completions"
-    found = ServiceHealth(name=place.name, state="healthy", text=text, running=_requests(stats))
-    found.waiting = stats["fresh"]
-    return found
-
-
-async def _critic(place: _Place) -> ServiceHealth:
-    if unwell := await _unwell(place):
-        return unwell
-    status = await _get(place.client, "/status")
-    return ServiceHealth(name=place.name, state="healthy", text="", version=status["step"])
+    return (target.generated[0] - before[0]) / (target.generated[1] - before[1])

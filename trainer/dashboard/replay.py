@@ -1,4 +1,4 @@
-"""Groups that the run directory does not have: in the replay-buffer while it runs, in its file afterwards."""
+"""Groups that only the replay store has: read from the replay-buffer while it runs, from its file afterwards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,31 +7,27 @@ from typing import Any, Protocol
 from common.clients import ReplayClient
 from common.errors import NotFound, ServiceError
 from common.schemas import Group
-from services.replay.archive import Archive
 from services.replay.buffer import unpack_groups
+from services.replay.reading import Archive
 from trainer.background import LoopThread
 
 _PATIENCE_S = 3.0
-"""A page that is looked at does not wait longer for the replay-buffer."""
+"""How long a page waits for the replay-buffer."""
 _WAITING = ("leased", "fresh")
 
 
 class Replay(Protocol):
-    """A replay store to look into. Its calls raise ServiceError when it cannot be read, and come from any thread."""
+    """Read access to a replay store. Thread-safe; calls raise ServiceError or OSError when it cannot be read."""
 
     def listing(self) -> list[dict[str, Any]] | None:
-        """What its groups are, as `GET /groups` of the replay-buffer says; None when that is as it was the last time."""
+        """Returns its groups in the form of the replay-buffer's `GET /groups`; None when they have not changed."""
 
     def group(self, group_id: str) -> Group | None:
-        """One of them; None when it is not there."""
+        """Returns one group, or None when it is not there."""
 
 
 class LiveReplay:
-    """The replay-buffer of a run that goes on: the groups that wait to be trained on. All others are in the run directory.
-
-    Args:
-        client: of the trainer, used in `loop` alone.
-    """
+    """The replay-buffer of a running run: groups that wait to be trained on; the run directory has all others."""
 
     def __init__(self, client: ReplayClient, loop: LoopThread) -> None:
         self._client, self._loop = client, loop
@@ -44,11 +40,7 @@ class LiveReplay:
 
 
 class StoredReplay:
-    """The file of a replay-buffer that does not run.
-
-    Args:
-        path: of the file; None while there is none.
-    """
+    """The file of a replay-buffer that does not run; `path` returns None while there is no file."""
 
     def __init__(self, path: Callable[[], Path | None]) -> None:
         self._path = path
@@ -72,6 +64,11 @@ class StoredReplay:
             return None
         with Archive(path) as archive:
             return _found(lambda: unpack_groups([archive.blob(group_id)])[0])
+
+
+def reason(error: ServiceError | OSError) -> str:
+    """Returns the text of an error of `Replay`."""
+    return error.message if isinstance(error, ServiceError) else str(error)
 
 
 def _found(read: Callable[[], Group]) -> Group | None:

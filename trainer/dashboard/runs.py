@@ -1,4 +1,4 @@
-"""A run directory, whole or half written, of this version or another: what is there is read, what is missing is said."""
+"""Reader of a run directory, complete or not, of this version or another."""
 
 import json
 import threading
@@ -7,24 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from common.errors import ConfigError, NotFound
 from trainer.dashboard.columns import Columns, notes, numbers
-from trainer.dashboard.lines import Lines
+from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import limits
 from trainer.timing import STAGES, WAITING
 
-_SHOWN_DAMAGE = 3
+
+class RunSummary(BaseModel):
+    """A run directory."""
+
+    run: int
+    """Index by which all other calls name it."""
+    name: str
+    directory: str
+    live: bool
+    """Whether this process trains it."""
+    problems: list[str]
+    """What is missing or damaged in the directory."""
+    step: int | None
+    """The newest step."""
+    time: float | None
+    """Time of the newest step, in seconds since 1970."""
 
 
-class Run:
-    """One run, read on as it grows. Used from several threads.
+class RunReader:
+    """One run, read as it grows. Thread-safe.
 
     Args:
         directory: of the run.
-        live: whether this process is the one that trains.
-        replay_store: the replay buffer's file; where `config.json` says it is when None.
+        live: whether this process trains it.
+        replay_store: the replay-buffer's file; when None, the place that `config.json` names.
 
     Raises ConfigError when there is no such directory.
     """
@@ -37,26 +53,21 @@ class Run:
         self.directory, self.live = directory, live
         self._replay_store = replay_store
         self._lock = threading.Lock()
-        self._metrics, self._evaluations = Lines(directory / "metrics.jsonl"), Lines(directory / "evaluations.jsonl")
+        self._metrics, self._evaluations = (JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         self._columns, self._offsets = Columns(), array("q")
         self._found: list[dict[str, Any]] = []
         self._generation = 0
-        """Goes up when lines that were read before are no longer there."""
+        """Increases when lines that were read before are gone."""
         self._config: tuple[float, dict[str, Any] | None, str] = (-1.0, None, "")
 
     @property
-    def name(self) -> str:
-        """For people."""
-        return self.directory.resolve().name
-
-    @property
     def config(self) -> dict[str, Any] | None:
-        """The resolved configuration as it was written; None when it is missing or damaged."""
+        """The resolved configuration; None when it is missing or damaged."""
         return self._read_config()[0]
 
     @property
     def replay_store(self) -> Path | None:
-        """The replay buffer's file, if it is there."""
+        """The replay-buffer's file, if it exists."""
         path = self._replay_store
         if path is None:
             state = (self.config or {}).get("state_dir")
@@ -64,13 +75,13 @@ class Run:
         return path if path is not None and path.is_file() else None
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
-        """One setting; `default` where the configuration has none."""
+        """Returns one setting, or `default` where the configuration has none."""
         part = (self.config or {}).get(section)
         return part.get(name, default) if isinstance(part, dict) else default
 
     @property
     def problems(self) -> list[str]:
-        """What is missing or damaged, for people."""
+        """A sentence for each thing that is missing or damaged."""
         self._refresh()
         _, problem = self._read_config()
         found = [problem] if problem else []
@@ -78,34 +89,21 @@ class Run:
             if not self._columns.steps and not self._metrics.unreadable:
                 there = self._metrics.path.exists()
                 found.append("metrics.jsonl has no step yet" if there else "metrics.jsonl is missing: no step was recorded")
-            for lines in (self._metrics, self._evaluations):
-                name = lines.path.name
-                if lines.unreadable:
-                    found.append(f"{name} cannot be read: {lines.unreadable}")
-                for number, reason in list(lines.damaged.items())[:_SHOWN_DAMAGE]:
-                    found.append(f"line {number} of {name} is damaged and left out: {reason}")
-                if (more := len(lines.damaged) - _SHOWN_DAMAGE) > 0:
-                    found.append(f"{more} more lines of {name} are damaged")
-        return found
+            return found + self._metrics.problems() + self._evaluations.problems()
 
-    def summary(self) -> dict[str, Any]:
-        """`name`, `directory`, `live`, `problems`, `step` (the newest, or None) and `time` (of that step)."""
-        problems = self.problems
+    def summary(self, run: int = 0) -> RunSummary:
+        """Returns a summary of the run, whose index is `run`."""
+        problems, name = self.problems, self.directory.resolve().name
         with self._lock:
             steps, times = self._columns.steps, self._columns.column("time")
             newest = int(steps[-1]) if steps else None
             time = float(times[-1]) if steps and np.isfinite(times[-1]) else None
-        return {
-            "name": self.name,
-            "directory": str(self.directory),
-            "live": self.live,
-            "problems": problems,
-            "step": newest,
-            "time": time,
-        }
+        return RunSummary(
+            run=run, name=name, directory=str(self.directory), live=self.live, problems=problems, step=newest, time=time
+        )
 
     def facts(self) -> dict[str, Any]:
-        """`config`, `limits` (where alarms begin, by column), `stages` (of a step, in the order in which they are shown)."""
+        """Returns `config`, `limits` (of the alarms, by column) and `stages` (of a step, in display order)."""
         old = bool(self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0))
         return {
             "config": self.config,
@@ -113,11 +111,11 @@ class Run:
                 f"update.{limit.metric}": {"alarm": name, "value": limit.value, "above": limit.above}
                 for name, limit in limits(old).items()
             },
-            "stages": [WAITING, *STAGES[3:], *STAGES[:3]],  # what is waited for, then what the trainer does itself
+            "stages": [WAITING, *STAGES[3:], *STAGES[:3]],  # waiting first, then the trainer's own work
         }
 
     def steps(self, after: int = 0) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` of the steps after this one."""
+        """Returns the lines of `metrics.jsonl` of the steps after this one."""
         self._refresh()
         with self._lock:
             first = self._columns.rows(after + 1, 2**62).start
@@ -125,7 +123,7 @@ class Run:
         return [line for line in lines if line is not None]
 
     def step(self, step: int) -> dict[str, Any]:
-        """`step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of one step. Raises NotFound."""
+        """Returns `step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of a step. Raises NotFound."""
         self._refresh()
         with self._lock:
             rows = self._columns.rows(step, step)
@@ -137,17 +135,17 @@ class Run:
     def series(
         self, after: int = 0, generation: int = -1, evaluations: int = 0, points: int = 600, first: int = 0, last: int = 2**62
     ) -> dict[str, Any]:
-        """What a chart draws.
+        """Returns the data of the charts.
 
         Args:
-            after: the newest step the caller has; only later ones are answered, if they are at most `points`.
-            generation: of what the caller has; of another one everything is answered.
-            evaluations: how many evaluations the caller has.
-            points: most rows that are answered: more are put together.
-            first, last: steps that are asked for.
+            after: newest step that the caller has; the answer has only later ones, if they are at most `points`.
+            generation: generation of the caller's data; with another one the answer has everything.
+            evaluations: number of evaluations that the caller has.
+            points: largest number of rows; more are merged.
+            first, last: range of steps.
 
-        Returns what `Columns.thinned` does, `whole` (false: to be put behind what the caller has), `generation`,
-        `evaluations` (those the caller does not have), `newest` (step) and `verdict`.
+        Returns the result of `Columns.thinned`, `whole` (false: append it to the caller's data), `generation`,
+        `evaluations` (those that the caller lacks), `newest` (step) and `verdict`.
         """
         self._refresh()
         with self._lock:
@@ -167,11 +165,10 @@ class Run:
             }
 
     def _refresh(self) -> None:
-        """Reads what is new."""
         with self._lock:
-            # Both begin anew together, since a resumed run cuts both.
-            if any([self._metrics.is_another(), self._evaluations.is_another()]):
-                self._metrics, self._evaluations = Lines(self._metrics.path), Lines(self._evaluations.path)
+            # A resumed run truncates both files: read both again.
+            if any([self._metrics.replaced(), self._evaluations.replaced()]):
+                self._metrics, self._evaluations = (JsonlReader(file.path) for file in (self._metrics, self._evaluations))
                 self._columns, self._offsets, self._found = Columns(), array("q"), []
                 self._generation += 1
             for offset, line in self._metrics.read():
@@ -185,7 +182,7 @@ class Run:
                 self._found.append({name: value for name, value in line.items() if isinstance(value, int | float | None)})
 
     def _read_config(self) -> tuple[dict[str, Any] | None, str]:
-        """The configuration and what is wrong with it."""
+        """Returns the configuration and what is wrong with it."""
         path = self.directory / "config.json"
         try:
             changed = path.stat().st_mtime

@@ -1,4 +1,4 @@
-"""Whether a run learns, in one sentence, from nothing but its rewards. Pure."""
+"""Verdict on the learning of a run from its rewards, in one sentence. Pure."""
 
 import math
 
@@ -6,15 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FEWEST = 12
-"""Steps before anything is said."""
+"""Steps before a verdict."""
 _SURE = 4.0
-"""Standard errors that a difference has to have: neighbouring steps are not independent."""
+"""Standard errors of a significant difference: high, since neighbouring steps are not independent."""
 _SOLVED = 0.95
-"""Accuracy from which on there is little left to learn."""
+"""Accuracy above which there is little left to learn."""
 
 
 def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, str]:
-    """`level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`.
+    """Returns `level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`.
 
     Args:
         reward: [steps] mean rewards; NaN where there is none.
@@ -39,7 +39,7 @@ def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[
 
 
 def _apart(high: NDArray[np.float64], low: NDArray[np.float64]) -> float:
-    """How many standard errors the mean of `high` is above that of `low`."""
+    """Returns the difference of the means of `high` and `low` in standard errors."""
     error = math.sqrt(high.var(ddof=1) / len(high) + low.var(ddof=1) / len(low))
     difference = float(high.mean() - low.mean())
     return difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0

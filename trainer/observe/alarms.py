@@ -1,11 +1,11 @@
-"""Alarms: what an update measured when something is wrong between rollouts and trainer, and what it likely is. Pure."""
+"""Alarms: measurements of an update that are out of bounds, with the likely cause. Pure."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.config import Config
 
-if TYPE_CHECKING:  # who only reads the limits does not wait for torch
+if TYPE_CHECKING:  # the dashboard reads the limits without torch
     from trainer.policy.update_metrics import UpdateMetrics
 
 MAX_DELTA_LOGPROB = 0.02
@@ -19,7 +19,7 @@ MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 
 @dataclass(frozen=True)
 class Limit:
-    """Where an alarm begins."""
+    """Bound of an alarm."""
 
     metric: str
     """Field of `UpdateMetrics`."""
@@ -33,7 +33,7 @@ class Limit:
 
 
 def limits(old: bool) -> dict[str, Limit]:
-    """By name of the alarm. `old`: some of the experience was not sampled by the current policy."""
+    """Returns the limits by name of the alarm. `old`: an earlier policy sampled some of the experience."""
     return {
         "delta_logprob": Limit("delta_logprob_current", MAX_DELTA_LOGPROB),
         "kl_rollout": Limit("kl_rollout", MAX_KL if old else MAX_KL_CURRENT_POLICY),
@@ -42,45 +42,38 @@ def limits(old: bool) -> dict[str, Limit]:
 
 
 def alarms(metrics: "UpdateMetrics", staleness: float, config: Config) -> dict[str, str]:
-    """Text for people by name of the metric; empty when all is well.
+    """Returns texts by name of the alarm; empty when all is well.
 
-    Args:
-        metrics: of one update.
-        staleness: mean age of the experience it was trained on, in weight versions; 0 when the current policy sampled it all.
+    `staleness` is the mean age of the experience in weight versions: 0 when the current policy sampled all of it.
     """
-    found: dict[str, str] = {}
     old = staleness > 0
     bounds = limits(old)
-    if bounds["delta_logprob"].passed(metrics):
-        found["delta_logprob"] = (
+    cause = _age(staleness, config) if old else "the engine's numbers differ from the trainer's: see its precision and filters"
+    texts = {
+        "delta_logprob": (
             f"mean |Δ logprob| between rollout engine and trainer is {metrics.delta_logprob_current:.3g} on the same weights "
             f"(alarm above {MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: another precision or a "
             f"quantised engine (model.dtype is {config.model.dtype}, look at rollout.engine_args), a sampling filter in the "
             "engine that the trainer does not know, or weights that did not arrive whole"
-        )
-    cause = _age(staleness, config) if old else "the engine's numbers differ from the trainer's: see its precision and filters"
-    if (limit := bounds["kl_rollout"]).passed(metrics):
-        found["kl_rollout"] = (
-            f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above {limit.value}). Likely: {cause}"
-        )
-    if bounds["effective_sample_size"].passed(metrics):
-        found["effective_sample_size"] = (
+        ),
+        "kl_rollout": f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above "
+        f"{bounds['kl_rollout'].value}). Likely: {cause}",
+        "effective_sample_size": (
             f"the effective sample size is {metrics.effective_sample_size:.2f} of the tokens (alarm below "
             f"{MIN_EFFECTIVE_SAMPLE_SIZE}): few tokens carry the update. Likely: {cause}"
-        )
-    return found
+        ),
+    }
+    return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
 
 
 def _age(staleness: float, config: Config) -> str:
-    """Why experience that is old is far away, and what to turn."""
+    """Explains why old experience is far from the policy, and which setting to change."""
     turn = ["trainer.learning_rate"]
     if config.trainer.max_staleness:
         turn.insert(0, f"trainer.max_staleness ({config.trainer.max_staleness})")
     if config.replay.reuse_ratio:
         turn.insert(0, f"replay.max_reuse_staleness ({config.replay.max_reuse_staleness})")
-    text = (
-        f"the experience is {staleness:.1f} weight versions old on average and the policy has moved; lower {' or '.join(turn)}"
-    )
+    text = f"the experience is {staleness:.1f} weight versions old on average and the policy moved; lower {' or '.join(turn)}"
     if config.algorithm.rollout_correction == "none":
         text += ", or bound the weights of such tokens with algorithm.rollout_correction truncate"
     return text

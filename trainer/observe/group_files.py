@@ -1,10 +1,9 @@
-"""The groups of every step, trained on and dropped: a line in `groups.jsonl`, and in full a file in `groups/`.
+"""Recorded groups of every step, trained on and dropped: summaries in `groups.jsonl`, full content in `groups/`.
 
-A line has `step`, `groups` (those trained on, in the order of the batch) and, where there were any, `dropped`: what a list
-shows and searches. `groups/step_000012.zip` has an msgpack document for each of them in the same order, `00000.msgpack`
-first, so that one can be read without the others: the group as it travels (`common.wire`, arrays as raw little-endian bytes,
-a reward that nobody gave as null), with `reused`, `weight`, `reason`, `detail`, and for every completion `advantages` and
-`trainer_logprobs` (float32 of each token, or null). Whoever reads them needs no torch.
+A line has `step`, `groups` (trained on, in batch order) and, if there were any, `dropped`. `groups/step_000012.zip` holds one
+msgpack document per group in the same order, `00000.msgpack` first, so that one can be read without the others: the group in
+wire format (`common.wire`, arrays as raw little-endian bytes, a missing reward as null), with `reused`, `weight`, `reason`,
+`detail`, and for every completion `advantages` and `trainer_logprobs` (float32 per token, or null). Reading needs no torch.
 """
 
 import logging
@@ -27,33 +26,33 @@ from trainer.observe.run_dir import append_line, storing_run
 log = logging.getLogger(__name__)
 DIRECTORY, LINES = "groups", "groups.jsonl"
 _SEARCHED_CHARS = 1000
-"""Of a prompt, in its line."""
+"""Length of a prompt in `groups.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group of n completions and what the trainer made of it."""
+    """A group of n completions with the trainer's results."""
 
     group: Group
     advantages: Sequence[Float32] = ()
-    """n arrays [L]; none when it was not trained on."""
+    """n arrays [L]; empty when it was not trained on."""
     logprobs: Sequence[Float32 | None] = ()
-    """n arrays [L] of the policy before it was updated on the group, where something had to compute them; else None."""
+    """n arrays [L] of the policy before the update on the group; None where they were not computed."""
     weight: float = 1.0
-    """Importance weight of reuse."""
+    """Importance weight of a reused group."""
     reused: bool = False
     reason: str = ""
-    """Why it was dropped; empty when it was trained on."""
+    """Reason of the drop; empty when it was trained on."""
     detail: str = ""
 
 
 class GroupRecorder:
-    """Writes both, the file in a thread of its own.
+    """Writes the summaries, and the full content in a thread.
 
     Args:
-        run_dir: of the run.
-        keep_bytes: of all files in `groups/`; those of the oldest steps leave first. 0: there are none.
-        step: the run goes on after this step; files of later ones are removed. (Lines: `run_dir.py`.)
+        run_dir: the run directory.
+        keep_bytes: limit of all files in `groups/`; the oldest steps are removed first. 0: no files.
+        step: the run continues after this step; files of later steps are removed. (`run_dir.py` removes their lines.)
     """
 
     def __init__(self, run_dir: Path, keep_bytes: int, step: int) -> None:
@@ -71,30 +70,30 @@ class GroupRecorder:
                 self._sizes[number] = path.stat().st_size
 
     def step(self, step: int, trained: Sequence[RecordedGroup], dropped: Sequence[RecordedGroup]) -> None:
-        """Records a step; returns before its file is written, and waits for that of the step before.
+        """Records a step; returns before its file is written, but waits for the previous one.
 
-        Raises StorageFailed when there is no room for this one's line or that one's file.
+        Raises StorageFailed when the disk is full for this line or the previous file.
         """
         line: dict[str, Any] = {"step": step, "groups": [_entry(item) for item in trained]}
         if dropped:
             line["dropped"] = [_entry(item) for item in dropped]
         append_line(self._run_dir / LINES, line)
-        self.settle()
+        self.flush()
         if self._keep_bytes:
             self._writing = self._thread.submit(self._write, step, [*trained, *dropped])
 
-    def settle(self) -> None:
-        """Returns when everything is written. Raises StorageFailed when it cannot be."""
+    def flush(self) -> None:
+        """Waits until everything is written. Raises StorageFailed when that fails."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    def leave(self, step: int, dropped: Sequence[RecordedGroup]) -> None:
-        """The run ends with an error in this step, for which these groups may be the reason. Raises nothing of its own."""
+    def abort(self, step: int, dropped: Sequence[RecordedGroup]) -> None:
+        """Records the dropped groups of a step that failed, perhaps because of them; logs a write error."""
         try:
             if dropped:
                 self.step(step, (), dropped)
-            self.settle()
+            self.flush()
         except ServiceError as error:
             log.error("the last groups are not recorded: %s", error)
 
@@ -120,13 +119,13 @@ class GroupRecorder:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, Path]:
-    """The files that are there, by step."""
+    """Returns the existing files by step."""
     found = (run_dir / DIRECTORY).glob("step_*.zip")
     return {int(number): path for path in found if (number := path.stem.removeprefix("step_")).isdecimal()}
 
 
 def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
-    """The group at this place of the step's line, arrays as lists; None when there is no file of that step (any more).
+    """Returns the group at this place of the step's line, arrays as lists; None when the step has no file.
 
     Raises ServiceError when the file is damaged.
     """
@@ -137,14 +136,10 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
         return _plain(content)
     except FileNotFoundError:
         return None
-    except Exception as error:  # whatever the damage leads to
-        raise ServiceError(
-            f"the groups of step {step} cannot be read: {error}",
-            code="damaged",
-            field="trainer.run_dir",
-            value=str(path),
-            remedy="restore that file from a copy, or remove it",
-        ) from None
+    except Exception as error:  # a damaged file fails in many ways
+        remedy = "restore that file from a copy, or remove it"
+        message = f"the groups of step {step} cannot be read: {error}"
+        raise ServiceError(message, code="damaged", field="trainer.run_dir", value=str(path), remedy=remedy) from None
 
 
 def _path(run_dir: Path, step: int) -> Path:
@@ -156,7 +151,7 @@ def _name(place: int) -> str:
 
 
 def _entry(item: RecordedGroup) -> dict[str, Any]:
-    """What `groups.jsonl` says of a group."""
+    """Returns the summary of a group for `groups.jsonl`."""
     group, completions = item.group, item.group.completions
     versions = [version for completion in completions for version, _, _ in completion.weight_versions]
     rewards = [_reward(completion) for completion in completions]
@@ -180,7 +175,6 @@ def _entry(item: RecordedGroup) -> dict[str, Any]:
 
 
 def _marks(completion: Completion) -> list[str]:
-    """What a person may look for."""
     cut = {"stop": [], "length": ["truncated"], "abort": ["aborted"]}[completion.finish_reason]
     return cut if completion.status == "ok" else [completion.status, *cut]
 
@@ -195,7 +189,7 @@ def _differences(item: RecordedGroup) -> list[Float32]:
 
 
 def _mean(arrays: Sequence[Float32]) -> float | None:
-    """Over all numbers; None where there are none, or one is not finite."""
+    """Returns the mean of all numbers; None without numbers, or when one is not finite."""
     mean = float(np.concatenate(arrays).mean()) if arrays else math.nan
     return round(mean, 6) if math.isfinite(mean) else None
 
@@ -205,7 +199,7 @@ def _document(item: RecordedGroup) -> dict[str, Any]:
     content["completions"] = [asdict(completion) for completion in item.group.completions]
     for i, completion in enumerate(content["completions"]):
         logprobs = item.logprobs[i] if item.logprobs else None
-        completion["text"] = completion["text"].encode("utf-8", "replace").decode()  # a dropped one was not checked
+        completion["text"] = completion["text"].encode("utf-8", "replace").decode()  # a dropped group was not checked
         completion["reward"] = _reward(item.group.completions[i])
         completion["advantages"] = item.advantages[i] if item.advantages else None
         completion["trainer_logprobs"] = logprobs
@@ -214,7 +208,7 @@ def _document(item: RecordedGroup) -> dict[str, Any]:
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """A document with lists in the place of bytes."""
+    """Replaces the bytes of a document by lists."""
     content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
     for completion in content["completions"]:
         completion["token_ids"] = np.frombuffer(completion["token_ids"], "<i4").tolist()

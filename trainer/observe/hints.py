@@ -1,7 +1,7 @@
-"""Hints: what the numbers of the last steps mean when they go wrong, in words, and which setting to turn. Pure.
+"""Hints: what went wrong over the last steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) is about one update whose numbers are out of their bounds; a hint needs several steps to be seen.
-The reason of every threshold is in docs/how-to/troubleshooting.md.
+An alarm (`alarms.py`) concerns a single update; a hint needs several steps. docs/how-to/troubleshooting.md gives the reason of
+every threshold.
 """
 
 from collections.abc import Mapping, MutableSequence, Sequence
@@ -10,16 +10,16 @@ from typing import Any
 from common.config import Config
 
 WINDOW = 10
-"""Steps that a hint is about."""
+"""Number of last steps that hints look at."""
 FIRST = 5
-"""Steps at the beginning of the run that the entropy is compared with."""
+"""Number of first steps whose entropy is the baseline."""
 MAX_EQUAL = 0.75
 MAX_UNPARSABLE = 0.3
 MAX_TRUNCATED = 0.25
 LOW_ACCURACY = 0.5
-"""Truncation harms learning while fewer answers than this are right."""
+"""Truncation harms learning below this accuracy."""
 FLAT = 0.02
-"""A mean that rose by less from the first to the second half of the window did not rise."""
+"""Smallest rise of a mean from the first to the second half of the window that counts."""
 MAX_KL_REFERENCE = 0.5
 """Nats per token."""
 KL_GROWTH, MIN_GROWN_KL = 10.0, 0.05
@@ -38,22 +38,39 @@ _DROPS = {
     "stale": "long answers are overtaken by more than trainer.max_staleness updates: raise that, or lower "
     "sampling.max_new_tokens",
 }
+_SLOW = {
+    "reward_bound": (
+        "reward",
+        MAX_REWARD,
+        "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
+        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.math_timeout_s, "
+        "reward.code_timeout_s, reward.function_timeout_s)",
+    ),
+    "replay_bound": (
+        "replay",
+        MAX_REPLAY,
+        "the trainer waits for the replay-buffer in {share:.0%} of the time: every group is synced to its disk. Put its "
+        "state_dir on a faster (block) volume, or reuse less (replay.reuse_ratio)",
+    ),
+    "nothing_active": (
+        "waiting",
+        MAX_WAITING,
+        "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts come too slowly, or this "
+        "process has too little processor time. Look at the log of data-server, and at trainer.num_threads against the cores",
+    ),
+}
+"""Stage, largest share of the wall time, and text by name of the hint."""
 Line = Mapping[str, Any]
 
 
 def remember(history: MutableSequence[Line], line: Line) -> None:
-    """Appends a line of `metrics.jsonl`, and forgets what no hint needs: all but the first `FIRST` and the last `WINDOW`."""
+    """Appends a line of `metrics.jsonl`, and removes all but the first `FIRST` and the last `WINDOW` + 1."""
     history.append(line)
     del history[FIRST : max(FIRST, len(history) - WINDOW - 1)]
 
 
 def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
-    """Text for people by name of the hint; empty when all is well, or when there are not `WINDOW` steps yet.
-
-    Args:
-        history: lines of `metrics.jsonl`, oldest first, as `remember` keeps them.
-        config: of the run.
-    """
+    """Returns texts by name of the hint, for a history kept by `remember`; none before `WINDOW` steps."""
     if len(history) < WINDOW:
         return {}
     steps = _Steps(history, config)
@@ -66,17 +83,15 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         "entropy": _entropy(steps),
         "generation_bound": _generation_bound(steps),
         "rollout_idle": _rollout_idle(steps),
-        "reward_bound": _reward_bound(steps),
-        "replay_bound": _replay_bound(steps),
         "publish_bound": _publish_bound(steps),
-        "nothing_active": _nothing_active(steps),
+        **{name: _slow(steps, stage, limit, text) for name, (stage, limit, text) in _SLOW.items()},
         **{f"dropped_{reason}": _dropped(steps, reason) for reason in _DROPS},
     }
     return {name: text for name, text in found.items() if text}
 
 
 class _Steps:
-    """Means over the last steps."""
+    """Statistics of the last steps."""
 
     def __init__(self, history: Sequence[Line], config: Config) -> None:
         self.config = config
@@ -85,31 +100,30 @@ class _Steps:
         self.groups = len(self.last) * config.trainer.batch_size
 
     def mean(self, name: str, lines: Sequence[Line] | None = None) -> float:
-        """Of a number, or of one of the update's (`update.kl_reference`)."""
+        """Returns the mean of a number, also of a section (`update.kl_reference`)."""
         section, _, key = name.rpartition(".")
         lines = self.last if lines is None else lines
         return sum(float((line[section] if section else line).get(key, 0.0)) for line in lines) / max(1, len(lines))
 
     def rose(self, name: str) -> bool:
-        """Whether the second half of the steps has more of it than the first."""
+        """Returns whether the mean rose from the first to the second half of the steps."""
         half = len(self.last) // 2
         return self.mean(name, self.last[half:]) - self.mean(name, self.last[:half]) > FLAT
 
     def share(self, stage: str) -> float:
-        """Of the wall time, evaluations left out."""
+        """Returns a stage's share of the wall time, without evaluations."""
         seconds: list[dict[str, float]] = [line["seconds"] for line in self.last]
         whole = sum(sum(each.values()) - each.get("evaluation", 0.0) for each in seconds)
         return sum(each.get(stage, 0.0) for each in seconds) / max(1e-9, whole)
 
     def dropped(self, reason: str) -> int:
-        """Groups in these steps. The counts are since the start of the process: after a resume they begin anew."""
+        """Returns the groups dropped in these steps. The counts restart at 0 with the process."""
         now = int(self.last[-1]["dropped"].get(reason, 0))
         before = int(self._before.get("dropped", {}).get(reason, 0))
         return now - before if now >= before else now
 
 
 def _zero_variance_groups(steps: _Steps) -> str:
-    """Too easy or too hard."""
     replaced = steps.dropped("zero_variance")
     equal = sum(line["zero_variance_groups"] for line in steps.last) + replaced
     share = equal / (steps.groups + replaced)
@@ -163,7 +177,6 @@ def _truncated(steps: _Steps) -> str:
 
 
 def _policy_moves(steps: _Steps) -> str:
-    """KL, ratio or clipping explode."""
     kl_first, kl_last = (steps.mean("update.kl_reference", lines) for lines in (steps.last[:3], steps.last[-3:]))
     ratio, clipped = steps.mean("update.ratio", steps.last[-3:]), steps.mean("update.clip_fraction", steps.last[-3:])
     seen = []
@@ -242,47 +255,24 @@ def _rollout_idle(steps: _Steps) -> str:
     return ""
 
 
-def _reward_bound(steps: _Steps) -> str:
-    share = steps.share("reward")
-    if share < MAX_REWARD:
-        return ""
-    return (
-        f"the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
-        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.math_timeout_s, "
-        "reward.code_timeout_s, reward.function_timeout_s)"
-    )
-
-
-def _replay_bound(steps: _Steps) -> str:
-    share = steps.share("replay")
-    if share < MAX_REPLAY:
-        return ""
-    return (
-        f"the trainer waits for the replay-buffer in {share:.0%} of the time: every group is synced to its disk. Put its "
-        "state_dir on a faster (block) volume, or reuse less (replay.reuse_ratio)"
-    )
-
-
 def _publish_bound(steps: _Steps) -> str:
     share, config = steps.share("publish"), steps.config
     if share < MAX_PUBLISH:
         return ""
-    turn = "" if config.trainer.weight_sync == "distributed" else "trainer.weight_sync distributed (or shared)"
+    turn = []
+    if config.trainer.weight_sync != "distributed":
+        turn.append("trainer.weight_sync distributed (or shared)")
     if not config.trainer.max_staleness:
-        turn += (", or " if turn else "") + "trainer.max_staleness 1, with which it goes on beside the next step"
+        turn.append("trainer.max_staleness 1, with which it goes on beside the next step")
     if not config.lora.rank:
-        turn += (", or " if turn else "") + "an adapter in the place of all weights (lora.rank)"
-    return f"new weights take {share:.0%} of the time to reach the engines. Turn: {turn or 'the network between the nodes'}"
+        turn.append("an adapter in the place of all weights (lora.rank)")
+    remedy = ", or ".join(turn) or "the network between the nodes"
+    return f"new weights take {share:.0%} of the time to reach the engines. Turn: {remedy}"
 
 
-def _nothing_active(steps: _Steps) -> str:
-    share = steps.share("waiting")
-    if share < MAX_WAITING:
-        return ""
-    return (
-        f"in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts come too slowly, or this "
-        "process has too little processor time. Look at the log of data-server, and at trainer.num_threads against the cores"
-    )
+def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:
+    share = steps.share(stage)
+    return text.format(share=share) if share >= limit else ""
 
 
 def _dropped(steps: _Steps, reason: str) -> str:

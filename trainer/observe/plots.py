@@ -1,4 +1,4 @@
-"""The curves of a run as one PNG."""
+"""Plots of a run in one PNG."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What rank 0 says on its `/metrics` page, beside what every service does."""
+"""Metrics of the trainer on the `/metrics` page of rank 0."""
 
 from collections import Counter
 
@@ -30,10 +30,15 @@ _UPDATE = {
     "entropy": ("entropy_nats", "entropy per token"),
     "effective_sample_size": ("effective_sample_ratio", "effective sample size as a share of the tokens"),
 }
+_EVALUATION = {
+    "step": ("step", "its step"),
+    "accuracy": ("accuracy_ratio", "greedy accuracy"),
+    "standard_error": ("standard_error_ratio", "its standard error"),
+}
 
 
 class TrainerMetrics:
-    """The newest step and evaluation as gauges (NaN until there is one), what adds up as counters, durations as histograms."""
+    """Gauges of the newest step and evaluation (NaN before the first), counters of totals, histograms of durations."""
 
     def __init__(self, metrics: Metrics) -> None:
         def newest(names: dict[str, tuple[str, str]]) -> dict[str, Gauge]:
@@ -59,11 +64,8 @@ class TrainerMetrics:
         self._known_dropped: Counter[str] = Counter()
         self._alarmed: set[str] = set()
         self._evaluation = {
-            "step": metrics.newest("trainer_evaluation_step", "Step of the newest evaluation"),
-            "accuracy": metrics.newest("trainer_evaluation_accuracy_ratio", "Newest evaluation: greedy accuracy"),
-            "standard_error": metrics.newest(
-                "trainer_evaluation_standard_error_ratio", "Newest evaluation: its standard error"
-            ),
+            field: metrics.newest(f"trainer_evaluation_{name}", f"Newest evaluation: {text}")
+            for field, (name, text) in _EVALUATION.items()
         }
         self._pass_at_k = metrics.gauge("trainer_evaluation_pass_ratio", "Newest measured pass@k", ["k"])
         self._published_bytes = metrics.newest("trainer_published_bytes", "The newest weight version, as one engine gets it")
@@ -71,12 +73,12 @@ class TrainerMetrics:
         self.tracked = metrics.counter("trainer_tracker_records_total", "Records for trackers by result", ["tracker", "result"])
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Training goes on after `step`."""
+        """Records that training starts after `step`."""
         self._step.set(step)
         self._total_steps.set(total_steps)
 
     def record(self, record: StepRecord, fresh_groups: int) -> None:
-        """A step was done, with so many fresh groups."""
+        """Records a finished step."""
         self._step.set(record.step)
         self._time.set_to_current_time()
         for field, gauge in self._record.items():
@@ -102,17 +104,17 @@ class TrainerMetrics:
             self._alarm.labels(name).set(name in record.alarms)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """An evaluation was done."""
+        """Records an evaluation."""
         for field, gauge in self._evaluation.items():
             gauge.set(getattr(evaluation, field))
         if evaluation.pass_at_k is not None:
             self._pass_at_k.labels(evaluation.k).set(evaluation.pass_at_k)
 
     def took(self, stage: str, seconds: float) -> None:
-        """One activity of a stage is over."""
+        """Records the duration of one activity of a stage."""
         self._activities.labels(stage).observe(seconds)
 
     def published(self, size: int, seconds: float) -> None:
-        """A weight version of `size` bytes is served by the engines."""
+        """Records that the engines serve a weight version of `size` bytes."""
         self._published_bytes.set(size)
         self._publish.observe(seconds)

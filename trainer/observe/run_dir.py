@@ -1,8 +1,8 @@
-"""The run directory, and what a person sees while the run goes on.
+"""Writer of the run directory and of the console output.
 
-`config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and `groups/` (which groups each step
-trained on: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group per step), `curves.png`,
-`checkpoints/`, `weights/`.
+The directory has `config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and `groups/`
+(groups of each step: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group per step),
+`curves.png`, `checkpoints/` and `weights/`.
 """
 
 import io
@@ -19,7 +19,7 @@ from typing import Any, Self
 from prometheus_client import Counter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from common.config import Config
 from common.errors import ConfigError
@@ -35,7 +35,7 @@ from trainer.trackers.trackers import Trackers
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 _AGAIN_AFTER = 20
-"""Steps until the same alarm or hint is said again; `metrics.jsonl` has every one."""
+"""Steps until the same alarm or hint is logged again; `metrics.jsonl` has every one."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class StepRecord:
     zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int
-    """Of them, those whose answers are all right."""
+    """Zero-variance groups whose answers are all right."""
     failed_groups: int
-    """Of them, those whose answers are all wrong."""
+    """Zero-variance groups whose answers are all wrong."""
     reused_groups: int
     staleness: float
-    """Mean age of the fresh groups' completions in weight versions: 0 when the policy that is updated sampled them."""
+    """Mean age of the fresh groups' completions in weight versions: 0 when the current policy sampled them."""
     completion_tokens: float
     """Mean length of a completion."""
     truncated: float
@@ -65,29 +65,24 @@ class StepRecord:
     dropped: dict[str, int]
     """Groups dropped since the run began, by reason."""
     seconds: dict[str, float]
-    """Of this step and the checkpoint before it, by stage; their sum is the wall time."""
+    """Seconds of this step and the checkpoint before it, by stage; their sum is the wall time."""
     generating: float
-    """Share of the wall time in which something was generated, also beside the update."""
+    """Share of the wall time with generation in progress, also during the update."""
     cpu_seconds: float
-    """CPU time of this process in the step, without evaluations. In one process that is all but the grader processes."""
+    """CPU time of this process in the step, without evaluations."""
     update: dict[str, float]
     critic: dict[str, float] | None
-    """What the critic's update measured; None without a critic."""
+    """Measurements of the critic's update; None without a critic."""
     alarms: dict[str, str]
-    """What is out of its bounds, by metric, with the likely cause."""
+    """Alarms by name, with the likely cause (`trainer.observe.alarms`)."""
     hints: dict[str, str] = field(default_factory=dict)
-    """What the last steps mean together, by name (`trainer.observe.hints`); the recorder finds them."""
+    """Hints by name (`trainer.observe.hints`); the recorder adds them."""
 
 
 class Recorder:
-    """Writes the run directory and talks to the person at the console.
+    """Writes the run directory and prints to the console.
 
-    Args:
-        directory: of the run.
-        config: resolved.
-        console: standard output.
-        step: the run goes on after this step; later lines of an earlier attempt are removed.
-        tracked: counts records for trackers.
+    The run continues after `step`: later lines of an earlier attempt are removed. `tracked` counts records for trackers.
     """
 
     def __init__(
@@ -102,9 +97,9 @@ class Recorder:
         _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         self._progress: Progress | None = None
         self._total = 0
-        self._told: dict[str, int] = {}
+        self._warned: dict[str, int] = {}
         self._history: list[Mapping[str, Any]] = []
-        for line in self.metrics():
+        for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
         self._trackers = Trackers(config, directory, step, self.say, tracked)
 
@@ -115,32 +110,27 @@ class Recorder:
         self._trackers.close(finished=kind is None)
 
     def say(self, text: str, level: int = logging.INFO) -> None:
-        """One line for the person: on the console and in the log file. Where logs are JSON it is a line of the log alone."""
+        """Writes text to the console and the log; only to the log when logs are JSON."""
         log.log(level, "%s", text, extra=SHOWN)
         if structured() is None:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _show(self, table: Table) -> None:
-        if structured() is None:
-            self.console.print(table)
-            return
         text = io.StringIO()
-        Console(file=text, width=120).print(table)
-        log.info("%s", text.getvalue(), extra=SHOWN)
+        Console(file=text, width=min(120, self.console.width)).print(table)
+        self.say(text.getvalue())
 
     @contextmanager
     def progress(self, done: int, total: int) -> Iterator[None]:
-        """A progress bar while inside; only on a terminal."""
+        """Shows a progress bar inside, on a terminal only."""
         self._total = total
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        hidden = structured() is not None or not self.console.is_terminal
-        with Progress(*columns, console=self.console, disable=hidden) as progress:
+        with progress_bar("training", self.console, hidden=structured() is not None) as progress:
             self._progress, self._task = progress, progress.add_task("training", completed=done, total=total)
             yield
         self._progress = None
 
     def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
-        """A step was done on these groups."""
+        """Records a step that was trained on these groups."""
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         remember(self._history, asdict(record))
         record.hints = hints(self._history, self._config)
@@ -153,15 +143,15 @@ class Recorder:
             self._progress.update(self._task, completed=record.step)
 
     def _warn(self, kind: str, step: int, texts: Mapping[str, str]) -> None:
-        """Says what has begun, and again what goes on for long."""
+        """Logs new alarms or hints, and repeats those that persist."""
         for name, text in texts.items():
-            if step - self._told.get(f"{kind} {name}", -_AGAIN_AFTER) >= _AGAIN_AFTER:
-                self._told[f"{kind} {name}"] = step
+            if step - self._warned.get(f"{kind} {name}", -_AGAIN_AFTER) >= _AGAIN_AFTER:
+                self._warned[f"{kind} {name}"] = step
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """An evaluation was done."""
-        _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # of an attempt that was killed at its end
+        """Records an evaluation."""
+        _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # by an attempt that was killed
         answers = [answer.__dict__ for answer in evaluation.answers]
         self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
         self._trackers.evaluation(evaluation)
@@ -171,18 +161,15 @@ class Recorder:
             f"± {evaluation.standard_error:.3f} ({evaluation.num_samples} problems){passed}"
         )
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`."""
-        return read_lines(self.directory / "metrics.jsonl")
+    def report(self, checkpoint: Path) -> None:
+        """Writes the curves, and prints seconds by stage, evaluations before and after, sample problems and paths."""
+        from trainer.observe.plots import plot_curves  # heavy: matplotlib
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The lines of `evaluations.jsonl`."""
-        return read_lines(self.directory / "evaluations.jsonl")
-
-    def report(self, checkpoint: Path, curves: Path) -> None:
-        """What is said at the end: where the seconds went, before and after, sample problems, paths."""
-        self._show(_seconds_table(self.metrics()))
-        evaluations = self.evaluations()
+        metrics, evaluations = (read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+        curves = self.directory / "curves.png"
+        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
+            plot_curves(metrics, evaluations, curves)
+        self._show(_seconds_table(metrics))
         if len(evaluations) >= 2:
             before, after = evaluations[0], evaluations[-1]
             self._show(_comparison_table(before, after))
@@ -196,13 +183,13 @@ class Recorder:
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
-    """Adds a line to a JSONL file of the run. Raises StorageFailed when there is no room."""
+    """Appends a line to a JSONL file of the run. Raises StorageFailed when the disk is full."""
     with storing_run(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def step_line(record: StepRecord, total: int) -> str:
-    """What a person sees of a step, in 120 columns. What is at its end is only there when there is something to tell."""
+    """Returns the console line of a step, at most 120 columns; zero counts at the end are left out."""
     seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
     line = (
         f"step {record.step:>4}/{total}  reward {record.reward:.3f}  acc {record.accuracy:.3f}  "
@@ -219,36 +206,38 @@ def step_line(record: StepRecord, total: int) -> str:
 
 
 def _short(seconds: float) -> str:
-    """Three digits, as far as there are more than that before the point."""
+    """Formats seconds with three digits."""
     return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
 
 
+def progress_bar(title: str, console: Console, hidden: bool) -> Progress:
+    """Returns a progress bar; it is hidden without a terminal too."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=hidden or not console.is_terminal)
+
+
 def console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
+    """Returns a console on standard output, 120 columns wide when that is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file; a last line that was cut by a crash does not count. Raises ConfigError for another line that is damaged."""
+    """Reads a JSONL file without a last line that a crash cut. Raises ConfigError for any other damaged line."""
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")  # a cut may be within a character
+    lines = path.read_bytes().split(b"\n")  # as bytes: a cut may split a character
     found = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(
-                f"line {number} of a file of the run is damaged: {error}",
-                field="trainer.run_dir",
-                value=str(path),
-                remedy="remove that line, or move the file away",
-            ) from None
+            message, remedy = f"line {number} is damaged: {error}", "remove that line, or move the file away"
+            raise ConfigError(message, field="trainer.run_dir", value=str(path), remedy=remedy) from None
     return found
 
 
 def _keep_before(path: Path, step: int) -> None:
-    """Removes the lines from `step` on, and what was cut; a kill meanwhile leaves the file as it was."""
+    """Removes the lines from `step` on and a cut last line, atomically."""
     if not path.exists():
         return
     kept = [line for line in read_lines(path) if line["step"] < step]
@@ -259,26 +248,24 @@ def _keep_before(path: Path, step: int) -> None:
 
 
 def storing_run(path: Path) -> AbstractContextManager[None]:
-    """Inside, this file of a run is written; raises StorageFailed."""
+    """Returns the context in which a file of the run is written; raises StorageFailed."""
     remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
     return storing(path.name, path, "trainer.run_dir", remedy)
 
 
 def _seconds_table(metrics: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
-    stages = [*STAGES, WAITING]
-    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in stages}
-    for stage in stages:
-        table.add_column(stage, justify="right")
-    table.add_column("step", justify="right")
-    table.add_row(*(f"{means[stage]:.3f}" for stage in stages), f"{sum(means.values()):.3f}")
+    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in (*STAGES, WAITING)}
+    means["step"] = sum(means.values())
+    columns = (Column(name, justify="right") for name in means)
+    table = Table(*columns, title=f"seconds of a step (mean over {len(metrics)} steps)")
+    table.add_row(*(f"{mean:.3f}" for mean in means.values()))
     return table
 
 
 def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    table = Table(title=f"held-out split, {after['num_samples']} problems")
-    for header in ("", f"before (step {before['step']})", f"after (step {after['step']})"):
-        table.add_column(header, justify="right")
+    headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
+    columns = (Column(header, justify="right") for header in headers)
+    table = Table(*columns, title=f"held-out split, {after['num_samples']} problems")
     rows = [("greedy accuracy", "accuracy")]
     if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
         rows.append((f"pass@{after['k']}", "pass_at_k"))
@@ -288,7 +275,7 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 
 def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """A few problems, those whose verdict changed first."""
+    """Returns a few problems, those with a changed verdict first."""
     pairs = list(zip(before, after, strict=True))
     pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
     return pairs[:_SHOWN_PROBLEMS]

@@ -1,4 +1,4 @@
-"""What a run records: a line, the groups and the metrics of every step, evaluations, and the report at its end."""
+"""Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +9,9 @@ import numpy as np
 
 from common.config import Config
 from common.schemas import CriticMetrics
-from common.storing import storing
 from trainer.algorithms.batch import Batch
 from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
-from trainer.observe.plots import plot_curves
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
 from trainer.policy.policy import PolicyUpdate
@@ -23,38 +21,30 @@ from trainer.timing import CpuClock, StageClock
 
 
 class RunLog:
-    """The log of a rank above 0: nothing, rank 0 records the run."""
+    """Log of a rank above 0: no-op, rank 0 records the run."""
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
-        """Training goes on while inside: a progress bar is shown, clocks run, and what is left is written at its end."""
+        """Shows a progress bar and runs the clocks inside; flushes the log at the end."""
         yield
 
     def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
-        """`step` steps are done, the last one on `batch`."""
+        """Records a finished step."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """An evaluation goes on while inside; its CPU time does not count for the step."""
+        """Excludes an evaluation's CPU time from that of the step."""
         yield
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """An evaluation was done."""
+        """Records an evaluation."""
 
     def report(self, checkpoint: Path) -> None:
-        """The run has ended with this checkpoint: writes the curves, and shows before and after."""
+        """Writes the curves and prints the summary of a run that ended with this checkpoint."""
 
 
 class RecordedRun(RunLog):
-    """Rank 0's log.
-
-    Args:
-        config: of the run.
-        recorder: of the run directory.
-        metrics: of the trainer's `/metrics`.
-        clock: of the run's stages.
-        step: the run goes on after this step.
-    """
+    """Log of rank 0 for a run that continues after `step`."""
 
     def __init__(self, config: Config, recorder: Recorder, metrics: TrainerMetrics, clock: StageClock, step: int) -> None:
         self._config, self._recorder, self._metrics, self._clock, self._cpu = config, recorder, metrics, clock, CpuClock()
@@ -70,9 +60,9 @@ class RecordedRun(RunLog):
             self._cpu.lap()
             try:
                 yield
-                self._groups.settle()
+                self._groups.flush()
             except BaseException:
-                self._groups.leave(self._step + 1, _dropped(drops.recent()))
+                self._groups.abort(self._step + 1, _dropped(drops.recent()))
                 raise
 
     def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
@@ -118,14 +108,10 @@ class RecordedRun(RunLog):
         self._metrics.evaluated(evaluation)
 
     def report(self, checkpoint: Path) -> None:
-        curves = self._recorder.directory / "curves.png"
-        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
-            plot_curves(self._recorder.metrics(), self._recorder.evaluations(), curves)
-        self._recorder.report(checkpoint, curves)
+        self._recorder.report(checkpoint)
 
 
 def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
-    """The groups of a batch with their columns."""
     assert batch.advantages is not None
     logprobs = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
     items = []

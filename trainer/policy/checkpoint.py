@@ -4,9 +4,8 @@
 the prompt stream and what else a run needs, `state/` the optimiser (torch.distributed.checkpoint, for any number of ranks),
 `critic/` and `reference/` the other models that the run has changed.
 
-On a disk renaming a directory is one event. A mounted bucket has no directories: it moves or uploads file by file, in any
-order. So `trainer_state.json` is made last and lists every other file with its size: where one is missing, the checkpoint does
-not count.
+A rename is atomic on a disk, but not on a mounted bucket, which moves or uploads file by file in any order. So
+`trainer_state.json` is written last and lists every other file with its size: a checkpoint that lacks one does not count.
 """
 
 import json
@@ -17,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial as partial_call
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from common.config import Config
 from common.errors import ConfigError, ServiceError
 from learning.ranks import Ranks
 from learning.saving import Snapshot
@@ -32,7 +30,7 @@ log = logging.getLogger(__name__)
 _STATE = "trainer_state.json"
 _FORMAT = 3
 _BEST = "best"
-_LEFT_ALONE_S = 30.0
+_LAST_WRITE_S = 30.0
 
 
 class CheckpointFailed(ServiceError):
@@ -43,30 +41,29 @@ class CheckpointFailed(ServiceError):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a run needs beside the tensors to go on. Randomness is a function of seed, step and rank, and needs nothing."""
+    """The state of a run beside its tensors. Randomness is a function of seed, step and rank, and needs none."""
 
     step: int
     position: int
-    """Of the prompt stream."""
+    """Position in the prompt stream."""
     run_id: str
     kl_coef: float
     finished: list[int] = field(default_factory=list)
-    """Positions of the prompt stream after `position` that are done too."""
+    """Later positions that are finished too."""
     accuracy: float | None = None
-    """Of an evaluation at this step, where there was one."""
+    """Accuracy of the evaluation at this step, if there was one."""
 
 
 class Checkpoints:
     """The checkpoints of a run. Every rank has one, and calls the same methods in the same order.
 
     A step waits for the copy to CPU memory; a thread writes the files. A directory gets its name when all ranks' files are
-    complete. One is written at a time.
+    complete. One checkpoint is written at a time.
 
     Args:
-        directory: where they are; rank 0's counts. When other ranks do not see it, rank 0 writes everything.
-        ranks: this process among the trainer's.
-        keep: how many of the newest stay; that with the best accuracy stays too.
-        static: files that go into every checkpoint, as the tokenizer's.
+        directory: rank 0's counts. When other ranks do not see it, rank 0 writes everything.
+        keep: number of the newest that stay; the one with the best accuracy stays too.
+        static: lists files that go into every checkpoint, such as the tokenizer's.
     """
 
     def __init__(self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple) -> None:
@@ -75,28 +72,21 @@ class Checkpoints:
         self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
+        if self.alone and ranks.first:
+            log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", shared)
         self._group = None if self.alone else ranks.group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    @classmethod
-    def open(cls, config: Config, ranks: Ranks, run_dir: Path) -> "Checkpoints":
-        """The checkpoints of the run in `run_dir`. A collective."""
-        settings, model = config.trainer, run_dir / "model"
-        opened = cls(run_dir / "checkpoints", ranks, settings.keep_checkpoints, lambda: _tokenizer_files(model))
-        if opened.alone and ranks.first:
-            log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", opened.directory)
-        return opened
-
     @staticmethod
     def name(step: int) -> str:
-        """Directory name of the checkpoint after `step` steps."""
+        """Returns the directory name of the checkpoint after `step` steps."""
         return f"step_{step:06d}"
 
     def save(self, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> Path:
-        """Begins to write `directory/step_000050`; returns that path. Waits for the one before.
+        """Starts to write `directory/step_000050`; returns that path. Waits for the previous checkpoint.
 
-        Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the one before failed.
+        Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the previous one failed.
         """
         self.wait()
         target = self.directory / self.name(state.step)
@@ -106,7 +96,7 @@ class Checkpoints:
         return target
 
     def newest(self) -> Path | None:
-        """The newest complete one, as rank 0 sees it. A call of all ranks."""
+        """Returns the newest complete checkpoint, as rank 0 sees it. A collective."""
         return self._ranks.same_path(newest(self.directory) if self._ranks.first else None)
 
     def check(self) -> None:
@@ -121,7 +111,7 @@ class Checkpoints:
             )
 
     def wait(self) -> None:
-        """Returns when everything is written. Raises CheckpointFailed."""
+        """Waits until everything is written. Raises CheckpointFailed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -131,9 +121,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever ended the run, a checkpoint that is being written is completed; waits half a minute at most."""
+        """Gives a checkpoint that is being written half a minute, whatever ended the run."""
         if self._thread is not None:
-            self._thread.join(_LEFT_ALONE_S)
+            self._thread.join(_LAST_WRITE_S)
 
     def _run(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
         try:
@@ -144,30 +134,26 @@ class Checkpoints:
                 shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
 
     def _write(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
-        partial = target.with_suffix(".partial")
-        self._together(lambda: self._begin(partial))
+        first, written = self._ranks.first, target.with_suffix(".partial")
+        self._together(lambda: self._begin(written) if first else None)
         for folder, snapshot in snapshots.items():
-            self._together(partial_call(snapshot.write_files, partial / folder))
-            self._together(partial_call(snapshot.write_state, partial / folder, self._group))
-        self._together(lambda: self._complete(partial, target, state))
+            self._together(partial(snapshot.write_files, written / folder))
+            self._together(partial(snapshot.write_state, written / folder, self._group))
+        self._together(lambda: self._complete(written, target, state) if first else None)
 
-    def _begin(self, partial: Path) -> None:
-        if not self._ranks.first:
-            return
+    def _begin(self, written: Path) -> None:
         for left_over in self.directory.glob("*.partial"):
             shutil.rmtree(left_over)
-        partial.mkdir(parents=True)
+        written.mkdir(parents=True)
         for file in self._static():
-            shutil.copyfile(file, partial / file.name)
+            shutil.copyfile(file, written / file.name)
 
-    def _complete(self, partial: Path, target: Path, state: TrainerState) -> None:
-        """Gives the directory its name, and removes the old ones."""
-        if not self._ranks.first:
-            return
-        files = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
-        (partial / _STATE).write_text(json.dumps({"format": _FORMAT, "files": files, **asdict(state)}))
+    def _complete(self, written: Path, target: Path, state: TrainerState) -> None:
+        """Gives the directory its name and removes old checkpoints."""
+        files = {str(path.relative_to(written)): path.stat().st_size for path in written.rglob("*") if path.is_file()}
+        (written / _STATE).write_text(json.dumps({"format": _FORMAT, "files": files, **asdict(state)}))
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        written.rename(target)
         every = _all(self.directory)
         rated = [(accuracy, path) for path in every if (accuracy := _accuracy(path)) is not None]
         best = max(rated)[1] if rated else None
@@ -178,7 +164,7 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def _together(self, work: Callable[[], Any]) -> None:
-        """Does the work on this rank and waits for the others; an error of one is an error of all."""
+        """Does the work on this rank and waits for the others; an error on one rank is raised on all."""
         error: Exception | None = None
         try:
             work()
@@ -194,22 +180,22 @@ class Checkpoints:
             raise error
 
 
-def _tokenizer_files(directory: Path) -> list[Path]:
-    """Tokenizer files; the model's configuration is saved separately."""
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Returns the tokenizer's files in `directory`; the model's configuration is saved separately."""
     return [file for file in sorted(directory.iterdir()) if file.name not in ("config.json", "generation_config.json")]
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in `directory`."""
+    """Returns the newest complete checkpoint in `directory`."""
     for path in reversed(_all(directory)):
         if (lacking := _lacking(path)) is None:
             return path
-        log.warning("%s is not complete and does not count: %s is missing or cut", path, lacking)
+        log.warning("ignoring the incomplete checkpoint %s: %s is missing or truncated", path, lacking)
     return None
 
 
 def _lacking(path: Path) -> str | None:
-    """A file that is not as `trainer_state.json` lists it, or that file itself; damage of another kind is for `load_state`."""
+    """Returns a file that is not as `trainer_state.json` lists it, or that file itself; `load_state` finds other damage."""
     try:
         files = json.loads((path / _STATE).read_text())["files"].items()
     except FileNotFoundError:
@@ -220,42 +206,42 @@ def _lacking(path: Path) -> str | None:
 
 
 def _name_best(checkpoint: Path) -> None:
-    """Points the link `best` to it, for people; a bucket has no links."""
+    """Points the link `best` to the checkpoint; a bucket has no links."""
     link = checkpoint.with_name(f"{_BEST}.new")
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(checkpoint.name)
         link.rename(checkpoint.with_name(_BEST))
     except OSError as error:
-        log.info("%s has the best accuracy so far; it gets no link `%s`: %s", checkpoint, _BEST, error)
+        log.info("%s has the best accuracy so far; no link `%s` can be made: %s", checkpoint, _BEST, error)
 
 
 def set_aside(directory: Path) -> None:
-    """Makes room for a run that begins anew: an earlier run's checkpoints would be taken for newer ones of this run."""
+    """Renames the checkpoints of an earlier run, which a run that starts anew would take for newer ones of its own."""
     if _all(directory):
         directory.rename(directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def read_state(path: Path) -> bytes:
-    """The trainer's state in a checkpoint, as bytes that can be sent to other ranks; `load_state` judges them."""
+    """Returns the trainer's state in a checkpoint as bytes to send to other ranks; `load_state` checks them."""
     file = path / _STATE
     return file.read_bytes() if file.exists() else b'{"format": 0}'
 
 
 def load_state(body: bytes, path: Path) -> TrainerState:
-    """Raises ConfigError naming `path` when the state is damaged or of another format."""
+    """Parses the trainer's state. Raises ConfigError naming `path` when it is damaged or of another format."""
     try:
         content = json.loads(body)
         if content.pop("format") != _FORMAT:
             raise ValueError("another format")
         content.pop("files", None)
         return TrainerState(**content)
-    except Exception as error:  # whatever the damage leads to
+    except Exception as error:  # damage can lead to any error
         raise cannot_resume(error, path) from None
 
 
 def cannot_resume(error: Exception, path: Path) -> ConfigError:
-    """The checkpoint is damaged, or of another format."""
+    """The error for a checkpoint that is damaged or of another format."""
     return ConfigError(
         f"the checkpoint cannot be resumed from: {type(error).__name__} {error}".splitlines()[0],
         field="trainer.run_dir",
@@ -273,7 +259,7 @@ def _accuracy(path: Path) -> float | None:
 
 
 def _shared(directory: Path, ranks: Ranks) -> bool:
-    """Whether every rank sees what rank 0 writes beside it."""
+    """Whether every rank sees a file that rank 0 writes beside `directory`."""
     token = directory.with_name(".shared")
     if ranks.first:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -7,20 +7,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _CHUNK_BYTES = 256 << 20
-"""Of the float32 logits that exist at once."""
+"""Limit of the float32 logits in memory."""
 _CPU_CHUNK = 512
-"""Tokens of a chunk on a CPU, at most: its caches hold a small vocabulary's logits of so many."""
+"""Limit of tokens of a chunk on a CPU, whose caches then hold the logits of a small vocabulary."""
 _KEPT_BYTES = 64 << 20
-"""Up to so many bytes the probabilities are kept for the backward pass; beyond they are computed again."""
+"""Limit up to which probabilities are kept for the backward pass; larger ones are computed again."""
 
 
 def token_scores(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [C] of `targets` [C] under softmax(head(hidden) / temperature), and the entropies [C], in nats.
+    """Returns log-probabilities [C] of `targets` [C] under softmax(head(hidden) / temperature), and entropies [C], in nats.
 
-    Logits are rounded as the head computes them, all after that is float32. The entropies have a gradient where that is
-    asked for. A plain linear head is differentiated by hand; another one is called.
+    Logits are rounded as the head computes them; everything after that is float32. The gradient of a plain linear head is
+    written by hand, that of another one comes from autograd.
     """
     if type(head) is nn.Linear:
         weight = head.weight
@@ -39,7 +39,7 @@ def token_scores(
 
 
 def _chunk(hidden: Tensor, vocabulary: int) -> int:
-    """Tokens whose logits exist at once."""
+    """Returns the tokens whose logits are in memory at once."""
     rows = max(1, _CHUNK_BYTES // (4 * vocabulary))
     return rows if hidden.is_cuda else min(rows, _CPU_CHUNK)
 
@@ -59,8 +59,8 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     """Scores under a linear head.
 
     With p the probabilities, y the target and H the entropy: d logprob / d logits = onehot(y) − p, and
-    d H / d logits = −p · (log p + H). Of all tokens only p − onehot(y) is kept, or nothing if that is large. A token's own
-    factor of the gradient is put on its hidden state, so that the matrix of logits is not gone over again.
+    d H / d logits = −p · (log p + H). Only p − onehot(y) is kept, or nothing if that is large. A token's factor of the
+    gradient is multiplied into its hidden state, which saves a pass over the matrix of logits.
     """
 
     @staticmethod
@@ -137,5 +137,5 @@ def _log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, temp
 
 
 def _less_target(p: Tensor, targets: Tensor) -> Tensor:
-    """p − onehot(targets), in place."""
+    """Subtracts onehot(targets) from p, in place."""
     return p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))

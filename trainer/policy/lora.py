@@ -1,14 +1,14 @@
 """LoRA: a low-rank adapter of the frozen model is the policy (Hu et al. 2021, arXiv:2106.09685), in PEFT's format.
 
-PEFT puts the adapter's matrices into the model in place, so the model stays the Hugging Face one. Its state then holds, of a
-matrix with an adapter, `NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A) and `NAME.lora_B.default.weight` (B);
-the layer computes (W + alpha / rank × B A) x. What is published and saved is made from that state, one tensor at a time.
+PEFT puts the adapter's matrices into the Hugging Face model in place. For a matrix with an adapter, its state then holds
+`NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A) and `NAME.lora_B.default.weight` (B); the layer computes
+(W + alpha / rank × B A) x. Published and saved tensors are made from that state one at a time.
 """
 
 import copy
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
-from common.sections import LoraSection
-from learning.loading import Added, MemoryReader, fill
+from learning.loading import AddedModules, MemoryReader, fill
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
@@ -30,23 +29,18 @@ from trainer.policy.scorer import ADAPTER_CONFIG, Scorer, TokenScores, computes_
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""Of every name in PEFT's files."""
+"""Prefix of every name in PEFT's files."""
 _A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 
 
-class NewAdapter(Added):
-    """An adapter that changes nothing yet: A is random by `seed`, B is 0. The model itself is frozen.
-
-    Args:
-        config: of the run.
-        frozen: type of the frozen model's parameters; the adapter is float32.
-    """
+class NewAdapter(AddedModules):
+    """An adapter that changes nothing yet: A is random by `seed`, B is 0. The adapter is float32, the frozen model `frozen`."""
 
     def __init__(self, config: Config, frozen: torch.dtype) -> None:
         self._config, self._frozen = config, frozen
 
     def change(self, model: Any) -> None:
-        """Puts PEFT's layers in. Raises ConfigError for `lora.target_modules` that the model has not."""
+        """Puts PEFT's layers in. Raises ConfigError for `lora.target_modules` that the model lacks."""
         for parameter in model.parameters():  # not model.to: its buffers (rotary frequencies) must stay float32
             parameter.data = parameter.data.to(self._frozen)
         model.add_adapter(_peft_config(self._config, model))
@@ -55,11 +49,11 @@ class NewAdapter(Added):
                 parameter.data = parameter.data.float()
 
     def name(self, name: str) -> str:
-        """Without PEFT's part."""
+        """Returns the name without PEFT's part."""
         return name.replace(_BASE, ".")
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Of A and B, as PEFT does; a function of name and seed, so that it depends on no other tensor and no rank."""
+        """Returns initial values of A and B as PEFT does, by name and seed alone, so that they are the same on every rank."""
         if name.endswith(_B):
             return torch.zeros(tuple(shape))
         if not name.endswith(_A):
@@ -69,11 +63,10 @@ class NewAdapter(Added):
 
 
 def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
-    """What is trained: `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is set.
+    """Loads `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is set.
 
-    With an adapter the model itself is frozen, where it computes in bfloat16 in that precision. A call of all ranks, of which
-    rank 0 at least sees the checkpoint. Raises ConfigError when a model cannot be loaded or the checkpoint is of another kind
-    of run.
+    With an adapter the model itself is frozen, in bfloat16 if it computes in that precision. A collective; only rank 0 has to
+    see the checkpoint. Raises ConfigError when a model cannot be loaded, or the checkpoint is of another kind of run.
     """
     saved = b""
     if directory is not None:
@@ -93,7 +86,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
 def _peft_config(config: Config, model: Any) -> Any:
     from peft import LoraConfig
 
-    lora = config.lora
+    lora, local = config.lora, Path(config.model.name)
     linear = {name.rpartition(".")[2] for name, m in model.get_decoder().named_modules() if isinstance(m, nn.Linear)}
     if strangers := sorted(set(lora.target_modules) - linear):
         raise ConfigError(
@@ -107,33 +100,25 @@ def _peft_config(config: Config, model: Any) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(lora.target_modules or linear),
-        base_model_name_or_path=_base_name(config),
+        base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,  # from any working directory
         task_type="CAUSAL_LM",
     )
 
 
-def _base_name(config: Config) -> str:
-    """As an adapter's files name it: they are used from other working directories too."""
-    local = Path(config.model.name)
-    return str(local.resolve()) if local.is_dir() else config.model.name
-
-
 def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: Config) -> None:
-    """Raises ConfigError when the checkpoint's is another adapter than this run's."""
+    """Raises ConfigError when the checkpoint's adapter is not like this run's."""
     own = model.peft_config["default"]
-    for name, setting in (
-        ("r", "lora.rank"),
-        ("lora_alpha", "lora.alpha"),
-        ("target_modules", "lora.target_modules"),
-        ("base_model_name_or_path", "model.name"),
-    ):
-        there, here = saved[name], getattr(own, name)
-        if (sorted(there) if name == "target_modules" else there) != (sorted(here) if name == "target_modules" else here):
-            raise _other_run(directory, f"the checkpoint's {name} is {there}", setting, config)
+    settings = {"r": "lora.rank", "lora_alpha": "lora.alpha", "base_model_name_or_path": "model.name"}
+    differing = [name for name in settings if saved[name] != getattr(own, name)]
+    if set(saved["target_modules"]) != set(own.target_modules):
+        settings["target_modules"] = "lora.target_modules"
+        differing.append("target_modules")
+    for name in differing:
+        raise _other_run(directory, f"the checkpoint's {name} is {saved[name]}", settings[name], config)
 
 
 def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
-    """The adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it cannot be read."""
+    """Loads the adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it cannot be read."""
     targets = dict(adapter_tensors(named_tensors(model).items()))
     problem, reader = b"", None
     if ranks.first:
@@ -164,24 +149,17 @@ def _other_run(directory: Path, message: str, field: str, config: Config) -> Con
     )
 
 
-# ---------------------------------------------------------------- from the model's state to what others read
-
-
-def _is_adapter_tensor(name: str) -> bool:
-    return name.endswith((_A, _B))
-
-
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Of the model's state the adapter alone, by PEFT's names."""
+    """Yields the adapter's part of the model's state, by PEFT's names."""
     for name, tensor in named:
-        if _is_adapter_tensor(name):
+        if name.endswith((_A, _B)):
             yield _PREFIX + name.removesuffix(".default.weight") + ".weight", tensor
 
 
 def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """The model's state with the adapter merged: W + scale × B A, by Hugging Face names, in the precision of W.
+    """Yields the model's state with the adapter merged: W + scale × B A, by Hugging Face names, in the precision of W.
 
-    In the state W comes before its A, and A before its B; no more than one W waits at a time.
+    In the state W comes before its A, and A before its B, so at most one W is held at a time.
     """
     base: tuple[str, Tensor] | None = None
     low: Tensor | None = None
@@ -200,23 +178,14 @@ def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterato
     assert base is None, f"{base[0]} has no adapter in the state"
 
 
-def published_tensors(
-    tensors: Mapping[str, Tensor], lora: LoraSection, whole: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """What engines get of the model's state, as `lora.publish` says. `whole` puts a sharded tensor together."""
-    if lora.publish == "adapter":
-        return ((name, whole(tensor)) for name, tensor in adapter_tensors(tensors.items()))
-    return merged_tensors(((name, whole(tensor)) for name, tensor in tensors.items()), lora.alpha / lora.rank)
-
-
 def adapter_contents(policy: Any) -> Contents:
-    """A directory in PEFT's format."""
+    """Returns the contents of a directory in PEFT's format."""
     tensors = dict(adapter_tensors(named_tensors(policy).items()))
     return Contents(tensors, dict.fromkeys(tensors, ADAPTER_WEIGHTS), {ADAPTER_CONFIG: adapter_config(policy)})
 
 
 def adapter_config(policy: Any) -> str:
-    """The text of PEFT's `adapter_config.json`."""
+    """Returns the text of PEFT's `adapter_config.json`."""
     written = copy.copy(policy.peft_config["default"])
     written.inference_mode = True
     with TemporaryDirectory(prefix="rlhf-math-") as directory:
@@ -225,25 +194,25 @@ def adapter_config(policy: Any) -> str:
 
 
 class BaseScorer(Scorer):
-    """Scores with the adapter of `policy` switched off: the frozen model as the reference, without a second copy of it."""
+    """The frozen model as the reference: scores with the adapter of `policy` switched off, without a second copy."""
 
     def __init__(self, policy: Scorer) -> None:
         nn.Module.__init__(self)
         self.layout, self.model = policy.layout, policy.model
-        self._policy = [policy]  # in a list: not a module of this one
+        self._policy = [policy]  # in a list, so that it does not become a submodule
 
     def forward(self, *arguments: Any, **options: Any) -> TokenScores:
-        """As `Scorer`."""
+        """See `Scorer`."""
         with _without_adapter(self.model):
-            scores: TokenScores = self._policy[0](*arguments, **options)  # called, not its forward: a sharded model has hooks
+            scores: TokenScores = self._policy[0](*arguments, **options)  # not `.forward`: a sharded model has hooks
         return scores
 
 
 @contextmanager
 def _without_adapter(model: nn.Module) -> Iterator[None]:
-    """The model as it was inside.
+    """Switches the adapter off inside.
 
-    PEFT's own way also makes the adapter's parameters untrained meanwhile, and FSDP2 looks at its first pass what is trained.
+    PEFT's own switch also freezes the adapter's parameters meanwhile, and FSDP2 records at its first pass what is trained.
     """
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The policy: its weights, its optimiser and the updates on a batch. The same code on one process and on many."""
+"""The policy: its weights, its optimiser and the updates on a batch, on one process and on many alike."""
 
 import math
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ from trainer.algorithms.losses import (
 )
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import TrainerState
-from trainer.policy.lora import adapter_contents, load_policy, published_tensors
+from trainer.policy.lora import adapter_contents, adapter_tensors, load_policy, merged_tensors
 from trainer.policy.reference import score_batch, score_tokens
 from trainer.policy.scorer import computes_low
 from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Of the update after `step` steps: linear warm-up, then `settings.lr_schedule`, which ends at zero after `total_steps`."""
+    """Returns the rate of the update after `step` steps: linear warm-up, then `lr_schedule`, to zero after `total_steps`."""
     warmup = settings.warmup_steps
     if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
         return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
@@ -52,25 +52,20 @@ class PolicyUpdate:
 
     metrics: UpdateMetrics
     logprobs: list[Float32 | None] | None = None
-    """[L] for each row before the update, as far as it computed them; None where nothing had to, or the batch has them."""
+    """[L] for each row before the update; None where the update did not compute them."""
 
 
 class Policy:
     """The model that is trained, its optimiser and the step count.
 
-    `step`, the number of batches learned from, is also the weight version.
-
-    Args:
-        config: of the run.
-        ranks: this process among the trainer's processes.
-        directory: of a checkpoint to load from; `config.model.name` when None. Only rank 0's counts, and only rank 0 has to
-            see it.
+    `step`, the number of batches learned from, is also the weight version. The model comes from the checkpoint `directory`,
+    or from `config.model.name` when it is None. Only rank 0's argument counts, and only rank 0 has to see the directory.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self.config, self.ranks, self.step = config, ranks, 0
         self.total_steps: int | None = None
-        """Of the run; a falling learning rate schedule needs it."""
+        """Steps of the run; a falling learning rate schedule needs them."""
         self.kl_coef = config.algorithm.kl_coef
         """Adapted after every update when `algorithm.kl_target` is set."""
         settings = config.trainer
@@ -84,20 +79,14 @@ class Policy:
         self.scorer = load_policy(config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        self.optimizer = Optimizer(
-            self.model,
-            settings.optimizer,
-            settings.adam_betas,
-            settings.weight_decay,
-            settings.max_grad_norm,
-        )
+        adam = (settings.optimizer, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
+        self.optimizer = Optimizer(self.model, *adam)
 
     @classmethod
     def resume(cls, config: Config, ranks: Ranks, run_dir: Path) -> "tuple[Policy, TrainerState | None, Path | None]":
-        """The policy, from rank 0's newest checkpoint in `run_dir` when there is one; that checkpoint's state and path.
+        """Returns the policy, from rank 0's newest checkpoint in `run_dir` if any, and that checkpoint's state and path.
 
-        Rank 0 alone has to see the checkpoint: the others get from rank 0 what they do not see. Raises ConfigError when the
-        checkpoint is damaged.
+        Only rank 0 has to see the checkpoint. Raises ConfigError when it is damaged.
         """
         checkpoints = run_dir / "checkpoints"
         if ranks.first and not config.trainer.resume:
@@ -122,12 +111,10 @@ class Policy:
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights to publish, by their Hugging Face names, one at a time, in the precision engines compute in.
+        """Yields the weights to publish, by their Hugging Face names, in the precision that engines compute in. A collective.
 
-        With LoRA these are the adapter's, by PEFT's names, or the model's with the adapter merged.
-
-        Every rank calls this and takes everything, so that weights spread over the ranks can be put together. Of tensors
-        that are tied only the first is given, as the hub does. A tensor is good until the next update.
+        With LoRA these are the adapter's, by PEFT's names, or the model's with the adapter merged. Of tied tensors only the
+        first is yielded, as the hub does. A tensor is valid until the next update.
         """
         low, lora = computes_low(self.config.model, self.ranks), self.config.lora
         tensors = named_tensors(self.model)
@@ -136,34 +123,35 @@ class Policy:
             kind = torch.bfloat16 if low and tensor.is_floating_point() else tensor.dtype
             return tensor.detach().to(self.ranks.device, kind)
 
-        if lora.rank:
-            whole = published_tensors(tensors, lora, lambda tensor: full(tensor.detach().to(self.ranks.device)))
-            yield from ((name, sent(tensor)) for name, tensor in whole)
+        if lora.rank and not lora.publishes_adapter:
+            whole = ((name, full(tensor.detach().to(self.ranks.device))) for name, tensor in tensors.items())
+            yield from ((name, sent(tensor)) for name, tensor in merged_tensors(whole, lora.alpha / lora.rank))
         else:
-            yield from ((name, full(sent(tensor))) for name, tensor in tensors.items())
+            named = adapter_tensors(tensors.items()) if lora.rank else tensors.items()
+            yield from ((name, full(sent(tensor))) for name, tensor in named)
 
     @property
     def seed(self) -> int:
-        """Seeds what is random in this step."""
+        """Seed of everything random in this step."""
         return self.config.seed * 1_000_003 + self.step
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """[L] for each row under the policy as it is now; None where the recipe reads none."""
+        """Returns [L] for each row under the current policy; None where the algorithm needs none."""
         algorithm = self.config.algorithm
         decoupled = algorithm.correction is not None and algorithm.updates_per_batch > 1
         in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
         if not (decoupled or in_reward or any(not row.corrected for row in batch.rows)):
             return None
-        if self.config.lora.dropout:  # it is for updates
+        if self.config.lora.dropout:  # dropout is for updates
             self.model.eval()
         found = score_batch(self.scorer, batch, self.config, self.ranks)
         self.model.train()
         return found
 
     def update(self, batch: Batch) -> PolicyUpdate:
-        """`algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; they do not depend on how the batch is cut.
+        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates, whatever the micro-batches are.
 
-        An update whose gradient is not finite is skipped and counted. Raises NotFinite after more than
+        An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients after more than
         `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm, sums = self.config.algorithm, Sums(self.ranks.device)
@@ -185,10 +173,11 @@ class Policy:
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped, stopped)
         self._advance(metrics, len(batch.rows))
-        return PolicyUpdate(_finite(metrics) if skipped else metrics, logprobs)
+        broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
+        return PolicyUpdate(replace(metrics, **broken) if skipped else metrics, logprobs)
 
     def hold(self, batch: Batch) -> PolicyUpdate:
-        """A step in which the policy stays as it is (critic warm-up)."""
+        """Counts a step without an update (critic warm-up)."""
         metrics = Sums().metrics([], 0.0, self.kl_coef, 0, False)
         self._advance(metrics, len(batch.rows))
         return PolicyUpdate(metrics)
@@ -201,12 +190,11 @@ class Policy:
             self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions)
 
     def _accumulate(self, batch: Batch, counting: Indices, first: bool) -> tuple[Sums, list[Float32 | None] | None]:
-        """Leaves the gradient of the loss over the rows `counting` of all ranks.
+        """Computes the gradient of the loss over the rows `counting` of all ranks.
 
-        Returns the sums over their tokens and, for the log, the log-probabilities that it computed before the `first` update.
-
-        A row whose advantages are 0 has no policy gradient: it is left out of the forward pass, but it stays in the
-        normalisers, so the result is the same. With a KL term or an entropy bonus every row is computed.
+        Returns the sums over their tokens and, for the log, the log-probabilities before the `first` update. A row whose
+        advantages are 0 has no policy gradient: without a KL term or an entropy bonus it is left out of the forward pass, but
+        counted in the normalisers, so the result is the same.
         """
         algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums(self.ranks.device)
         self.optimizer.zero_grad()
@@ -221,7 +209,7 @@ class Policy:
             if len(indices):
                 micro = MicroBatch.of(batch, indices, layout).to(self.ranks.device)
                 scored.append((indices, self._backward(micro, total_tokens, len(counting), sums, first)))
-            elif self.ranks.sharded:  # the other ranks' passes need this one's
+            elif self.ranks.sharded:  # FSDP2 needs a pass of every rank
                 idle = MicroBatch.of(batch, trained[:1], layout).to(self.ranks.device)
                 (score_tokens(self.scorer, idle.tokens, idle.targets, self.config, self.ranks).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
@@ -232,7 +220,7 @@ class Policy:
         return sums, [logprobs if i in known else None for i, logprobs in enumerate(found)]
 
     def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> Tensor:
-        """Adds to gradient and sums; returns [C] the log-probabilities of the tokens."""
+        """Adds to the gradient and to `sums`; returns [C] the log-probabilities of the tokens."""
         algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
         bonus = algorithm.entropy_coef > 0
         scores = score_tokens(self.scorer, micro.tokens, micro.targets, self.config, self.ranks, entropy_gradient=bonus)
@@ -242,7 +230,7 @@ class Policy:
         )
         old = sampled
         if algorithm.correction is not None:
-            # Decoupled: the ratio is taken to the trainer's own policy before the updates, a weight corrects for the engine's.
+            # Decoupled: the ratio refers to the trainer's own policy before the updates; a weight corrects for the engine's.
             old = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
             mode, level, cap = algorithm.correction, algorithm.correction_level, algorithm.correction_cap
             scale = scale * importance_correction(old, sampled, rows, count, mode, level, cap)
@@ -261,8 +249,3 @@ class Policy:
         with torch.no_grad():
             sums.add(loss, policy, scores, old, sampled, kl_reference, micro.current, first)
         return scores.logprobs.detach()
-
-
-def _finite(metrics: UpdateMetrics) -> UpdateMetrics:
-    broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
-    return replace(metrics, **broken)

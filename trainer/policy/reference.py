@@ -1,4 +1,4 @@
-"""The reference model that the KL term compares the policy with, and scoring of a batch under any model."""
+"""The reference model of the KL term, and scoring of a batch under any model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from learning.saving import Contents, Snapshot
 from learning.sharding import local, named_tensors
 from trainer.algorithms.batch import Batch
 from trainer.policy.lora import BaseScorer
-from trainer.policy.scorer import Scorer, TokenScores, load_scorer
+from trainer.policy.scorer import Scorer, TokenScores, computes_low, load_scorer
 
 if TYPE_CHECKING:
     from trainer.policy.policy import Policy
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 class Reference:
     """The reference model; without a KL term there is none, and nothing is computed.
 
-    Args:
-        policy: of this rank; with LoRA its base model is the reference.
-        directory: of the checkpoint that the run resumes from. A refreshed reference is in it; else the
-            reference is the model that the run began with. Only rank 0's counts.
+    A refreshed reference is in the checkpoint `directory` that the run resumes from (only rank 0's argument counts). Else it is
+    the model that the run began with, or with LoRA the base model of `policy`.
     """
 
     def __init__(self, policy: "Policy", directory: Path | None = None) -> None:
@@ -47,7 +45,7 @@ class Reference:
         return scorer.to("cpu") if settings.offload_reference else scorer
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """[L] for each row under the reference; None without one."""
+        """Returns [L] for each row under the reference; None without one."""
         if self.scorer is None:
             return None
         if self._config.trainer.offload_reference:
@@ -67,14 +65,14 @@ class Reference:
                     local(old).copy_(local(new))
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """The reference's part of a checkpoint, by folder: nothing unless it is refreshed. A collective."""
+        """Returns the reference's part of a checkpoint, by folder: nothing unless it is refreshed. A collective."""
         if self.scorer is None or not self._config.algorithm.reference_refresh:
             return {}
         return {"reference": Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)}
 
 
 def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> list[Float32]:
-    """[L] for each row: the log-probabilities of its tokens, the same on every rank. A collective."""
+    """Returns [L] for each row: the log-probabilities of its tokens, the same on every rank. A collective."""
 
     def score(indices: Indices) -> Tensor:
         rows = [batch.rows[i] for i in indices.tolist()]
@@ -90,9 +88,8 @@ def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> l
 def score_tokens(
     scorer: Scorer, tokens: Layout, targets: Tensor, config: Config, ranks: Ranks, entropy_gradient: bool = False
 ) -> TokenScores:
-    """Scores of a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
-    device = ranks.device.type
-    low = device == "cuda" and config.model.dtype == "bfloat16" and not ranks.sharded  # FSDP2 casts by itself
-    with torch.autocast(device, torch.bfloat16, enabled=low):
+    """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
+    low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 casts by itself
+    with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low):
         scores: TokenScores = scorer(tokens, targets, config.sampling.temperature, entropy_gradient=entropy_gradient)
         return scores

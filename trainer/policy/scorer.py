@@ -1,4 +1,4 @@
-"""Loading the policy, and the policy as a model that scores tokens."""
+"""Loading of models, and models that score tokens."""
 
 import json
 import logging
@@ -15,12 +15,12 @@ from transformers.utils import logging as transformers_logging
 from common.errors import ConfigError
 from common.sections import ModelSection, TrainerSection
 from learning.layout import Layout, Packing, layout_for
-from learning.loading import Added, Pretrained, load
+from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 from trainer.policy.logprobs import token_scores
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""In a directory in PEFT's format, in the place of a model's `config.json`."""
+"""PEFT's counterpart of a model's `config.json`."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -29,12 +29,12 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def _base_of(name: str) -> str:
-    """The model that the adapter `name` belongs to; `name` itself when it is a model."""
+    """Returns the base model of the adapter `name`; `name` itself when it is a model."""
     return str(json.loads((Path(name) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]) if is_adapter(name) else name
 
 
 def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
-    """The causal language model `config.name` (or the directory `path`) with float32 weights, an adapter merged into them.
+    """Loads the causal language model `config.name` (or the directory `path`) in float32, with an adapter merged.
 
     Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
     ConfigError when the model cannot be loaded or its head cannot be separated from its body.
@@ -43,7 +43,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     whole = config.model_copy(update={"name": _base_of(source)})
     model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
     if is_adapter(source):
-        from peft import PeftModel  # only here: it takes time to import
+        from peft import PeftModel  # slow to import
 
         try:
             if not (Path(source) / "adapter_model.safetensors").is_file():
@@ -66,12 +66,12 @@ def load_scorer(
     settings: TrainerSection,
     path: str | Path | None = None,
     trained: bool = True,
-    added: Added | None = None,
+    added: AddedModules | None = None,
 ) -> "Scorer":
-    """The same, ready to score and to be trained on these ranks: sharded, or whole and the same on each.
+    """Loads a model to score and to be trained on these ranks: sharded, or whole and the same on each.
 
-    `path` may be a checkpoint that rank 0 alone sees. Not `trained`: a reference, whose weights stay as they are. `added`: what
-    the model gets beside what is in its files; that alone may be trained.
+    `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen reference. `added` adds an
+    adapter, which alone is trained. Raises ConfigError as `load_model` does.
     """
     quiet()
     directory = ranks.same_path(Path(path) if path else None)
@@ -90,14 +90,13 @@ def load_scorer(
         raise _cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
     if getattr(scorer.model.config, "final_logit_softcapping", None):
-        raise ConfigError(
-            "models that cap their logits are not supported", field="model.name", value=config.name, remedy="take another model"
-        )
+        message = "models that cap their logits are not supported"
+        raise ConfigError(message, field="model.name", value=config.name, remedy="take another model")
     return scorer if trained else scorer.requires_grad_(False)
 
 
 def load_tokenizer(config: ModelSection) -> Any:
-    """The tokenizer of `config.name`. Raises ConfigError when it cannot be loaded."""
+    """Loads the tokenizer of `config.name`. Raises ConfigError when it cannot be loaded."""
     quiet()
     try:
         return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
@@ -106,7 +105,7 @@ def load_tokenizer(config: ModelSection) -> Any:
 
 
 def context_length(config: ModelSection) -> int | None:
-    """Positions of `config.name` in tokens; None where the model does not say. Raises ConfigError when it cannot be read."""
+    """Returns the context of `config.name` in tokens; None if the model names none. Raises ConfigError if it is unreadable."""
     try:
         found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -126,17 +125,14 @@ def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def quiet() -> None:
-    """transformers draws a progress bar for every file it reads or writes; the trainer has its own.
-
-    PEFT asks transformers for something under an old name, which is no news to whoever trains.
-    """
+    """Turns off progress bars and warnings of transformers, and a warning about a deprecated name that PEFT uses."""
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
+    """Returns the tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
     if not ids:
@@ -145,35 +141,33 @@ def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 class TokenScores(NamedTuple):
-    """Of C tokens."""
+    """The scores of C tokens."""
 
     logprobs: Tensor
     """[C] in nats, with gradient when grad is enabled."""
     entropy: Tensor
-    """[C] in nats, of the distribution each token was drawn from; with gradient when that was asked for."""
+    """[C] in nats, of the distribution of each token; with gradient on request."""
 
 
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A causal language model that gives log-probabilities of given tokens instead of logits.
+    """A causal language model of transformers that gives log-probabilities of given tokens instead of logits.
 
-    Args:
-        model: of transformers.
-        packing: `trainer.packing`; ConfigError for `on` where the model does not permit it.
+    Raises ConfigError for `packing` `on` where the model does not permit it.
     """
 
     def __init__(self, model: Any, packing: Packing = "auto") -> None:
         super().__init__()
         self.layout = layout_for(model, packing)
-        """What rows are to be made into for `forward`, which takes others too."""
+        """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
 
     def forward(self, rows: Layout, targets: Tensor, temperature: float, entropy_gradient: bool = False) -> TokenScores:
-        """Log-probabilities of `targets` under softmax(logits / temperature).
+        """Scores `targets` [C], row by row, under softmax(logits / temperature).
 
         Args:
             rows: the tokens, with the positions whose next token is scored.
             targets: [C] the tokens that are scored, row by row.
-            temperature: of sampling; scoring at another one than was sampled at gives other probabilities.
+            temperature: the sampling temperature.
             entropy_gradient: for an entropy bonus; costs memory.
         """
         hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()

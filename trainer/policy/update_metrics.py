@@ -1,4 +1,4 @@
-"""What one update measured: sums over tokens that add up over micro-batches, updates and ranks, and the means of them."""
+"""Metrics of an update: sums over tokens that add up over micro-batches, updates and ranks, and their means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainer.policy.scorer import TokenScores
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Of the updates on one batch; means are over the completion tokens that were trained on, of all ranks and passes."""
+    """Metrics of the updates on one batch; means are over the completion tokens trained on, of all ranks and passes."""
 
     loss: float
     """Mean over the updates."""
@@ -22,21 +22,21 @@ class UpdateMetrics:
     clip_fraction: float
     ratio: float
     delta_logprob: float
-    """Mean |logprob of the trainer − logprob under the policy that sampled|, before the policy moves on this batch."""
+    """Mean |trainer's logprob − sampling policy's logprob|, before the first update."""
     delta_logprob_current: float
-    """The same over the tokens that this very policy sampled: 0 when rollout engine and trainer compute alike."""
+    """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer compute alike."""
     kl_rollout: float
-    """k3 estimate of KL(policy that sampled ‖ trainer), before the policy moves on this batch."""
+    """k3 estimate of KL(sampling policy ‖ trainer), before the first update."""
     kl_reference: float
     kl_coef: float
     entropy: float
     effective_sample_size: float
-    """Of the trainer's policy over the one that sampled, as a share of the tokens; 1 on policy."""
+    """Share of the tokens, for weights trainer / sampling policy; 1 on policy."""
     trained_tokens: int
     updates: int
     """Optimiser updates that were applied."""
     skipped: int = 0
-    """Updates that were not applied because the gradient was not finite; numbers that were not finite are 0 here."""
+    """Updates left out because the gradient was not finite; metrics that were not finite are then 0."""
     stopped_early: int = 0
     """1 when `algorithm.early_stop_kl` ended the updates on this batch."""
 
@@ -48,9 +48,9 @@ _NAMES = (
 
 
 class Sums:
-    """Sums over tokens by name; those from `first` on only of the tokens scored before the policy moved.
+    """Sums over tokens by name; those from `first` on only of tokens scored before the first update.
 
-    They stay on `device` until they are read, so that adding to them does not wait for a GPU.
+    They stay on `device` until they are read, so that `add` does not wait for a GPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -72,13 +72,12 @@ class Sums:
     ) -> None:
         """Adds the tokens of one micro-batch."""
         ones = torch.ones_like(old)
-        columns: Sequence[Tensor] = (
-            *(ones, policy.clipped, policy.ratio, kl_divergence(old, scores.logprobs, "k3"), kl_reference, scores.entropy),
-        )
+        kl_old = kl_divergence(old, scores.logprobs, "k3")
+        columns = [ones, policy.clipped, policy.ratio, kl_old, kl_reference, scores.entropy]
         if first:
             weight, delta = probability_ratio(scores.logprobs, behaviour), (scores.logprobs - behaviour).abs()
             kl_rollout = kl_divergence(behaviour, scores.logprobs, "k3")
-            columns = (*columns, ones, delta, current, delta * current, kl_rollout, weight, weight.square())
+            columns += [ones, delta, current, delta * current, kl_rollout, weight, weight.square()]
         sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
         self.values[: len(sums)] += sums
 
@@ -88,13 +87,11 @@ class Sums:
     def metrics(
         self, grad_norms: Sequence[float], learning_rate: float, kl_coef: float, skipped: int, stopped: bool
     ) -> UpdateMetrics:
-        """Of updates whose gradients had these norms; the last one was only computed when `stopped`."""
+        """Returns the metrics of updates with these gradient norms; `stopped`: one more was computed, but not applied."""
         self.values = self.values.cpu()
-        first, tokens = self["first"], int(self["tokens"])
-        updates = len(grad_norms)
-        computed = max(1, updates + stopped)
+        first, tokens, updates = self["first"], int(self["tokens"]), len(grad_norms)
         return UpdateMetrics(
-            loss=self["loss"] / computed,
+            loss=self["loss"] / max(1, updates + stopped),
             grad_norm=sum(grad_norms) / max(1, updates),
             learning_rate=learning_rate,
             clip_fraction=self.mean("clipped"),

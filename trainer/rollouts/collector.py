@@ -35,8 +35,7 @@ import numpy as np
 from common import logs
 from common.config import Config
 from common.errors import ServiceError
-from common.schemas import Completion, Group, Prompt
-from services.reward.limits import MAX_BATCH_ITEMS
+from common.schemas import MAX_BATCH_ITEMS, Completion, Group, Prompt
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -45,15 +44,15 @@ from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256
-"""Prompts of one call to the data-server."""
+"""Limit of prompts in one call to the data-server."""
 _MAX_STORE = 32
-"""Groups of one call to the replay-buffer."""
+"""Limit of groups in one call to the replay-buffer."""
 _MAX_REMEMBERED = 1024
-"""Dropped groups that are kept until the log asks for them."""
+"""Limit of dropped groups that wait for the log."""
 
 
 class CollectFailed(ServiceError):
-    """Collecting cannot go on; the message is the reason."""
+    """Collecting cannot go on for the reason in the message."""
 
     code = "collect_failed"
 
@@ -71,7 +70,7 @@ class Drops:
     """The groups that were dropped."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Since the run began, by reason."""
+    """Groups dropped since the run began, by reason."""
     in_a_row: int = 0
     """Failures since the last group that succeeded."""
     _recent: deque[DroppedGroup] = field(default_factory=lambda: deque(maxlen=_MAX_REMEMBERED))
@@ -82,7 +81,7 @@ class Drops:
         self._recent += [DroppedGroup(group, reason, detail) for group in groups]
 
     def recent(self) -> list[DroppedGroup]:
-        """The groups dropped since the last call."""
+        """Returns the groups dropped since the last call."""
         return [self._recent.popleft() for _ in range(len(self._recent))]
 
 
@@ -95,16 +94,7 @@ class _Failed(Exception):
 
 
 class Collector:
-    """Fills the replay buffer. All methods run in the event loop of the clients.
-
-    Args:
-        config: of the run.
-        services: clients.
-        prompter: tokenises prompts.
-        clock: told which stage is active.
-        run_id: makes request ids unique to this run.
-        cursor: of the prompt stream.
-    """
+    """Fills the replay buffer. All methods run in the event loop of the clients. `run_id` makes request ids unique."""
 
     def __init__(
         self, config: Config, services: Services, prompter: Prompter, clock: StageClock, run_id: str, cursor: PromptCursor
@@ -113,14 +103,14 @@ class Collector:
         self._clock, self._run_id, self._cursor = clock, run_id, cursor
         self.drops = Drops()
         self.waiting: dict[int, tuple[Group, Drawn]] = {}
-        """Stored groups that are not taken yet, by position."""
+        """Stored groups that the trainer has not taken yet, by position."""
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
         self._grade_batched = RequestBatcher(services.reward.grade_all, MAX_BATCH_ITEMS, len)
         self._store_batched = RequestBatcher(self._store, _MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
-        """Collects `groups` groups in all; each is a task of its own. Raises what stops the run."""
+        """Collects `groups` groups in all, each in its own task. Never returns; raises the error that stops the run."""
         self._wanted = groups
         self.free(slots)
         async with asyncio.TaskGroup() as tasks:
@@ -139,38 +129,38 @@ class Collector:
                     tasks.create_task(self._collect(each, prompt_ids))
 
     def free(self, count: int) -> None:
-        """Frees slots whose groups were trained on."""
+        """Frees the slots of groups that were trained on."""
         for _ in range(count):
             self._slots.release()
 
     def replace(self, count: int) -> None:
-        """Collects so many more groups in the slots of groups that are not trained on."""
+        """Collects `count` more groups, in the slots of groups that are not trained on."""
         self._wanted += count
         self.free(count)
 
     def retry(self, drawn: Sequence[Drawn]) -> None:
-        """The groups of these prompts were dropped: the prompts come next, if they did not fail too often."""
+        """Draws prompts whose groups were dropped once more, before new ones, unless they failed too often."""
         for each in drawn:
             self.waiting.pop(each.position, None)
             if not self._cursor.retry(each):
                 log.warning("prompt %s at %d is left out after %d tries", each.prompt.id, each.position, MAX_TRIES)
 
     async def _draw(self, count: int) -> list[Drawn]:
-        """`count` prompts: those to be tried again, then the next of the stream."""
+        """Returns `count` prompts: first those to be retried, then the next of the stream."""
         drawn, data = self._cursor.take_retries(count), self._services.data
         while (left := count - len(drawn)) > 0:
             position = self._cursor.next
             request_id = f"{self._run_id}-{position}-{left}"
             batch = await data.prompts(left, request_id)
             if batch.position != position:  # its cursor died with its disk, or another client drew from the stream
-                log.warning("the data-server is at position %d instead of %d: it is set back", batch.position, position)
+                log.warning("setting the data-server back from position %d to %d", batch.position, position)
                 await data.seek(position)
                 batch = await data.prompts(left, f"{request_id}-again")
             drawn += self._cursor.draw(batch.prompts, batch.total_available)
         return drawn
 
     async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
-        """One group, from prompt to the replay buffer; on failure its slot tries again, then draws another prompt."""
+        """Collects one group, from prompt to replay buffer; when it fails, another group takes its slot."""
         position, prompt, epoch = drawn
         group = Group(
             id=str(uuid.uuid4()),
@@ -182,7 +172,7 @@ class Collector:
             epoch=epoch,
             position=position,
         )
-        with logs.request(group.id):  # every service logs this id with what it says about the group
+        with logs.request(group.id):  # every service logs this id with its lines about the group
             try:
                 group.completions = await self._generate(prompt_ids, position)
                 await self._grade(prompt, group.completions)
@@ -240,5 +230,5 @@ class Collector:
             raise CollectFailed(
                 f"{self.drops.in_a_row} groups in a row were dropped, the last one because of {error}",
                 field="trainer.max_failed_groups",
-                remedy="look at the log of the service that is named",
+                remedy="look at the log of the service in that error",
             )

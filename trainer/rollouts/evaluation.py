@@ -1,4 +1,4 @@
-"""Evaluation: greedy accuracy, and pass@k of sampled answers. During training it uses the services of training."""
+"""Evaluation: greedy accuracy, and pass@k of sampled answers."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ from trainer.rollouts.services import Services
 
 _T = TypeVar("_T")
 SEED_OFFSET = 1 << 20
-"""Keeps the seeds of evaluation apart from those of training."""
+"""Separates the seeds of evaluation from those of training."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation measured."""
+    """The result of one evaluation."""
 
     step: int
     accuracy: float
     """Share of held-out problems whose greedy answer is correct."""
     standard_error: float
-    """Of the accuracy: sqrt(a(1-a)/n)."""
+    """Standard error of the accuracy a: sqrt(a(1-a)/n)."""
     num_samples: int
     pass_at_k: float | None
     """Share of problems with at least one correct answer among k sampled ones; None when it was not measured."""
@@ -48,14 +48,14 @@ class Evaluation:
     answers: list[Answer]
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the answers."""
+        """Returns all fields but the answers."""
         return {key: value for key, value in asdict(self).items() if key != "answers"}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Unbiased pass@k of one problem (Chen et al. 2021, arXiv:2107.03374, eq. 1): 1 − C(n−c, k) / C(n, k).
 
-    Raises ValueError when fewer than k samples were drawn.
+    Raises ValueError for fewer than k samples.
     """
     if not 0 <= correct <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {correct} correct among {samples} samples is not defined")
@@ -69,20 +69,20 @@ class GeneratedAnswer:
     text: str
     finish_reason: FinishReason
     tokens: int | None
-    """Its length, the end-of-sequence token included; None where the server does not say."""
+    """Length with the end-of-sequence token; None where the server does not report it."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What every request of an evaluation has in common."""
+    """Settings of every request of an evaluation."""
 
     system_prompt: str
     max_new_tokens: int
     temperature: float
-    """Of the k samples; the first answer to every problem is greedy."""
+    """Temperature of the k samples; the first answer to every problem is greedy."""
     seed: int
     timeout_s: float
-    """Seconds one request may take, retries included."""
+    """Limit of one request, retries included."""
     slots: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
     """Bounds the requests in flight: a semaphore."""
 
@@ -91,25 +91,19 @@ class Generator(Protocol):
     """Answers problems."""
 
     async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
-        """n answers to the problem at `index` of the data set. Raises ServiceError when they cannot be had."""
+        """Returns n answers to the problem at `index` of the data set. Raises ServiceError when one is missing."""
 
 
 class TokenGenerator:
-    """SGLang's `/generate`, tokens in and tokens out, exactly as in training.
+    """Generates over SGLang's `/generate`, tokens in and tokens out, exactly as in training.
 
-    Args:
-        client: of the engine or of the router in front of it.
-        prompter: of the model's tokenizer.
-        settings: of the evaluation.
-        context: tokens that a prompt and its answer have together; None where only the server knows. What the prompt
-            leaves of it bounds an answer.
+    `context` limits the tokens of a prompt and its answer together; None leaves that to the server.
     """
 
     def __init__(self, client: RolloutClient, prompter: Prompter, settings: GenerationSettings, context: int | None) -> None:
         self._client, self._prompter, self._settings, self._context = client, prompter, settings, context
 
     async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
-        """See `Generator`."""
         settings, ids = self._settings, self._prompter.token_ids(prompt)
         async with settings.slots:
             answers = await self._client.answers(
@@ -122,16 +116,15 @@ class TokenGenerator:
                 deadline_s=settings.timeout_s,
                 logprobs=False,
             )
-        return [self._answer(prompt, answer) for answer in answers]
-
-    @staticmethod
-    def _answer(prompt: Prompt, answer: dict[str, Any]) -> GeneratedAnswer:
-        try:
-            text, meta = answer["text"], answer["meta_info"]
-            finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise GenerationFailed(f"this is no answer of /generate: {error!r}", value=answer) from None
-        return finished(prompt, text, finish, tokens)
+        found = []
+        for answer in answers:
+            try:
+                text, meta = answer["text"], answer["meta_info"]
+                finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise GenerationFailed(f"this is no answer of /generate: {error!r}", value=answer) from None
+            found.append(finished(prompt, text, finish, tokens))
+        return found
 
     def _room(self, prompt: Prompt, length: int) -> int:
         if self._context is None:
@@ -147,14 +140,14 @@ class TokenGenerator:
 
 
 def finished(prompt: Prompt, text: Any, finish: Any, tokens: int | None) -> GeneratedAnswer:
-    """Raises GenerationFailed for an answer that was aborted or filtered: it is not an empty one."""
+    """Returns a complete answer. Raises GenerationFailed for one that was aborted or filtered: it is not an empty one."""
     if finish not in ("stop", "length") or not isinstance(text, str):
         raise GenerationFailed(f"the answer to {prompt.id} ended with {finish}", value=text)
     return GeneratedAnswer(text, finish, tokens)
 
 
 async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], None] = lambda: None) -> list[_T]:
-    """Results in order; `done` is called at each. The first failure ends the rest and is raised."""
+    """Runs coroutines together; returns their results in order, and calls `done` after each. Raises the first failure."""
 
     async def one(coroutine: Coroutine[Any, Any, _T]) -> _T:
         result = await coroutine
@@ -172,7 +165,7 @@ async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], N
 async def graded_answers(
     generator: Generator, reward: RewardClient, prompt: Prompt, index: int, samples: int
 ) -> list[tuple[GeneratedAnswer, RewardResult]]:
-    """The greedy answer to a problem, and `samples` sampled ones, with their grades."""
+    """Returns the greedy answer to a problem, and `samples` sampled ones, with their grades."""
     greedy = generator.generate(prompt, index, 1, greedy=True)
     sampled = [generator.generate(prompt, index, samples, greedy=False)] if samples else []
     written = [answer for part in await together([greedy, *sampled]) for answer in part]
@@ -183,9 +176,9 @@ async def graded_answers(
 async def evaluate(
     config: Config, services: Services, prompter: Prompter, prompts: Sequence[Prompt], step: int, pass_samples: int
 ) -> Evaluation:
-    """Greedy accuracy over `prompts`, and pass@k over the first `pass_samples` of them.
+    """Measures greedy accuracy on `prompts`, and pass@k on the first `pass_samples` of them.
 
-    Raises ServiceError when a completion or a grade cannot be had: an evaluation is complete or it fails.
+    Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
     if not prompts:
         raise InvalidInput(
@@ -194,20 +187,14 @@ async def evaluate(
     sampling, k = config.sampling, config.trainer.eval_k
     settings = GenerationSettings("", sampling.max_new_tokens, sampling.temperature, config.seed, sampling.request_timeout_s)
     generator = TokenGenerator(services.rollout, prompter, settings, None)
-    found = await together(
-        [
-            graded_answers(generator, services.reward, prompt, i, k if i < pass_samples else 0)
-            for i, prompt in enumerate(prompts)
-        ]
-    )
+    samples = [k if i < pass_samples else 0 for i in range(len(prompts))]
+    work = [graded_answers(generator, services.reward, prompt, i, samples[i]) for i, prompt in enumerate(prompts)]
+    found, answers = await together(work), []
     for prompt, graded in zip(prompts, found, strict=True):
         for _, result in graded:
             if result.reward is None:
                 raise GenerationFailed(f"an answer to {prompt.id} could not be graded: {result.status}", code="not_graded")
-    answers = [
-        Answer(prompt.id, prompt.prompt, prompt.ground_truth, graded[0][0].text, graded[0][1].correct)
-        for prompt, graded in zip(prompts, found, strict=True)
-    ]
+        answers.append(Answer(prompt.id, prompt.prompt, prompt.ground_truth, graded[0][0].text, graded[0][1].correct))
     accuracy = sum(answer.correct for answer in answers) / len(answers)
     passed = [pass_at_k(k, sum(result.correct for _, result in graded[1:]), k) for graded in found[:pass_samples]]
     return Evaluation(
@@ -227,7 +214,7 @@ class Evaluator:
     last: Evaluation | None = None
 
     def prepare(self) -> None:
-        """Gets the held-out problems."""
+        """Fetches the held-out problems."""
 
     def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
         """Evaluates the weights that the engines serve, those after `step` steps.
@@ -238,14 +225,7 @@ class Evaluator:
 
 
 class ServedEvaluator(Evaluator):
-    """Rank 0's evaluation, over the services of training.
-
-    Args:
-        config: of the run.
-        services: clients, used in `loop`.
-        prompter: tokenises prompts.
-        loop: event loop in a thread of its own.
-    """
+    """Rank 0's evaluation, over the services of training."""
 
     def __init__(self, config: Config, services: Services, prompter: Prompter, loop: LoopThread) -> None:
         self._config, self._services, self._prompter, self._loop = config, services, prompter, loop
@@ -256,9 +236,9 @@ class ServedEvaluator(Evaluator):
             self._held_out = self._loop.call(self._services.data.eval_prompts(count))
 
     def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
-        """See `Evaluator`. Raises ServiceError when an answer or a grade cannot be had."""
+        """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""
         if not self._held_out:
             return None
-        arguments = (self._config, self._services, self._prompter, self._held_out, step, pass_samples)
-        self.last = self._loop.call(evaluate(*arguments))
+        work = evaluate(self._config, self._services, self._prompter, self._held_out, step, pass_samples)
+        self.last = self._loop.call(work)
         return self.last

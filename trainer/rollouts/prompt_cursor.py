@@ -1,4 +1,4 @@
-"""Which positions of the prompt stream are drawn, finished and to be tried again. Pure: no I/O, no clock."""
+"""The positions of the prompt stream that are drawn, finished and to be retried. Pure: no I/O, no clock."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from common.schemas import Prompt
 
 MAX_TRIES = 3
-"""Groups of one prompt that may fail or come too late until the prompt is left out of the epoch."""
+"""Groups of one prompt that may fail or become too stale before the epoch leaves the prompt out."""
 
 
 class Drawn(NamedTuple):
@@ -20,8 +20,8 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run is in the prompt stream: what it has trained on or dropped, and never draws again."""
+class PromptProgress:
+    """The positions that a run has trained on or dropped, and never draws again."""
 
     position: int = 0
     """Every position before it is finished."""
@@ -30,16 +30,13 @@ class Progress:
 
 
 class PromptCursor:
-    """Positions of the prompt stream of one run.
+    """The prompt stream of one run, which goes on from `progress`.
 
     A position is drawn once. Its group is trained on or replaced (`finish`), or it fails (`retry`). Then the prompt is drawn
     again before new ones, until it has failed `MAX_TRIES` times.
-
-    Args:
-        progress: of the run, from its checkpoint.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: PromptProgress) -> None:
         self.next = progress.position
         """The next new position."""
         self._first_open, self._finished = progress.position, set(progress.finished)
@@ -47,12 +44,12 @@ class PromptCursor:
         self._to_retry: list[Drawn] = []
 
     @property
-    def progress(self) -> Progress:
-        """Where a run resumes that starts from here."""
-        return Progress(self._first_open, sorted(self._finished))
+    def progress(self) -> PromptProgress:
+        """The progress from which a run would resume now."""
+        return PromptProgress(self._first_open, sorted(self._finished))
 
     def take_retries(self, count: int) -> list[Drawn]:
-        """Up to `count` prompts whose groups failed."""
+        """Returns up to `count` prompts whose groups failed."""
         taken, self._to_retry = self._to_retry[:count], self._to_retry[count:]
         return taken
 
@@ -66,7 +63,7 @@ class PromptCursor:
         ]
 
     def retry(self, drawn: Drawn) -> bool:
-        """The group of this prompt failed. Returns False when it failed too often: then the position is finished."""
+        """Marks a prompt whose group failed for another try. After the last try it finishes the position and returns False."""
         self._failed[drawn.position] += 1
         if self._failed[drawn.position] < MAX_TRIES:
             self._to_retry.append(drawn)
@@ -75,7 +72,7 @@ class PromptCursor:
         return False
 
     def finish(self, positions: Sequence[int]) -> None:
-        """These positions are never drawn again."""
+        """Finishes positions: they are never drawn again."""
         for position in positions:
             self._failed.pop(position, None)
             self._finished.add(position)

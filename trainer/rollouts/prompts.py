@@ -1,11 +1,14 @@
-"""A problem as the model and the graders get it."""
+"""Problems as the model and the graders get them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from common.schemas import FinishReason, Prompt, RewardItem
+from common.schemas import Completion, Prompt, RewardItem
+
+if TYPE_CHECKING:
+    from trainer.rollouts.evaluation import GeneratedAnswer
 
 
 @dataclass
@@ -17,14 +20,11 @@ class Prompter:
     stop_token_ids: list[int]
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """With the model's chat template, or as it is for a model without one.
-
-        Raises ConfigError for a conversation when the model has no chat template.
-        """
+        """Applies the model's chat template, if it has one. Raises ConfigError for a chat when it has none."""
         return self.all_token_ids([prompt])[0]
 
     def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The same of several: one call of the tokenizer costs as much as that of one."""
+        """Returns `token_ids` of several prompts: one call of the tokenizer costs hardly more than that of one prompt."""
         texts = [self._text(prompt) for prompt in prompts]
         ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=not self.tokenizer.chat_template).input_ids
         return ids
@@ -44,25 +44,15 @@ class Prompter:
 
 
 def conversation(prompt: Prompt, system_prompt: str) -> list[dict[str, str]]:
-    """The messages that the model is asked to go on with."""
+    """Returns the messages that the model continues."""
     chat = prompt.chat or [{"role": "user", "content": prompt.prompt}]
     if not system_prompt or chat[0]["role"] == "system":
         return chat
     return [{"role": "system", "content": system_prompt}, *chat]
 
 
-class Answered(Protocol):
-    """What is graded of a completion."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def finish_reason(self) -> FinishReason: ...
-
-
-def reward_items(prompt: Prompt, completions: Sequence[Answered]) -> list[RewardItem]:
-    """What the reward-server is asked about completions of one prompt."""
+def reward_items(prompt: Prompt, completions: "Sequence[Completion | GeneratedAnswer]") -> list[RewardItem]:
+    """Returns the reward-server's input for completions of one prompt."""
     return [
         RewardItem(
             prompt=prompt.prompt,
@@ -77,5 +67,5 @@ def reward_items(prompt: Prompt, completions: Sequence[Answered]) -> list[Reward
 
 
 def sampling_seed(seed: int, position: int) -> int:
-    """The sampling seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
+    """Returns the sampling seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
     return (seed * 0x9E3779B1 + position * 0x85EBCA6B + 1) & 0x7FFFFFFF

@@ -18,7 +18,7 @@ from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
 from trainer.rollouts.collector import CollectFailed, Collector, Drops
 from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, PRIORITY_EXPONENT, load_priority
-from trainer.rollouts.prompt_cursor import Progress, PromptCursor
+from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
@@ -28,37 +28,33 @@ _SAY_EVERY_S = 30.0
 
 
 class Rollouts:
-    """The rollouts as a rank above 0 sees them: rank 0 does the work and shares the groups.
-
-    Args:
-        ranks: this process among the trainer's processes.
-    """
+    """The rollouts of a rank above 0: rank 0 does the work and shares the groups."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.drops = Drops()
 
     @property
-    def progress(self) -> Progress:
-        """Where a run resumes that starts from here; rank 0 alone knows."""
-        return Progress()
+    def progress(self) -> PromptProgress:
+        """The progress from which a run would resume now; only rank 0 knows it."""
+        return PromptProgress()
 
     def prepare(self, step: int, known: bool) -> int:
         """Agrees with the services on where the run goes on; returns the run's total steps. A collective.
 
         Args:
             step: of the policy.
-            known: whether an earlier attempt of this run came this far, so that stored experience is this run's.
+            known: whether an earlier attempt of this run got this far, so that the stored experience belongs to this run.
         """
         return int(self._ranks.broadcast(b""))
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
-        """Groups are collected while inside."""
+        """Collects groups while inside."""
         yield
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """The groups of the next batch: fresh ones first, then `replay.reuse_ratio` of prioritised reuse. A collective."""
+        """Returns the groups of the next batch: fresh ones, then `replay.reuse_ratio` of prioritised reuse. A collective."""
         return _decode(self._ranks.broadcast(b""))
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
@@ -70,18 +66,7 @@ class Rollouts:
 
 
 class ServedRollouts(Rollouts):
-    """Rank 0's rollouts, over the services.
-
-    Args:
-        config: of the run.
-        ranks: this process among the trainer's processes.
-        services: clients, used in `loop`.
-        prompter: tokenises prompts.
-        clock: told which stage is active.
-        loop: event loop in a thread of its own.
-        run_id: makes request ids unique to this attempt.
-        progress: of the run, from its checkpoint.
-    """
+    """Rank 0's rollouts, over the services, from `progress` on. `run_id` makes request ids unique to this attempt."""
 
     def __init__(
         self,
@@ -92,7 +77,7 @@ class ServedRollouts(Rollouts):
         clock: StageClock,
         loop: LoopThread,
         run_id: str,
-        progress: Progress,
+        progress: PromptProgress,
     ) -> None:
         super().__init__(ranks)
         self._config, self._services, self._clock, self._loop, self._run_id = config, services, clock, loop, run_id
@@ -100,15 +85,15 @@ class ServedRollouts(Rollouts):
         self._collector = Collector(config, services, prompter, clock, run_id, self._cursor)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
-        self._fresh_per_step = fresh_groups(config)
+        self._fresh_per_step = config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
         self._total_steps = 1
         self._batches = self._requests = 0
         self._held: set[str] = set()  # groups that were taken and are not acknowledged
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # raised by `next`
 
     @property
-    def progress(self) -> Progress:
-        async def read() -> Progress:
+    def progress(self) -> PromptProgress:
+        async def read() -> PromptProgress:
             return self._cursor.progress
 
         return self._loop.call(read())
@@ -155,11 +140,7 @@ class ServedRollouts(Rollouts):
         try:
             await self._collector.run(groups, slots)
         except BaseExceptionGroup as group:
-            self._fail(group.exceptions[0])
-
-    def _fail(self, error: BaseException) -> None:
-        """The run cannot go on: `next` raises this."""
-        self._failure = self._failure or error
+            self._failure = self._failure or group.exceptions[0]
 
     def next(self, step: int) -> list[TrainingGroup]:
         """See `Rollouts`. Raises CollectFailed when collecting stopped, or nothing came for `trainer.wait_timeout_s`."""
@@ -172,7 +153,7 @@ class ServedRollouts(Rollouts):
         return groups
 
     def _fresh(self, min_version: int) -> list[Group]:
-        """Fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
+        """Takes fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
         algorithm, count = self._config.algorithm, self._fresh_per_step
         groups = self._take(count, min_version)
         if not algorithm.dynamic_sampling:
@@ -191,13 +172,12 @@ class ServedRollouts(Rollouts):
         )
 
     def _take(self, count: int, min_version: int) -> list[Group]:
-        """The next `count` fresh groups, none older than `min_version`, in the order of their prompts."""
+        """Takes the next `count` fresh groups, none older than `min_version`, in the order of their prompts."""
         limit = self._config.trainer.wait_timeout_s
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < limit:
             if now - said > _SAY_EVERY_S:
-                calls = "; ".join(watchdog.awaited()) or "no call is under way"
-                active = self._clock.active()
+                calls, active = "; ".join(watchdog.awaited()) or "no call is under way", self._clock.active()
                 log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
                 said = now
             if self._failure is not None:
@@ -232,13 +212,13 @@ class ServedRollouts(Rollouts):
             stale = [(group, drawn) for group, drawn in waiting.values() if group.weight_version < request.min_version]
             self.drops.add([group for group, _ in stale], "stale", f"its weights are older than version {request.min_version}")
             self.drops.counts["stale"] += taken.evicted - len(stale)
-            log.warning("the groups at %s of the prompt stream came too late", [drawn.position for _, drawn in stale])
+            log.warning("dropping the stale groups at %s of the prompt stream", [drawn.position for _, drawn in stale])
             self._collector.retry([drawn for _, drawn in stale])
             self._collector.replace(taken.evicted)
         return taken.groups
 
     async def _replace(self, groups: list[Group]) -> None:
-        """Sets groups aside that a batch has no use for, and draws as many other prompts instead."""
+        """Drops groups of equal rewards, and draws as many other prompts instead."""
         self.drops.add(groups, "zero_variance", "all its rewards are equal")
         await self._acknowledge(groups)
         self._collector.replace(len(groups))
@@ -250,7 +230,7 @@ class ServedRollouts(Rollouts):
         self._cursor.finish([group.position for group in groups])
 
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
-        """Up to `count` groups that were trained on before, by priority, with importance weights (arXiv:1511.05952)."""
+        """Samples up to `count` earlier groups by priority, with importance weights (arXiv:1511.05952)."""
         settings, low = self._config.replay, IMPORTANCE_EXPONENT
         request = SampleRequest(
             count=count,
@@ -267,7 +247,7 @@ class ServedRollouts(Rollouts):
         return [TrainingGroup(group, weight, reused=True) for group, weight in zip(sampled.groups, weights, strict=True)]
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
-        """See `Rollouts`. Sets the priorities for reuse too, and tells a curriculum how often the prompts were solved."""
+        """See `Rollouts`. Also sets the priorities for reuse, and reports pass rates to a curriculum."""
         columns = zip(batch.groups, batch.mean_advantages(), strict=True)
         priorities = {item.group.id: self._priority(item.group, means) for item, means in columns}
         return self._loop.begin(self._finish(batch.fresh, priorities, f"{self._run_id}-pass-rates-{self._batches}"))
@@ -285,15 +265,10 @@ class ServedRollouts(Rollouts):
 
     def _released(self, count: int, served: "Future[None]") -> None:
         if (error := served.exception()) is not None:
-            self._fail(error)
+            self._failure = self._failure or error
             return
         with suppress(RuntimeError):  # the run has ended, and its loop is closed
             self._loop.loop.call_soon_threadsafe(self._collector.free, count)
-
-
-def fresh_groups(config: Config) -> int:
-    """Groups of a batch that are generated for it; the others are reused."""
-    return config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
 
 
 def _encode(groups: Sequence[TrainingGroup]) -> bytes:

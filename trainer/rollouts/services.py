@@ -22,10 +22,10 @@ class Services:
     reward: RewardClient
     replay: ReplayClient
     critic: CriticClient | None = None
-    """None where the trainer computes the critic, or there is none."""
+    """None when there is no critic-server."""
 
     def stateful(self) -> list[Client]:
-        """The services that make something durable: all but the router."""
+        """Returns the services that store something: all but the router."""
         return [self.data, self.reward, self.replay, *([self.critic] if self.critic else [])]
 
     def all(self) -> list[Client]:
@@ -35,15 +35,17 @@ class Services:
 async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list[Client]:
     """Flushes all services at once; returns, and logs, those that did not answer within `deadline_s` seconds.
 
-    That is no error: the run is complete and saved, and what services have acknowledged is durable. A node that is just
-    being replaced must not turn the run into a failure.
+    They do not make the run fail, as one may be on a node that is just being replaced: the run is complete and saved, and
+    everything that services have acknowledged is durable.
     """
-    answers = await asyncio.gather(*(client.flush(deadline_s) for client in clients), return_exceptions=True)
-    missing = []
-    for client, answer in zip(clients, answers, strict=True):
-        if isinstance(answer, ServiceError):
-            log.warning("%s was not flushed, the end of its log may be missing: %s", client.service, answer)
-            missing.append(client)
-        elif isinstance(answer, BaseException):
-            raise answer
-    return missing
+
+    async def failed(client: Client) -> bool:
+        try:
+            await client.flush(deadline_s)
+        except ServiceError as error:
+            log.warning("%s was not flushed, the end of its log may be missing: %s", client.service, error)
+            return True
+        return False
+
+    answers = await asyncio.gather(*map(failed, clients))
+    return [client for client, missing in zip(clients, answers, strict=True) if missing]

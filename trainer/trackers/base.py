@@ -1,4 +1,4 @@
-"""What a tracker is, what it gets to know about its run, and whether it can be used here."""
+"""Interface of trackers, and their selection."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -12,76 +12,79 @@ from common.imports import import_callable
 from common.sections import TrackersSection
 
 Cell = str | float | int | bool | None
-LIBRARIES = ("tensorboard", "wandb", "mlflow", "trackio")
-"""The trackers with a name of their own, which is also that of their library and of the extra that installs it."""
+LIBRARIES = {
+    "tensorboard": "trainer.trackers.to_tensorboard:TensorBoardTracker",
+    "wandb": "trainer.trackers.to_wandb:WandbTracker",
+    "mlflow": "trainer.trackers.to_mlflow:MlflowTracker",
+    "trackio": "trainer.trackers.to_trackio:TrackioTracker",
+}
+"""Built-in trackers by name, which is also the name of the library and of the extra that installs it."""
 _WANDB_KEY = "WANDB_API_KEY"
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker gets when it begins."""
+    """Description of the run for a new tracker."""
 
     id: str
-    """The same when the run is resumed: a tracker goes on in its run of that id."""
+    """Stays the same when the run is resumed, so that a tracker continues its run of that id."""
     name: str
     project: str
     directory: Path
-    """`trackers` in the run directory, for files."""
+    """Folder for the tracker's files: `trackers` in the run directory."""
     config: dict[str, Any]
-    """The resolved configuration, by section: the hyperparameters."""
+    """Resolved configuration by section: the hyperparameters."""
     step: int
-    """The run goes on after this step; later ones that were tracked are of an attempt that was interrupted."""
+    """The run continues after this step; later tracked steps belong to an interrupted attempt."""
 
     @property
     def parameters(self) -> dict[str, Cell]:
-        """The configuration as `section.name`; what is no number, text or truth value as text."""
-        return dict(_flat(self.config))
+        """The configuration as `section.name`; values other than numbers, texts and booleans as text."""
+        known = (str, int, float, bool)
+        return {name: value if isinstance(value, known) else str(value) for name, value in flatten(self.config, ".")}
 
 
 class Tracker(Protocol):
-    """One tracker; made with a `RunInfo` and called from one thread. An error it raises loses that record alone."""
+    """A tracker, created with a `RunInfo` and called from one thread. An exception loses only that record."""
 
     where: str
-    """Where a person finds the run: an address or a command."""
+    """Address or command that shows the run."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Records numbers of a step or an evaluation, named `group/name`."""
+        """Records the numbers of a step or an evaluation, named `group/name`."""
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
-        """Records samples or answers, as of this step."""
+        """Records samples or answers of this step."""
 
     def close(self, finished: bool) -> None:
-        """Sends what is left. `finished`: the run has come to its end, and was not interrupted."""
+        """Sends the remaining records. `finished`: the run was not interrupted."""
 
 
 def load(name: str) -> Callable[[RunInfo], Tracker]:
-    """The class of a tracker: one of this package, or `package.module:Class`."""
-    return import_callable(f"trainer.trackers.to_{name}:Made" if name in LIBRARIES else name, "trackers.names")
+    """Returns the class of a tracker, built in or `package.module:Class`."""
+    return import_callable(LIBRARIES.get(name, name), "trackers.names")
 
 
 def wandb_offline() -> bool:
-    """Whether wandb writes into the run directory alone (`WANDB_MODE`, as for wandb itself)."""
+    """Returns whether wandb writes to the run directory only (`WANDB_MODE`, as for wandb itself)."""
     return os.environ.get("WANDB_MODE", "online") != "online"
 
 
 def check(settings: TrackersSection) -> None:
-    """Raises ConfigError, with the remedy, for a tracker that cannot be used here."""
+    """Raises ConfigError for a tracker whose library or key is missing."""
     for name in settings.names:
         if name in LIBRARIES and find_spec(name) is None:
-            raise ConfigError(
-                f"the library {name} is not installed",
-                field="trackers.names",
-                value=name,
-                remedy=f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out",
-            )
+            remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out"
+            raise ConfigError(f"the library {name} is not installed", field="trackers.names", value=name, remedy=remedy)
     if "wandb" in settings.names and not wandb_offline() and not os.environ.get(_WANDB_KEY):
         remedy = "put it into the environment of the trainer (a secret of the job group), or WANDB_MODE=offline"
         raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Cell]]:
+def flatten(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings by their joined names."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flatten(value, separator, f"{prefix}{name}{separator}")
         else:
-            yield f"{prefix}{name}", value if isinstance(value, str | int | float | bool) else str(value)
+            yield f"{prefix}{name}", value

@@ -1,4 +1,4 @@
-"""One tracker's thread, its bounded queue, and how a process ends that has left one behind."""
+"""Thread and bounded queue of one tracker, and the exit of a process whose tracker hangs."""
 
 import logging
 import os
@@ -11,26 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.security import Hider
+from common.security import SecretRedactor
 from trainer.trackers.base import RunInfo, load
 
 QUEUE = 1000
-"""Records that may wait. A step makes one or two, so this is hundreds of steps."""
+"""Limit of queued records: hundreds of steps, at one or two records each."""
 _PREFIX = "tracker "
 log = logging.getLogger(__name__)
 
 
 class TrackerThread:
-    """Hands records to a tracker, one at a time.
+    """Passes records to a tracker, one at a time.
 
     A tracker that fails, hangs or falls behind loses records: the first loss is reported with its reason, all are counted.
-
-    Args:
-        name: of the tracker, as in `trackers.names`.
-        run: what the tracker is made with.
-        say: prints a line for a person.
-        count: gets `written` or `lost` for every record.
-        limit: records that may wait.
+    `say` prints a line, `count` gets `written` or `lost` for every record, `limit` bounds the queued records.
     """
 
     def __init__(
@@ -49,25 +43,25 @@ class TrackerThread:
         """Queues a record and returns at once."""
         self._given += 1
         if self._over:
-            self._settle("lost")
+            self._finish("lost")
         elif self._queue.qsize() >= self._limit:
-            self._settle("lost")
+            self._finish("lost")
             self._report(f"it is too slow: {self._limit} records wait for it already")
         else:
             self._queue.put((call, arguments))
 
     def end(self, finished: bool) -> None:
-        """No more records come; `wait` waits for those that are queued."""
+        """Ends the queue; `wait` waits for the queued records."""
         self._finished = finished
         self._queue.put(None)
 
     def wait(self, deadline: float) -> None:
-        """Waits until the tracker has taken everything, at most until `deadline` (`time.monotonic`); then leaves it behind."""
+        """Waits for the tracker to take everything, until `deadline` (`time.monotonic`), then abandons it."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._reported = True
             self._say(f"tracker {self.name} did not take what was left in the time it had")
-        self._lose_rest()
+        self._drop_rest()
         if self.lost:
             self._say(f"tracker {self.name}: {self.lost} of {self._given} records are lost")
 
@@ -80,17 +74,17 @@ class TrackerThread:
                 try:
                     getattr(tracker, call)(**arguments)
                 except Exception as error:
-                    self._settle("lost")
-                    self._failed(error)
+                    self._finish("lost")
+                    self._report_error(error)
                 else:
-                    self._settle("written")
+                    self._finish("written")
             if not self._over:
                 tracker.close(self._finished)
         except (Exception, SystemExit) as error:  # a library that calls sys.exit has only ended this thread
-            self._failed(error)
-        self._lose_rest()
+            self._report_error(error)
+        self._drop_rest()
 
-    def _settle(self, result: str) -> None:
+    def _finish(self, result: str) -> None:
         with self._lock:
             if result == "written" and not self._over:
                 self.written += 1
@@ -99,14 +93,14 @@ class TrackerThread:
                 self.lost += 1
                 self._count("lost")
 
-    def _lose_rest(self) -> None:
+    def _drop_rest(self) -> None:
         self._over = True
         for _ in range(self._given - self.written - self.lost):
-            self._settle("lost")
+            self._finish("lost")
 
-    def _failed(self, error: BaseException) -> None:
+    def _report_error(self, error: BaseException) -> None:
         log.debug("tracker %s", self.name, exc_info=error)
-        self._report(Hider().text(" ".join(f"{type(error).__name__}: {error}"[:500].split())))
+        self._report(SecretRedactor().redact(" ".join(f"{type(error).__name__}: {error}"[:500].split())))
 
     def _report(self, reason: str) -> None:
         if not self._reported:
@@ -116,9 +110,9 @@ class TrackerThread:
 
 @contextmanager
 def prompt_exit() -> Iterator[None]:
-    """Around a command: ends the process at once, with its exit status, if a tracker was left behind.
+    """Ends the process at once, with its exit status, if a tracker was abandoned.
 
-    Exit hooks of its library may wait for the same thing, without an end: wandb's waits until everything is sent.
+    Exit hooks of its library may block for ever: wandb's waits until everything is sent.
     """
     try:
         yield

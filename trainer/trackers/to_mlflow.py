@@ -2,7 +2,6 @@
 
 import os
 import time
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -13,8 +12,8 @@ _TAG = "rlhf.run"
 _MAX_VALUE = 5000
 
 
-class Made:
-    """A run of MLflow, found again by its tag."""
+class MlflowTracker:
+    """An MLflow run, found again by its tag."""
 
     def __init__(self, run: RunInfo) -> None:
         given = os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -27,14 +26,14 @@ class Made:
         one = found[0] if found else self._client.create_run(number, tags={_TAG: run.id}, run_name=run.name)
         self._id = one.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        # MLflow changes no parameter: one that a resumed run has changed is kept beside the old one.
+        # MLflow parameters are immutable: a value that a resumed run has changed gets a name of its own.
         parameters = [
             Param(name if name not in one.data.params else f"{name}.after_step_{run.step}", value)
             for name, each in run.parameters.items()
             if one.data.params.get(name) != (value := str(each)[:_MAX_VALUE])
         ]
-        for some in _parts(parameters, 100):
-            self._client.log_batch(self._id, params=some)
+        for i in range(0, len(parameters), 100):
+            self._client.log_batch(self._id, params=parameters[i : i + 100])
         self.where = f"{uri}, experiment {run.project}, run {self._id}"
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
@@ -47,7 +46,3 @@ class Made:
 
     def close(self, finished: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
-
-
-def _parts(items: list[Any], size: int) -> list[list[Any]]:
-    return [items[i : i + size] for i in range(0, len(items), size)]

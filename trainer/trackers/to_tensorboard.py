@@ -9,8 +9,8 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer.trackers.base import Cell, RunInfo
 
 
-class Made:
-    """`tensorboard --logdir RUN_DIR/trackers`, or a folder of many runs."""
+class TensorBoardTracker:
+    """Event files for `tensorboard --logdir RUN_DIR/trackers`, or for a folder of many runs."""
 
     def __init__(self, run: RunInfo) -> None:
         directory = run.directory / "tensorboard" / run.id
@@ -34,5 +34,5 @@ class Made:
 
 
 def _cell(value: Cell) -> str:
-    """A cell of a Markdown table."""
+    """Escapes a cell of a Markdown table."""
     return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")

@@ -5,8 +5,8 @@ import os
 from trainer.trackers.base import Cell, RunInfo
 
 
-class Made:
-    """A run of Trackio, found again by its name, which has the id of the run in it."""
+class TrackioTracker:
+    """A Trackio run, found again by its name, which contains the run's id."""
 
     def __init__(self, run: RunInfo) -> None:
         directory = os.environ.setdefault("TRACKIO_DIR", str(run.directory / "trackio"))  # read when trackio is imported

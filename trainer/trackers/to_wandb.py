@@ -1,12 +1,12 @@
-"""Weights & Biases: sent as it comes, or offline into the run directory."""
+"""Weights & Biases: online, or offline in the run directory."""
 
 import wandb
 
 from trainer.trackers.base import Cell, RunInfo, wandb_offline
 
 
-class Made:
-    """A run of wandb whose x-axis is the step: a resumed run repeats steps, which wandb's own counter does not allow."""
+class WandbTracker:
+    """A wandb run with the step as x-axis: a resumed run repeats steps, which wandb's own counter does not allow."""
 
     def __init__(self, run: RunInfo) -> None:
         self._run = wandb.init(

@@ -1,9 +1,9 @@
-"""All trackers of a run: what they get of a step and of an evaluation. Rank 0 alone has them."""
+"""All trackers of a run, on rank 0."""
 
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,36 +14,31 @@ from common.config import Config
 from common.schemas import Group
 from common.storing import storing
 from trainer.rollouts.evaluation import Evaluation
-from trainer.trackers.base import Cell, RunInfo, check
+from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread
 
 _FLUSH_S = 60.0
 """Time to flush when the run ends; what is left then is lost, and said to be."""
 _INTERRUPTED_S = 5.0
-"""Time to flush when the run is interrupted: whoever ends it does not wait long."""
+"""Time to flush when the run is interrupted."""
 _NO_TELEMETRY = {
     "WANDB_ERROR_REPORTING": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-"""Libraries do not report a run to their makers, unless the environment says otherwise."""
+"""Defaults of environment variables that switch off the telemetry of the libraries."""
 _MAX_TEXT, _MAX_ROWS = 4000, 64
 _SAMPLES = ["prompt", "ground_truth", "completion", "reward", "correct", "extracted_answer", "status", "tokens", "finish"]
 _ANSWERS = ["prompt", "ground_truth", "answer", "correct"]
 
 
 class Trackers:
-    """Starts those of `config.trackers`; with none of them it does nothing.
+    """The trackers of `config.trackers` for a run that continues after `step`; they write to `trackers` in `run_dir`.
 
-    Args:
-        config: of the run.
-        run_dir: the trackers' own files go to its folder `trackers`.
-        step: the run goes on after this step.
-        say: prints a line for a person.
-        counted: a counter with the labels tracker and result.
+    `say` prints a line; `counted` counts records by tracker and result.
 
-    Raises ConfigError when one cannot be used, StorageFailed when `run_dir` cannot be written.
+    Raises ConfigError for an unusable tracker, StorageFailed when `run_dir` cannot be written.
     """
 
     def __init__(
@@ -75,22 +70,23 @@ class Trackers:
         self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names]
 
     def step(self, record: Mapping[str, Any], group: Group) -> None:
-        """A step was done; its numbers, and every `trackers.sample_every` steps the completions of one of its groups."""
+        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of one group."""
         step, every = record["step"], self._settings.sample_every
-        self._put("metrics", step=step, values={name: value for name, value in _numbers(record) if name != "step"})
+        values = _numbers(record)
+        del values["step"]
+        self._put("metrics", step=step, values=values)
         if every and step % every == 0:
-            self._table(step, "samples", _SAMPLES, _samples(group))
+            self._put("table", step=step, name="samples", columns=_SAMPLES, rows=_samples(group))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """An evaluation was done; its numbers and its first answers."""
-        values = dict(_numbers({"evaluation": evaluation.summary()}))
-        self._put("metrics", step=evaluation.step, values=values)
+        """Records the numbers and the first answers of an evaluation."""
+        self._put("metrics", step=evaluation.step, values=_numbers({"evaluation": evaluation.summary()}))
         answers = evaluation.answers[:_MAX_ROWS]
         rows: list[list[Cell]] = [[_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in answers]
-        self._table(evaluation.step, "evaluation/answers", _ANSWERS, rows)
+        self._put("table", step=evaluation.step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
 
     def close(self, finished: bool) -> None:
-        """Waits until they have taken everything, `_FLUSH_S` at most, and leaves behind those that have not."""
+        """Waits for the trackers to take everything, at most `_FLUSH_S`, and abandons the others."""
         deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
         for thread in self._threads:
             thread.end(finished)
@@ -98,16 +94,13 @@ class Trackers:
             thread.wait(deadline)
         self._threads = []
 
-    def _table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
-        self._put("table", step=step, name=name, columns=columns, rows=rows)
-
     def _put(self, call: str, **arguments: Any) -> None:
         for thread in self._threads:
             thread.put(call, **arguments)
 
 
 def _own_id(path: Path, new: bool) -> str:
-    """The id of the run in this directory, made when it is not there."""
+    """Returns the id of the run in this directory, a new one when it has none."""
     if new or not path.exists():
         partial = path.with_name("id.partial")
         partial.write_text(uuid.uuid4().hex[:12], encoding="ascii")
@@ -115,13 +108,9 @@ def _own_id(path: Path, new: bool) -> str:
     return path.read_text(encoding="ascii")
 
 
-def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a record, those in mappings as `mapping/name`."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", float(value)
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns every number of a record, those of mappings as `mapping/name`."""
+    return {name: float(value) for name, value in flatten(record, "/") if isinstance(value, int | float)}
 
 
 def _samples(group: Group) -> list[list[Cell]]:

@@ -1,4 +1,4 @@
-"""Weight versions that are LoRA adapters: their files, and the name that requests carry."""
+"""Static files of weight versions, and the publisher of LoRA adapters."""
 
 import shutil
 from pathlib import Path
@@ -9,22 +9,25 @@ from common.rollout_client import RolloutClient
 from common.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG, load_model
-from trainer.weights.publisher import Weights, write_static_files
-from trainer.weights.sync import Publishes
+from trainer.weights.publisher import Weights
+from trainer.weights.sync import WeightPublisher
 
 
-def static_files(config: Config, policy: Any, tokenizer: Any, directory: Path) -> list[Path]:
-    """The files that make published tensors a complete version: written once, as `publisher.py` does for a model."""
-    if not config.lora.publishes_adapter:
-        return write_static_files(policy, tokenizer, directory)
+def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
+    """Writes the files that make published tensors a complete version, and the tokenizer's; returns the former's paths."""
     shutil.rmtree(directory, ignore_errors=True)
-    tokenizer.save_pretrained(directory)  # for checkpoints; engines have it from the model
-    (directory / ADAPTER_CONFIG).write_text(adapter_config(policy))
-    return [directory / ADAPTER_CONFIG]
+    tokenizer.save_pretrained(directory)
+    if config.lora.publishes_adapter:
+        (directory / ADAPTER_CONFIG).write_text(adapter_config(model))
+        return [directory / ADAPTER_CONFIG]
+    model.config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    return sorted(path for path in directory.iterdir() if path.is_file())
 
 
 def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:
-    """The model without the adapter as a local directory: where it is, or written to `directory`."""
+    """Returns a local directory of the model without the adapter: its own, or `directory`, where it is then written."""
     local = Path(config.model.name)
     if (local / "config.json").is_file():
         return local
@@ -35,19 +38,13 @@ def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:
 
 
 class AdapterPublisher:
-    """Publishes adapters: once the engines have one, requests name it.
+    """Publishes adapters through `publisher`: once the engines have one, the requests of `client` name it.
 
-    An engine answers a request with the adapter that it names or not at all, so what was sampled by which version does not
-    depend on what an engine holds at that moment.
-
-    Args:
-        publisher: brings the adapters to the engines.
-        client: whose requests name them.
-        run_id: under which `publisher` publishes.
-        sglang: whether the engines are SGLang.
+    An engine answers a request with the adapter that the request names or not at all, so the version that sampled a
+    completion never depends on the adapters that an engine happens to hold.
     """
 
-    def __init__(self, publisher: Publishes, client: RolloutClient, run_id: str, sglang: bool) -> None:
+    def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str, sglang: bool) -> None:
         self._publisher, self._client, self._run_id = publisher, client, run_id
         client.repeats_prompt = sglang
 

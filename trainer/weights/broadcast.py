@@ -1,32 +1,26 @@
-"""Weights straight from the trainer into the running engines, and files for whoever could not take part."""
+"""Weights straight from the trainer into the running engines, and files for the nodes that could not take part."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import Conflict, NotFound
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from learning.weight_group import digest_all
-from trainer.weights.host_copy import BUCKET_BYTES, Snapshot
+from trainer.weights.host_copy import BUCKET_BYTES, HostCopy
 from trainer.weights.publisher import WeightBoard, Weights, write_version
-from trainer.weights.transfer import EngineGroup, Meeting, Transfer
+from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
 
 log = logging.getLogger(__name__)
 _BLAME_S = 3.0
-"""How long to wait, after a broadcast broke off, for the report that tells whose engine it was."""
+"""Wait, after a broadcast broke off, for the report that names the engine at fault."""
 
 
 class Broadcaster:
-    """Announces a version, sends it to the engines that are ready, and answers those that ask for files.
+    """Announces a version, sends it to the engines that are ready, and writes files for the others.
 
-    Args:
-        board: where versions are announced.
-        static_files: that make a version a complete model directory.
-        run_id: of this training run.
-        timeout_s: for rendezvous and sending.
-        meeting: where the engines find this process.
+    `timeout_s` holds for the rendezvous and for sending.
     """
 
     def __init__(
@@ -35,52 +29,51 @@ class Broadcaster:
         static_files: list[Path],
         run_id: str,
         timeout_s: float,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._board, self._static_files, self._run_id = board, static_files, run_id
-        self._timeout_s, self._meeting = timeout_s, meeting
-        self._snapshot = Snapshot(pinned=meeting.backend == "nccl", bucket_bytes=bucket_bytes)
+        self._timeout_s, self._rendezvous = timeout_s, rendezvous
+        self._copy = HostCopy(pinned=rendezvous.backend == "nccl", bucket_bytes=bucket_bytes)
         self._group: EngineGroup | None = None
         self._sums: dict[str, str] = {}
-        """Of each engine that has received the newest version."""
-        board.source = self
+        """The checksum of each engine that has received the newest version."""
+        board.broadcaster = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
-        """Announces and sends; returns what was announced last, and the bytes. Confirmation is the caller's."""
-        snapshot = self._snapshot
-        with snapshot.lock:  # a node that asks for files of a version as soon as it is announced waits until it is there
-            if first := not snapshot.buckets:
-                snapshot.fill(weights, version)
+        """Announces and sends; returns what was announced last, and the bytes. Does not wait for confirmation."""
+        copy = self._copy
+        with copy.lock:  # a node that asks for files of a version as soon as it is announced waits until it is there
+            if first := not copy.buckets:
+                copy.fill(weights, version)
             group, self._sums = self._group_of([w for w in self._board.workers() if w.state == "ready"]), {}
-            broadcast = group.announcement(snapshot.buckets) if group else None
+            broadcast = group.announcement(copy.buckets) if group else None
             manifest = WeightManifest(version=version, run_id=self._run_id, broadcast=broadcast)
             self._board.announce(manifest)
-            transfer = Transfer(group, snapshot.flats) if group else None
-            put: Callable[[int], None] = transfer.put if transfer else lambda _: None
-            if first:
-                for index in range(len(snapshot.flats)):
-                    put(index)
-            else:
-                snapshot.fill(weights, version, put)
+            transfer = Transfer(group, copy.flats) if group else None
+            if not first:
+                copy.fill(weights, version, transfer.put if transfer else lambda _: None)
+            elif transfer:
+                for index in range(len(copy.flats)):
+                    transfer.put(index)
         if group and transfer:
             transfer.finish()
-            snapshot.prepare(version)
+            copy.prepare(version)
             if problem := self._problem(group, transfer):
-                log.error("weights %d were not broadcast, they go over HTTP: %s", version, problem)
+                log.error("weights %d were not broadcast and go over HTTP: %s", version, problem)
                 group.close(stuck=not transfer.done.is_set())
                 manifest = self._board.withdraw(manifest)
-        return manifest, snapshot.size
+        return manifest, copy.size
 
-    def settle(self) -> None:
-        """After confirmation: a group that an engine has fallen out of is not used again."""
+    def close_if_broken(self) -> None:
+        """Closes the group if an engine has fallen out of it, so that the next version forms a new one."""
         group = self._group
         if group is not None and not group.closed and (problem := self._lost(group)):
-            log.error("the group of trainer and engines is formed anew: %s", problem)
+            log.error("the trainer and the engines will form a new group: %s", problem)
             group.close()
 
     def close(self) -> None:
-        """Leaves the group: connections that are open when the interpreter ends could abort it."""
+        """Closes the group: connections that are open when the interpreter ends could abort it."""
         if self._group is not None and not self._group.closed:
             self._group.close()
 
@@ -91,16 +84,16 @@ class Broadcaster:
             self._group = None
         if self._group is None and members:
             try:
-                self._group = EngineGroup(members, self._meeting, self._timeout_s)
+                self._group = EngineGroup(members, self._rendezvous, self._timeout_s)
             except RuntimeError as error:
-                log.error("no group can be formed at %s, weights go over HTTP: %s", self._meeting.address, error)
+                log.error("no group can be formed at %s, weights go over HTTP: %s", self._rendezvous.address, error)
                 return None
             names = ", ".join(f"{worker.name} ({worker.tensor_parallel_size})" for worker in self._group.members)
             log.info("group %s of the trainer and the engines of %s", self._group.name, names)
         return self._group
 
     def _problem(self, group: EngineGroup, transfer: Transfer) -> str | None:
-        """Waits for the end of the transfer; why it failed, naming the workers, or None."""
+        """Waits for the end of the transfer; returns why it failed, naming the workers, or None."""
         limit = time.monotonic() + self._timeout_s
         while not transfer.done.wait(0.05):
             if lost := self._lost(group):
@@ -115,7 +108,7 @@ class Broadcaster:
         return f"{lost or self._states(group)} ({type(transfer.error).__name__}: {transfer.error})"
 
     def _lost(self, group: EngineGroup) -> str | None:
-        """Which members are not what they were when the group was formed."""
+        """Names the members that are gone, failed or restarted since the group was formed; None when all are there."""
         now = {worker.name: worker for worker in self._board.workers()}
         lost = []
         for member in group.members:
@@ -130,24 +123,21 @@ class Broadcaster:
         names = {member.name for member in group.members}
         return ", ".join(f"{w.name} is {w.state} {w.detail}".strip() for w in self._board.workers() if w.name in names)
 
-    # ------------------------------------------------------------ asked by agents, through the board
-
     def write(self, version: int) -> WeightManifest:
         """Writes the files of the newest version. Raises NotFound when it is not `version`."""
-        with self._snapshot.reading(version) as tensors:
-            directory = self._board.directory
-            return write_version(tensors.items(), self._static_files, directory, self._run_id, version)
+        with self._copy.reading(version) as tensors:
+            return write_version(tensors.items(), self._static_files, self._board.directory, self._run_id, version)
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
-        """Compares what an engine has received with what was sent.
+        """Compares the weights that an engine has received with those that were sent.
 
-        Checksums of engines on CPUs are compared with the trainer's own; on GPUs SGLang computes another function, so there
-        the engines are compared with each other, when the last one has reported. Raises Conflict when they differ, for all
-        of them then, and NotFound when there is a newer version.
+        Checksums of engines on CPUs are compared with the trainer's own. On GPUs SGLang computes another function, so there
+        the engines are compared with each other, when the last one has reported. Raises Conflict, in every engine's call, when
+        they differ, and NotFound when there is a newer version.
         """
         own = digest_all({str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)})
-        if self._meeting.exact:
-            wrong, compared, total = await asyncio.to_thread(self._snapshot.differing, version, sums.ranks[0])
+        if self._rendezvous.exact:
+            wrong, compared, total = await asyncio.to_thread(self._copy.differing, version, sums.ranks[0])
             if wrong or not compared:
                 raise Conflict(
                     f"{len(wrong)} of {compared} tensors in the engine of {sums.worker} are not what was sent",
@@ -165,7 +155,7 @@ class Broadcaster:
         return WeightVerdict(checksum=own, compared=text)
 
     async def _all_sums(self, version: int) -> list[str]:
-        """The group's members that are still there, once each has reported its checksum."""
+        """Returns the group's members that are still there, once each has reported its checksum."""
         limit = time.monotonic() + self._timeout_s
         while time.monotonic() < limit:
             latest, group = self._board.latest(), self._group

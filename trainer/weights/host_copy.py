@@ -1,4 +1,4 @@
-"""A copy of the published weights in the host's memory: what is broadcast, written to files on demand, and compared with."""
+"""A copy of the published weights in the host's memory: the source of broadcasts, of files on demand and of checksums."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,25 +14,25 @@ from trainer.weights.publisher import Weights
 
 BUCKET_BYTES = 512 << 20
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Parameters that SGLang puts together along dimension 0."""
+"""Parameters that SGLang fuses along dimension 0."""
 _VOCABULARY, _VOCABULARY_ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
-"""Of these SGLang keeps a multiple of so many rows, the rest zeros."""
+"""SGLang pads these with rows of zeros to a multiple of so many."""
 
 
-class Snapshot:
-    """The tensors of one version, in buckets: each is one run of bytes, ready to be sent as it is.
+class HostCopy:
+    """The tensors of one version, in buckets. Each bucket is contiguous and is sent as one message.
 
     It costs the published weights once in host memory. `fill` and `reading` exclude each other.
 
     Args:
         pinned: allocate pages that a GPU can copy from directly.
-        bucket_bytes: most bytes of a bucket; a larger tensor has a bucket of its own.
+        bucket_bytes: upper limit of a bucket; a larger tensor has its own.
     """
 
     def __init__(self, pinned: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.buckets: list[Bucket] = []
         self.flats: list[Tensor] = []
-        """uint8 [bytes] of every bucket."""
+        """The bytes of every bucket, uint8 [bytes]."""
         self.lock = threading.RLock()
         self._pinned, self._most = pinned, bucket_bytes
         self._version: int | None = None
@@ -41,7 +41,7 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """All buckets together, in bytes."""
         return sum(flat.numel() for flat in self.flats)
 
     def fill(self, weights: Weights, version: int, ready: Callable[[int], None] = lambda _: None) -> None:
@@ -88,7 +88,7 @@ class Snapshot:
             for name, view in views(flat, bucket):
                 found, tensor = next(weights, ("nothing", view))
                 if (found, tensor.shape, tensor.dtype) != (name, view.shape, view.dtype):
-                    raise ServiceError("the weights to publish are not laid out as before", field=name, value=found)
+                    raise ServiceError("the layout of the weights to publish has changed", field=name, value=found)
                 view.copy_(tensor)
             ready(index)
         if more := next(weights, None):
@@ -96,18 +96,18 @@ class Snapshot:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """The tensors of this version, which do not change inside. Raises NotFound when it is gone."""
+        """Yields the tensors of this version, and keeps `fill` waiting. Raises NotFound when the version is gone."""
         with self.lock:
             if version != self._version:
-                raise NotFound("these weights are not kept any more", field="version", value=version, remedy="ask for newer")
+                raise NotFound("these weights are gone", field="version", value=version, remedy="ask for the newest")
             yield {
                 name: view for bucket, flat in zip(self.buckets, self.flats, strict=True) for name, view in views(flat, bucket)
             }
 
     def differing(self, version: int, checksums: dict[str, str]) -> tuple[list[str], int, int]:
-        """Names of an engine whose checksums are wrong, how many tensors were compared, and how many there are.
+        """Returns an engine's names with a wrong checksum, the number of tensors compared, and that of all tensors.
 
-        A name that is neither a tensor's nor a fused parameter's cannot be compared. Raises NotFound as `reading`.
+        A name that is neither a tensor's nor a fused parameter's is not compared. Raises NotFound as `reading` does.
         """
         with self.reading(version) as tensors:
             wrong, compared = [], 0
@@ -120,26 +120,21 @@ class Snapshot:
             return wrong, compared, len(tensors)
 
     def prepare(self, version: int) -> None:
-        """Computes what engines were compared with the last time, so that `differing` only has to look."""
+        """Computes the checksums that `differing` needed the last time, while engines still receive this version."""
         with self.reading(version) as tensors:
             for name in self._names:
                 self._digests_of(name, tensors)
 
     def _digests_of(self, name: str, tensors: dict[str, Tensor]) -> list[str]:
-        """What an engine may say of this name of its own; nothing when it is no name of these tensors."""
+        """The checksums that an engine may report for its parameter `name`; none when the name is unknown."""
         if name not in self._digests:
-            parts = [tensors[part] for part in _parts(name) if part in tensors]
-            self._digests[name] = _digests(name, parts) if len(parts) == len(_parts(name)) else []
+            found = self._digests[name] = []
+            if all(part in tensors for part in _parts(name)):
+                parts = [tensors[part] for part in _parts(name)]
+                found.append(digest(*parts))
+                if name.endswith(_VOCABULARY) and (rows := -len(parts[0]) % _VOCABULARY_ROWS):
+                    found.append(digest(*parts, parts[0].new_zeros(rows, *parts[0].shape[1:])))
         return self._digests[name]
-
-
-def _digests(name: str, parts: list[Tensor]) -> list[str]:
-    """What an engine may say of a tensor: as it was sent and, of a vocabulary, with SGLang's rows of zeros."""
-    found = [digest(*parts)]
-    rows = -len(parts[0]) % _VOCABULARY_ROWS if name.endswith(_VOCABULARY) else 0
-    if rows:
-        found.append(digest(*parts, parts[0].new_zeros(rows, *parts[0].shape[1:])))
-    return found
 
 
 def _parts(name: str) -> list[str]:

@@ -13,8 +13,8 @@ _LAST_PUSH_S = 5.0
 """A run that fails waits this long for the weights that it is publishing."""
 
 
-class Publishes(Protocol):
-    """Brings weights to every rollout engine; returns when they generate with them. Called from any thread."""
+class WeightPublisher(Protocol):
+    """Brings weights to every rollout engine, and returns when they generate with them. Called from any thread."""
 
     def publish(self, weights: Weights, version: int) -> None: ...
 
@@ -25,16 +25,16 @@ class WeightSync:
     def push(self, policy: Policy) -> "Future[None]":
         """Publishes the weights as version `policy.step`; the future is done when the engines serve them. A collective.
 
-        Raises PublishFailed when no engine does; in the future, if publishing goes on in the background.
+        Raises PublishFailed, here or in the future, when no engine does.
         """
         deque(policy.weights(), maxlen=0)
         return _served()
 
     def wait(self) -> None:
-        """Returns when the engines serve what was pushed last. Raises what the push raised."""
+        """Waits until the engines serve the newest version. Raises the error of the push."""
 
     def close(self) -> None:
-        """Lets a version that is on its way arrive, if that takes only a few seconds; raises nothing."""
+        """Waits a few seconds at most for a version that is on its way; raises nothing."""
 
 
 class PublishedWeights(WeightSync):
@@ -44,12 +44,10 @@ class PublishedWeights(WeightSync):
     it, so versions arrive in order and one copy is held.
 
     Args:
-        publisher: brings weights to the engines.
-        clock: told how long publishing takes.
         in_background: whether `push` returns before the engines serve the weights (`trainer.max_staleness` above 0).
     """
 
-    def __init__(self, publisher: Publishes, clock: StageClock, in_background: bool) -> None:
+    def __init__(self, publisher: WeightPublisher, clock: StageClock, in_background: bool) -> None:
         self._publisher, self._clock, self._in_background = publisher, clock, in_background
         self._thread: threading.Thread | None = None
         self._served = _served()

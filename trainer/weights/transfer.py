@@ -1,4 +1,4 @@
-"""The trainer's end of a group with the engines, and one version on its way through it."""
+"""The trainer's end of a process group with the engines, and the transfer of one version through it."""
 
 import logging
 import os
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.schemas import Broadcast, Bucket, WorkerReport
-from learning.weight_group import join, leave
+from learning.weight_group import join
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where engines find the trainer and how tensors travel.
+class Rendezvous:
+    """The address at which engines find the trainer, and the backend that carries the tensors.
 
     `exact`: engines compute on CPUs, where their checksums can be compared with the trainer's own.
     """
@@ -35,51 +35,51 @@ class Meeting:
 
 
 class EngineGroup:
-    """The trainer (rank 0) and all ranks of the engines of `members`.
+    """A process group of the trainer (rank 0) and all ranks of the engines of `members`.
 
-    The store of the rendezvous is of this group alone: closing it ends the wait of whoever has not joined yet.
+    The group has its own rendezvous store: closing that ends the wait of engines that have not joined yet.
     """
 
-    def __init__(self, members: Sequence[WorkerReport], meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, members: Sequence[WorkerReport], rendezvous: Rendezvous, timeout_s: float) -> None:
         self.name = f"weights-{secrets.token_hex(4)}"
         self.members = sorted(members, key=lambda worker: worker.name)
-        self.meeting, self.timeout_s = meeting, timeout_s
+        self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.world_size = 1 + sum(worker.tensor_parallel_size for worker in members)
         self._process_group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = dist.TCPStore(
-            meeting.address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            rendezvous.address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
         self.port = self._store.port
         self.closed = False
 
     def fits(self, members: Sequence[WorkerReport]) -> bool:
-        """Whether it consists of exactly these engines, each in the life in which it joined."""
+        """Whether the group consists of exactly these engines, none of them restarted since."""
         return not self.closed and {(w.name, w.epoch) for w in members} == {(w.name, w.epoch) for w in self.members}
 
     def announcement(self, buckets: list[Bucket]) -> Broadcast:
-        """What the agents are told."""
+        """The message to the agents."""
         ranks, next_rank = {}, 1
         for worker in self.members:
             ranks[worker.name] = next_rank
             next_rank += worker.tensor_parallel_size
         return Broadcast(
             group=self.name,
-            master_address=self.meeting.address,
+            master_address=self.rendezvous.address,
             master_port=self.port,
             world_size=self.world_size,
-            backend=self.meeting.backend,
+            backend=self.rendezvous.backend,
             ranks=ranks,
             epochs={worker.name: worker.epoch for worker in self.members},
             buckets=buckets,
         )
 
     def send(self, flat: Tensor) -> None:
-        """Broadcasts uint8 [bytes] of the host; joins first. Raises RuntimeError when that fails or takes too long."""
+        """Broadcasts uint8 [bytes] in host memory; joins first. Raises RuntimeError when that fails or takes too long."""
         if self._process_group is None:
             with _no_watchdog():
-                place = self.meeting.address, self.port, 0, self.world_size, self.name
-                self._process_group = join(*place, self.meeting.backend, self.timeout_s)
-        if self.meeting.backend == "gloo":
+                place = self.rendezvous.address, self.port, 0, self.world_size, self.name
+                self._process_group = join(*place, self.rendezvous.backend, self.timeout_s)
+        if self.rendezvous.backend == "gloo":
             dist.broadcast(flat, src=0, group=self._process_group)
             return
         stream = torch.cuda.Stream()
@@ -88,21 +88,21 @@ class EngineGroup:
         stream.synchronize()
 
     def close(self, stuck: bool = False) -> None:
-        """Ends the rendezvous and the connections; `stuck`: a broadcast is under way and has to be given up."""
+        """Ends the rendezvous and the connections; `stuck`: gives up a broadcast that is under way."""
         self.closed, self._store = True, None
         group = self._process_group
         if group is None:
             return
         if not stuck:
             self._process_group = None
-            leave(group)
-        elif self.meeting.backend == "nccl":
-            group.abort()  # a broadcast by gloo ends by its own time limit; the thread that waits for it then leaves
+            dist.destroy_process_group(group)
+        elif self.rendezvous.backend == "nccl":
+            group.abort()  # a broadcast by gloo ends by its own time limit; the transfer's thread then closes the group
 
 
 @contextmanager
 def _no_watchdog() -> Iterator[None]:
-    """Errors of NCCL in a group made inside are left to its user: by default they end the process."""
+    """A group that is made inside reports errors of NCCL to its user: by default they end the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -116,10 +116,7 @@ def _no_watchdog() -> Iterator[None]:
 
 
 class Transfer:
-    """Sends buckets through a group, in the order of `put`, from a thread of its own.
-
-    Nobody needs to wait for that thread: when the group hangs, it is left to its time limit.
-    """
+    """Sends buckets through a group, in the order of `put`, in a daemon thread that ends by the group's time limit."""
 
     def __init__(self, group: EngineGroup, flats: Sequence[Tensor]) -> None:
         self.error: Exception | None = None
@@ -129,11 +126,11 @@ class Transfer:
         threading.Thread(target=self._run, name="broadcast", daemon=True).start()
 
     def put(self, index: int) -> None:
-        """This bucket is complete."""
+        """Sends this bucket, which is complete."""
         self._queue.put(index)
 
     def finish(self) -> None:
-        """There are no more buckets."""
+        """Ends the transfer after the buckets that were put."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
 """A platform for SGLang, found by its entry point: plain torch on a CPU.
 
 SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels are built for CUDA only. On a platform that is
-not its own SGLang takes every layer's implementation in torch instead, which is all a small model needs. SGLang stays as it is.
+not its own SGLang takes every layer's implementation in torch instead, which is all a small model needs.
 """
 
 import functools
@@ -57,7 +57,7 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
 
 def _nothing_to_wait_for(device: object = None) -> None:
-    """What is computed on a CPU is there when the call returns."""
+    """Does nothing: a CPU has computed its result when the call returns."""
 
 
 def _make_torchvision_importable() -> None:

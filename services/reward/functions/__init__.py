@@ -1,23 +1,12 @@
-"""What a completion is rewarded for: functions that a run's configuration or the caller of the Python API names."""
+"""Reward functions that a run's configuration or the caller of the Python API names."""
 
-from services.reward.functions.answers import MathRewardFunction
-from services.reward.functions.base import RewardFunction
-from services.reward.functions.composite import CompositeRewardFunction
-from services.reward.functions.judge import JudgeRewardFunction
-from services.reward.functions.programs import CodeRewardFunction
-from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
-from services.reward.neural import RewardModelFunction
-from services.reward.score import Score
-
-__all__ = [
-    "CodeRewardFunction",
-    "CompositeRewardFunction",
-    "FormatRewardFunction",
-    "JudgeRewardFunction",
-    "LengthPenaltyFunction",
-    "MathRewardFunction",
-    "RepetitionPenaltyFunction",
-    "RewardFunction",
-    "RewardModelFunction",
-    "Score",
-]
+from services.reward.functions.answers import MathRewardFunction as MathRewardFunction
+from services.reward.functions.base import RewardFunction as RewardFunction
+from services.reward.functions.base import Score as Score
+from services.reward.functions.composite import CompositeRewardFunction as CompositeRewardFunction
+from services.reward.functions.judge import JudgeRewardFunction as JudgeRewardFunction
+from services.reward.functions.programs import CodeRewardFunction as CodeRewardFunction
+from services.reward.functions.text import FormatRewardFunction as FormatRewardFunction
+from services.reward.functions.text import LengthPenaltyFunction as LengthPenaltyFunction
+from services.reward.functions.text import RepetitionPenaltyFunction as RepetitionPenaltyFunction
+from services.reward.neural import RewardModelFunction as RewardModelFunction

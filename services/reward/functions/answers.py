@@ -1,32 +1,106 @@
-"""Verifies final answers."""
+"""Verifies final answers: extraction and exact comparison here, everything else in worker processes that can be killed."""
 
 import asyncio
+import json
+import math
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidInput
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.functions.base import Message, RewardFunction, as_floats, column, text_of
-from services.reward.grade import MathGrader
-from services.reward.score import Score
+from services.reward.exact import same_answer
+from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
+from services.reward.hosts import ProcessHost
+from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 
 _T = TypeVar("_T")
+_YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
+MEMORY_MB = 1024
+"""Address space of one worker."""
 
 
-class MathRewardFunction(RewardFunction):
-    """1.0 for a completion whose final answer is that of `ground_truth`, else 0.0.
+class MathHost(ProcessHost):
+    """Grades responses to problems that have one final answer: 1.0 when it is right, 0.0 when it is wrong or missing.
 
-    The final answer is the last balanced `\\boxed{}` or `####` line, else the last number; `<think>` does not count. Numbers
-    and fractions are compared exactly, everything else by math-verify in worker processes, started when they are first
-    needed, that are killed at their deadline. An answer that cannot be graded is NaN (`scores` says why), never 0.
+    Its owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
+    """
+
+    def __init__(self, config: RewardSection, on_restart: Callable[[], None] = lambda: None) -> None:
+        if find_spec("math_verify") is None:
+            raise ConfigError("math-verify is not installed", remedy="pip install 'rlhf-math[services]'")
+        arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
+        spec = WorkerSpec("services.reward.equivalence", arguments, MEMORY_MB)
+        pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
+        super().__init__("math", pool, check=lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
+        self._require_stop = config.require_stop
+
+    async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
+        golds = [_gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
+        scores: list[Score] = []
+        hard: list[int] = []  # answers that the workers must compare
+        read = 0
+        for i, (item, gold) in enumerate(zip(items, golds, strict=True)):
+            answer = extract_answer(item.response)
+            if answer is None:
+                scores.append(Score(0.0, "unparsable", correct=False))
+            else:
+                cut = item.finish_reason == "length" and self._require_stop
+                right = False if cut else same_answer(gold, answer)
+                if right is None:
+                    hard.append(i)
+                scores.append(_verdict(answer, bool(right)))
+            if (read := read + len(item.response) + 100) > _YIELD_CHARS:
+                read = 0
+                await asyncio.sleep(0)
+        self._check_room(self.pool.unfinished, len(hard))
+        found = await asyncio.gather(*(self._compare(golds[i], str(scores[i].answer)) for i in hard))
+        for i, score in zip(hard, found, strict=True):
+            scores[i] = score
+        return scores
+
+    async def _compare(self, gold: str, answer: str) -> Score:
+        try:
+            right = await self.pool.call(json.dumps([gold, answer]).encode()) == b"right"
+        except CallFailed as error:
+            return Score(None, error.status, correct=False, answer=answer)
+        return _verdict(answer, right)
+
+
+def _verdict(answer: str, right: bool) -> Score:
+    return Score(float(right), correct=right, answer=answer)
+
+
+def _gold(ground_truth: str, field: str) -> str:
+    """Returns the answer that a ground truth states. Raises InvalidInput naming `field`."""
+    gold = gold_answer(ground_truth)
+    if gold is None:
+        raise InvalidInput(
+            "the ground truth states no answer",
+            field=field,
+            value=ground_truth,
+            remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, or a text with a \\boxed{{}} or #### answer",
+        )
+    return gold
+
+
+class MathRewardFunction(DetailedRewardFunction):
+    r"""1.0 for a completion whose final answer is that of `ground_truth`, else 0.0.
+
+    The final answer is the last balanced `\boxed{}` or `####` line, else the last number; `<think>` does not count. Numbers
+    and fractions are compared exactly, everything else by math-verify in worker processes, which start when they are first
+    needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
 
     Args:
         workers: processes.
         timeout_s: seconds that one answer may take in a worker.
 
-    Raises ConfigError when math-verify is not installed, or an argument is out of bounds.
+    Raises:
+        ConfigError: math-verify is not installed, or an argument is out of bounds.
     """
 
     name = "math"
@@ -34,54 +108,42 @@ class MathRewardFunction(RewardFunction):
 
     def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:
         try:
-            config = RewardSection(workers=workers, math_timeout_s=timeout_s)
+            self._config = RewardSection(workers=workers, math_timeout_s=timeout_s)
         except ValueError as error:
             raise ConfigError(str(error), field="workers, timeout_s", remedy="see RewardSection") from None
-        self._grader = MathGrader(config)
-        self._loop: _Loop | None = None
-        self._starting = threading.Lock()
-
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """1.0, 0.0 or NaN for each completion. Raises InvalidInput for a `ground_truth` that states no answer."""
-        return as_floats(self.scores(completions, **kwargs))
+        self._host = MathHost(self._config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Verdicts with their extracted answers. Raises as `__call__` does."""
+        """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth` that states no answer."""
         golds = column(kwargs, "ground_truth", len(completions), self.name)
         items = [
             RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))
             for completion, gold in zip(completions, golds, strict=True)
         ]
-        return self._running().run(self._grader.score(items))
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), name="math-graders", daemon=True).start()
+                _run(self._loop, self._host.pool.__aenter__())
+            loop = self._loop
+        return _run(loop, self._host.score(items))
 
     def close(self) -> None:
         """Ends the worker processes; the next call starts new ones. They also end with this process."""
-        with self._starting:
+        with self._lock:
             if self._loop is not None:
-                self._loop.run(self._grader.pool.__aexit__())
-                self._loop.close()
-                self._loop, self._grader = None, MathGrader(self._grader.config)
-
-    def _running(self) -> "_Loop":
-        with self._starting:
-            if self._loop is None:
-                self._loop = _Loop()
-                self._loop.run(self._grader.pool.__aenter__())
-            return self._loop
+                _run(self._loop, self._host.pool.__aexit__())
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop, self._host = None, MathHost(self._config)
 
 
-class _Loop:
-    """An event loop in a daemon thread."""
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    with closing(loop):
+        loop.run_forever()
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="math-graders", daemon=True)
-        self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
+    """Returns the result of a coroutine in the loop of another thread."""
+    return asyncio.run_coroutine_threadsafe(work, loop).result()

@@ -1,15 +1,36 @@
-"""The interface of every reward function."""
+"""The interface of reward functions, and the handler that calls them in a worker process."""
 
+import json
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.errors import InvalidInput
-from services.reward.score import Score
+from common.errors import ConfigError, InvalidInput
+from common.imports import import_callable
+from common.schemas import RewardStatus
 
+log = logging.getLogger(__name__)
+_MAX_REASON_CHARS = 500
 Message = dict[str, str]
 """`{"role": …, "content": …}`"""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Result of a reward function for one completion."""
+
+    value: float | None
+    """Higher is better; None when the function failed. An error is not a zero."""
+    status: RewardStatus = "ok"
+    correct: bool | None = None
+    """Verdict of a function that verifies (math, code); None for one that does not."""
+    answer: str | None = None
+    """What was verified: the extracted answer, or the outcome of every test case."""
+    components: dict[str, float | None] = field(default_factory=dict)
+    """Score of every part of a composite by its name, before weights."""
 
 
 class RewardFunction(ABC):
@@ -26,59 +47,67 @@ class RewardFunction(ABC):
     """
 
     bounds_itself: bool = False
-    """Whether every call ends by itself in good time. The reward-server gives others `reward.function_timeout_s`."""
+    """Whether every call limits its own time. The reward-server gives others `reward.function_timeout_s`."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Of its component in metrics and results."""
+        """Name of its component in metrics and results."""
 
     @abstractmethod
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """One score for each completion, higher is better; NaN for one that could not be scored.
+        """Returns one score for each completion, higher is better; NaN for one that could not be scored.
+
+        It may raise any exception: an error is not a zero.
 
         Args:
             completions: each as a chat, `[{"role": "assistant", "content": text}]`.
-            kwargs: the data set's columns, each a list as long as `completions`: `ground_truth`, `prompt` and whatever else
-                the rows have. None stands where a row lacks a column that others have.
-
-        Raises whatever goes wrong: an error is not a zero.
+            kwargs: the data set's columns, each a list as long as `completions`: `ground_truth`, `prompt` and the further
+                columns of the rows. None stands where a row lacks a column that others have.
         """
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """`__call__`, with what the function knows beyond the number.
+        """Returns the results of `__call__` with verdicts and details where the function has them.
 
-        Raises InvalidInput when it did not return a number for every completion.
+        Raises InvalidInput when it does not return a number for every completion.
         """
-        return as_scores(self.name, self(completions, **kwargs), len(completions))
+        values: Sequence[float | None] = self(completions, **kwargs)
+        if len(values) != len(completions):
+            raise InvalidInput(
+                f"the reward function {self.name} returned {len(values)} scores for {len(completions)} completions",
+                field=self.name,
+                remedy="return one number for each completion",
+            )
+        return [Score(float(value)) if value is not None and math.isfinite(value) else Score(None, "error") for value in values]
 
 
-def as_scores(name: str, values: Sequence[float | None], count: int) -> list[Score]:
-    """Scores out of the numbers of a function; NaN, infinity and None are errors of these completions.
+class DetailedRewardFunction(RewardFunction):
+    """Base of functions whose `scores` know more than the number."""
 
-    Raises InvalidInput when there are not `count` numbers.
-    """
-    if len(values) != count:
-        raise InvalidInput(
-            f"the reward function {name} returned {len(values)} scores for {count} completions",
-            field=name,
-            remedy="return one number for each completion",
-        )
-    return [Score(float(value)) if value is not None and math.isfinite(value) else Score(None, "error") for value in values]
+    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
+        """Returns the values of `scores`, NaN for None. Raises as `scores` does."""
+        scores = self.scores(completions, **kwargs)
+        return [math.nan if score.value is None else score.value for score in scores]
 
-
-def as_floats(scores: Sequence[Score]) -> list[float]:
-    """The numbers of scores, NaN for those that could not be had."""
-    return [math.nan if score.value is None else score.value for score in scores]
+    @abstractmethod
+    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+        """Returns a score for each completion."""
 
 
 def text_of(completion: Sequence[Message]) -> str:
-    """The text of a completion: what its assistant messages say, one after the other."""
+    """Returns the text of a completion: its assistant messages, joined."""
     return "".join(message["content"] for message in completion if message.get("role", "assistant") == "assistant")
 
 
+def check_positive(**arguments: float) -> None:
+    """Raises ConfigError naming the first argument that is not above 0."""
+    for name, value in arguments.items():
+        if value <= 0:
+            raise ConfigError(f"{name} is not above 0", field=name, value=value, remedy="raise it")
+
+
 def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list[Any]:
-    """A column that a function needs. Raises InvalidInput when it is absent or has another length."""
+    """Returns a column that a function needs. Raises InvalidInput when it is absent or has another length."""
     values = kwargs.get(name)
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Sequence) or len(values) != count:
         raise InvalidInput(
@@ -88,3 +117,47 @@ def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list
             remedy=f"give the data set a column {name}",
         )
     return list(values)
+
+
+def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+    """Imports reward functions, and returns what makes a worker's handler, which calls one of them.
+
+    Args:
+        arguments: `functions`, a list with the import path `target` and the `arguments` of each.
+
+    Raises:
+        RuntimeError: an import path does not name a reward function.
+    """
+    specs: list[dict[str, Any]] = arguments["functions"]
+    try:
+        targets = [(import_callable(spec["target"], "reward.functions"), spec) for spec in specs]
+    except ConfigError as error:
+        raise RuntimeError(f"the reward function {error.message}") from error
+
+    def make() -> Callable[[str], str]:
+        functions = [_made(target, spec) for target, spec in targets]
+        return lambda line: _handle(functions, json.loads(line))
+
+    return make
+
+
+def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
+    try:
+        function = target(**spec["arguments"]) if isinstance(target, type) else target
+    except Exception as error:
+        raise RuntimeError(f"the reward function {spec['target']} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(function, RewardFunction):
+        raise RuntimeError(f"{spec['target']} is not a RewardFunction: subclass services.reward.functions.RewardFunction")
+    return function
+
+
+def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
+    if "names" in call:
+        return json.dumps([function.name for function in functions])
+    function = functions[call["function"]]
+    try:
+        scores = function.scores(call["completions"], **call["columns"])
+    except Exception as error:
+        log.warning("the reward function %s failed", function.name, exc_info=True)
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]})
+    return json.dumps({"scores": [asdict(score) for score in scores]})

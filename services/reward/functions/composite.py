@@ -5,23 +5,24 @@ from typing import Any, get_args
 
 from common.errors import ConfigError
 from common.schemas import RewardStatus
-from services.reward.functions.base import Message, RewardFunction, as_floats
-from services.reward.score import Score
+from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
 
-_GRAVITY: tuple[RewardStatus, ...] = ("died", "error", "timeout", "unparsable", "ok")
-assert set(_GRAVITY) == set(get_args(RewardStatus))
+_SEVERITY: tuple[RewardStatus, ...] = ("died", "error", "timeout", "unparsable", "ok")
+assert set(_SEVERITY) == set(get_args(RewardStatus))
 
 
-class CompositeRewardFunction(RewardFunction):
+class CompositeRewardFunction(DetailedRewardFunction):
     """The weighted sum of other functions. Where one of them has no score, the sum has none: an error is not a zero.
 
     `scores` reports the score of every part by its name, before weights.
 
     Args:
-        functions: the parts; no two have one name.
-        weights: of the parts, in their order; 1.0 each when left out.
+        functions: the parts, with distinct names.
+        weights: weight of each part, in the same order; 1.0 each when None.
+        name: name of this function.
 
-    Raises ConfigError when the weights do not fit, or two parts have one name.
+    Raises:
+        ConfigError: the number of weights is wrong, or two parts have the same name.
     """
 
     def __init__(
@@ -42,25 +43,21 @@ class CompositeRewardFunction(RewardFunction):
 
     @property
     def name(self) -> str:
-        """As given."""
+        """Name of its component in metrics and results."""
         return self._name
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """The weighted sum for each completion; NaN where a part has no score. Raises what a part raises."""
-        return as_floats(self.scores(completions, **kwargs))
-
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """The weighted sums with their components. Raises what a part raises."""
+        """Returns the weighted sums with their components. Raises what a part raises."""
         parts = {function.name: function.scores(completions, **kwargs) for function in self.functions}
         return [combine({name: scores[i] for name, scores in parts.items()}, self.weights) for i in range(len(completions))]
 
 
 def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """One score out of several: the weighted sum, the gravest status, right where every part that verifies says so."""
+    """Returns one score for several: the weighted sum, the worst status, and correct where all verifying parts agree."""
     total: float | None = 0.0
     for name, part in parts.items():
         total = None if total is None or part.value is None else total + weights.get(name, 1.0) * part.value
-    status = min((part.status for part in parts.values()), key=_GRAVITY.index)
+    status = min((part.status for part in parts.values()), key=_SEVERITY.index)
     verdicts = [part.correct for part in parts.values() if part.correct is not None]
     components: dict[str, float | None] = {}
     for name, part in parts.items():
@@ -76,7 +73,7 @@ def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ConfigError when two reward functions have one name: their components could not be told apart."""
+    """Raises ConfigError when two reward functions have the same name: their components would be indistinguishable."""
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError("two reward functions have one name", field="name", value=name, remedy="rename one of them")
+            raise ConfigError("two reward functions have the same name", field="name", value=name, remedy="rename one of them")

@@ -1,14 +1,14 @@
-"""Reward functions over the text alone: its format, its length, its repetitions."""
+"""Reward functions that read only the text: its format, length and repetitions."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
-from services.reward.functions.base import Message, RewardFunction, text_of
+from services.reward.functions.base import Message, RewardFunction, check_positive, text_of
 
 THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
-"""Required pattern: thoughts between tags, then something after them. Never goes back, so that long thoughts take no time."""
+"""Required pattern: thoughts between tags, then an answer. It never backtracks, so long thoughts take no time."""
 
 
 class FormatRewardFunction(RewardFunction):
@@ -18,9 +18,10 @@ class FormatRewardFunction(RewardFunction):
 
     Args:
         required_patterns: regular expressions, searched anywhere in the text.
-        forbidden_patterns: the same.
+        forbidden_patterns: regular expressions, searched anywhere in the text.
 
-    Raises ConfigError naming a pattern that is no regular expression, or when there is none at all.
+    Raises:
+        ConfigError: a pattern is not a regular expression, or there is none at all.
     """
 
     name = "format"
@@ -32,20 +33,18 @@ class FormatRewardFunction(RewardFunction):
         self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """1.0 or 0.0 for each completion."""
+        """Returns 1.0 or 0.0 for each completion."""
         return [float(self._fits(text_of(completion))) for completion in completions]
 
     def _fits(self, text: str) -> bool:
-        return all(pattern.search(text) for pattern in self._required) and not any(
-            pattern.search(text) for pattern in self._forbidden
-        )
+        return all(p.search(text) for p in self._required) and not any(p.search(text) for p in self._forbidden)
 
 
 class LengthPenaltyFunction(RewardFunction):
     """0.0 up to `soft_chars` characters, then falling linearly to -1.0 at `hard_chars` and beyond.
 
-    The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), over characters. Raises ConfigError when the limits are
-    not in order.
+    The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), in characters. Raises ConfigError unless
+    0 <= `soft_chars` < `hard_chars`.
     """
 
     name = "length"
@@ -58,7 +57,7 @@ class LengthPenaltyFunction(RewardFunction):
         self._soft, self._hard = soft_chars, hard_chars
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """A number in [-1, 0] for each completion."""
+        """Returns a number in [-1, 0] for each completion."""
         width = self._hard - self._soft
         return [-min(1.0, max(0.0, (len(text_of(completion)) - self._soft) / width)) for completion in completions]
 
@@ -66,18 +65,17 @@ class LengthPenaltyFunction(RewardFunction):
 class RepetitionPenaltyFunction(RewardFunction):
     """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
 
-    Raises ConfigError when `ngram` is below 1.
+    Raises ConfigError when `ngram` is not above 0.
     """
 
     name = "repetition"
 
     def __init__(self, ngram: int = 20) -> None:
-        if ngram < 1:
-            raise ConfigError("an n-gram has at least one word", field="ngram", value=ngram, remedy="raise it")
+        check_positive(ngram=ngram)
         self._ngram = ngram
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """A number in (-1, 0] for each completion."""
+        """Returns a number in (-1, 0] for each completion."""
         return [-self._repeated(text_of(completion).split()) for completion in completions]
 
     def _repeated(self, words: list[str]) -> float:

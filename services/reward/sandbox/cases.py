@@ -1,9 +1,10 @@
-"""Test cases of a program: how they are written, and whether what a program did is what they expect."""
+"""Parses the test cases of a program, and compares its results with what they expect."""
 
 import ast
 import base64
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ _RELATIVE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What came of one test case."""
+    """Result of one test case."""
 
     status: CaseStatus
     seconds: float = 0.0
@@ -29,7 +30,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test case: what goes into the sandbox, and what stays outside to compare with."""
+    """One test case: the request that enters the sandbox, and the expected value that stays outside."""
 
     request: dict[str, Any]
     expected: Any = None
@@ -39,7 +40,7 @@ class Case:
     """False for `assert … != literal`."""
 
     def verdict(self, done: dict[str, Any]) -> CaseResult:
-        """The result of a case from what the sandbox said about it."""
+        """Returns the result of the case from the sandbox's report."""
         status, seconds, detail = done["status"], float(done["seconds"]), str(done["detail"])
         if status != "done":
             return CaseResult(status, seconds, detail)
@@ -49,23 +50,27 @@ class Case:
         elif kind == "stdin":
             right = _lines(done["output"]) == _lines(self.expected)
         else:
-            value = _value(done["value"])
-            same = value == self.expected if self.exact else _close(value, self.expected)
-            right = value is not _MADE_UP and bool(same) == self.equal
+            try:
+                value = _decoded(json.loads(done["value"]))
+                same = value == self.expected if self.exact else _close(value, self.expected)
+                right = bool(same) == self.equal
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
+                right = False  # the program has forged the report
         return CaseResult("passed" if right else "wrong", seconds, detail)
 
 
 def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
-    """The test cases of one problem, from what the data set has.
+    """Returns the test cases of one problem.
 
     Args:
-        cases: a list, or JSON text of one, or one text of Python tests. Each is
+        cases: the column of the data set: a list, or JSON text of one, or one text of Python tests. Each is
             `{"input": text, "output": text}` (or `expected_output`): a program that reads standard input;
             `{"function": name, "args": [...], "kwargs": {...}, "output": value}`: a call;
             or a text: Python tests, usually one `assert` line.
-        where: the field, for messages.
+        where: the field, for errors.
 
-    Raises InvalidInput naming the case that is none of these.
+    Raises:
+        InvalidInput: a case is none of these.
     """
     if isinstance(cases, str):
         try:
@@ -83,16 +88,16 @@ def _parsed(case: Any, where: str) -> Case:
     if isinstance(case, str):
         return _from_python(case, where)
     if isinstance(case, dict):
-        expected = next((case[key] for key in ("output", "expected_output", "expected") if key in case), None)
-        has_expected = any(key in case for key in ("output", "expected_output", "expected"))
+        key = next((key for key in ("output", "expected_output", "expected") if key in case), "")
+        expected = case.get(key)
         name = case.get("function", case.get("fn_name"))
-        if isinstance(name, str) and has_expected and isinstance(case.get("args", []), list):
+        if isinstance(name, str) and key and isinstance(case.get("args", []), list):
             request = {"kind": "call", "function": name, "args": case.get("args", []), "kwargs": case.get("kwargs", {})}
             return Case(request, expected, exact=False)
         if name is None and isinstance(expected, str) and isinstance(case.get("input", ""), str):
             return Case({"kind": "stdin", "input": case.get("input", "")}, expected)
     raise InvalidInput(
-        "this is no test case",
+        "this is not a test case",
         field=where,
         value=case,
         remedy='{"input": text, "output": text}, {"function": name, "args": [...], "output": value}, or an assert line',
@@ -100,11 +105,11 @@ def _parsed(case: Any, where: str) -> Case:
 
 
 def _from_python(text: str, where: str) -> Case:
-    """A test in Python. `assert expression == literal` is compared outside; the sandbox does not see the literal."""
+    """Parses a test in Python. `assert expression == literal` is compared outside; the sandbox never sees the literal."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidInput(f"the test is no Python: {error}", field=where, value=text, remedy="correct it") from None
+        raise InvalidInput(f"the test is not Python: {error}", field=where, value=text, remedy="correct it") from None
     if not tree.body:
         raise InvalidInput("the test is empty", field=where, value=text, remedy="remove it")
     test = tree.body[0].test if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert) else None
@@ -119,51 +124,29 @@ def _from_python(text: str, where: str) -> Case:
     return Case({"kind": "code", "code": text})
 
 
-class _Opaque:
-    """A value that is no literal: equal to nothing."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-
-_MADE_UP = _Opaque()
-
-
-def _value(text: str) -> Any:
-    """A value from its tagged JSON, which a program may have made up."""
-    try:
-        return _decoded(json.loads(text))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError):
-        return _MADE_UP
-
-
 def _decoded(tagged: Any) -> Any:
-    kind = tagged[0]
-    if kind == "none":
-        return None
-    content = tagged[-1]
-    if kind == "int":
-        return int(content, 16)
-    if kind in ("bool", "str"):
-        return content
-    if kind == "float":
-        return float(content)
-    if kind == "complex":
-        return complex(float(content[0]), float(content[1]))
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind in ("list", "tuple", "set", "frozenset"):
-        maker = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-        return maker(_decoded(item) for item in content)
+    """Decodes a value from tagged JSON, which a program may have forged: it may raise any of the errors named above."""
+    kind, content = tagged
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](_decoded(item) for item in content)
     if kind == "dict":
         return {_decoded(key): _decoded(value) for key, value in content}
-    return _Opaque() if kind == "other" else _MADE_UP
+    return _DECODERS[kind](content)
+
+
+_COLLECTIONS: dict[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "literal": lambda content: content,  # None, a bool or a str
+    "int": lambda content: int(content, 16),
+    "float": float,
+    "complex": lambda content: complex(*map(float, content)),
+    "bytes": base64.b64decode,
+    "other": lambda _: object(),  # not a literal: equal to nothing
+}
 
 
 def _close(value: Any, expected: Any) -> bool:
-    """Equality with what JSON can say: lists for tuples, text for keys, floats to 9 digits."""
+    """Compares with a value from JSON: lists match tuples, text matches keys, floats match to 9 digits."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
@@ -182,5 +165,5 @@ def _close(value: Any, expected: Any) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the spaces at their ends, without empty ones at the end of the text."""
+    """Returns the lines without trailing spaces, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

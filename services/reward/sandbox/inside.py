@@ -1,18 +1,17 @@
-"""Runs inside the sandbox: one program, one process for each of its test cases. Never imported by the server.
+"""Runs one program inside the sandbox, with a process for each of its test cases. The server never imports it.
 
-Its source is given to a bare Python with `-c`, so it uses the standard library only and reads no file. It is process 1 of
-its PID namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It says `ready`, reads a
-line with a job in JSON, and writes a line of JSON for every case. It knows no expected output: what it sends is compared
-outside. When its standard input ends it ends, and with it everything in the namespace.
+A bare Python gets its source with `-c`, so it uses only the standard library and reads no file. It is process 1 of its PID
+namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It writes `ready`, reads a line with a
+job in JSON, and writes a line of JSON for every case. It knows no expected output: the server compares. When its standard
+input ends it exits, and with it everything in the namespace.
 """
 
-from __future__ import annotations  # it may be run by an older Python than the server's
+from __future__ import annotations  # its Python may be older than the server's
 
 import base64
 import contextlib
 import ctypes
 import gc
-import io
 import json
 import operator
 import os
@@ -24,7 +23,7 @@ import time
 import types
 from typing import Any, NoReturn
 
-Job = Any  # decoded JSON
+Json = Any
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 38, 22, 2
 _CHUNK = 1 << 16
 _MAX_DEPTH = 100
@@ -37,7 +36,7 @@ def _prctl(*arguments: int) -> None:
 
 
 def _forbid_processes(program: bytes) -> None:
-    """Loads a compiled seccomp filter: from here on only threads can be started."""
+    """Loads a compiled seccomp filter, after which only threads can be started."""
 
     class Fprog(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
@@ -48,7 +47,7 @@ def _forbid_processes(program: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog))
 
 
-def _limit(job: Job) -> None:
+def _limit(job: Json) -> None:
     for name, value in (
         ("RLIMIT_AS", job["memory_bytes"]),
         ("RLIMIT_CPU", int(job["timeout_s"]) + 2),
@@ -70,13 +69,13 @@ def _limit(job: Job) -> None:
 
 
 def _encoded(value: Any, depth: int = 0) -> list[Any]:
-    """A value as tagged JSON; what is not made of Python's own literals becomes its type's name."""
+    """Converts a value to tagged JSON; a value that is not made of Python's literals becomes the name of its type."""
     if depth > _MAX_DEPTH:
         raise RecursionError("the result is nested too deeply")
     if value is None or value is Ellipsis:
-        return ["none"]
+        return ["literal", None]
     if isinstance(value, bool):
-        return ["bool", bool(value)]
+        return ["literal", value]
     if isinstance(value, int):
         return ["int", hex(value)]
     if isinstance(value, float):
@@ -84,7 +83,7 @@ def _encoded(value: Any, depth: int = 0) -> list[Any]:
     if isinstance(value, complex):
         return ["complex", [float.__repr__(value.real), float.__repr__(value.imag)]]
     if isinstance(value, str):
-        return ["str", str.__str__(value)]
+        return ["literal", str.__str__(value)]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", base64.b64encode(value).decode()]
     for kind in (list, tuple, set, frozenset):
@@ -101,29 +100,25 @@ def _encoded(value: Any, depth: int = 0) -> list[Any]:
     return ["other", type(value).__name__]
 
 
-def _run_program(job: Job, module: types.ModuleType) -> None:
-    exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102 - this is the sandbox
-
-
 def _callee(expression: str, namespace: dict[str, Any]) -> Any:
-    """The function that a case names; a method of `Solution` may be named alone."""
+    """Returns the function that a case names; a method of `Solution` needs no prefix."""
     if expression.isidentifier() and expression not in namespace and "Solution" in namespace:
         return getattr(namespace["Solution"](), expression)
-    return eval(expression, namespace)  # noqa: S307 - as above
+    return eval(expression, namespace)  # noqa: S307 - this is the sandbox
 
 
-def _outcome(job: Job, case: Job, module: types.ModuleType, token: str) -> dict[str, Any]:
-    """What a case comes to, in its own process: a dictionary for the result pipe."""
+def _outcome(job: Json, case: Json, module: types.ModuleType, token: str) -> dict[str, Any]:
+    """Runs a case, in its own process, and returns a dictionary for the result pipe."""
     kind = case["kind"]
     module.__name__ = module.__dict__["__name__"] = "__main__" if kind == "stdin" else "solution"
     sys.modules[module.__name__] = module
     try:
-        _run_program(job, module)
+        exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102 - this is the sandbox
     except SystemExit as error:
         if kind != "stdin" or error.code not in (None, 0):
             return {"status": "error", "detail": f"SystemExit: {error.code}"}
     if kind == "stdin":
-        if "threading" in sys.modules:  # programs that leave their work to a thread
+        if "threading" in sys.modules:  # a thread may do the program's work
             sys.modules["threading"]._shutdown()
         return {"status": "done"}
     if kind == "call":
@@ -136,39 +131,34 @@ def _outcome(job: Job, case: Job, module: types.ModuleType, token: str) -> dict[
     return {"status": "done", "token": token}
 
 
-def _child(job: Job, case: Job, pipes: tuple[int, int, int], token: str) -> NoReturn:
-    """Becomes the process of one case; never returns."""
+def _child(job: Json, case: Json, pipes: tuple[int, int, int], token: str) -> NoReturn:
+    """Turns into the process of one case; never returns."""
     read_in, write_out, write_result = pipes
     os.dup2(read_in, 0)
     os.dup2(write_out, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.dup2(write_result, 3)
     os.closerange(4, 256)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r")), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w")), encoding="utf-8", errors="surrogateescape")
-    sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, "w")), encoding="utf-8", errors="replace")
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, f"__{name}__", getattr(sys, name))
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     sys.argv = ["program"]
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
         signal.signal(sig, signal.SIG_DFL)
     _limit(job)
     if job["filter"]:
         _forbid_processes(base64.b64decode(job["filter"]))
-    exit_now, write, dumps, done = os._exit, os.write, json.dumps, False
+    exit_now, write, dumps = os._exit, os.write, json.dumps  # a program may replace them
     try:
         outcome = _outcome(job, case, types.ModuleType("solution"), token)
         sys.stdout.flush()
-        done = True
     except MemoryError:
         outcome = {"status": "memory", "detail": "MemoryError"}
     except BaseException as error:
         outcome = {"status": "error", "detail": type(error).__name__}
-        with contextlib.suppress(BaseException):  # its text is the program's own
+        with contextlib.suppress(BaseException):  # the program defines its text
             outcome["detail"] = f"{type(error).__name__}: {error}"[:200]
-    if not done:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
     try:
         content = dumps(outcome).encode()
     except BaseException:
@@ -178,8 +168,8 @@ def _child(job: Job, case: Job, pipes: tuple[int, int, int], token: str) -> NoRe
     exit_now(0)
 
 
-def _exchange(pid: int, case: Job, pipes: tuple[int, int, int], limit: int, deadline: float) -> tuple[str | None, bytes, bytes]:
-    """Feeds and drains a case's process until its pipes end: (status or None, output, result)."""
+def _exchange(pid: int, case: Json, pipes: tuple[int, ...], limit: int, deadline: float) -> tuple[str | None, bytes, bytes]:
+    """Feeds and drains a case's process until its pipes end, and returns its status or None, its output and its result."""
     write_in, read_out, read_result = pipes
     given = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
     got = {read_out: bytearray(), read_result: bytearray()}
@@ -225,8 +215,8 @@ def _exchange(pid: int, case: Job, pipes: tuple[int, int, int], limit: int, dead
     return status, bytes(got[read_out]), bytes(got[read_result])
 
 
-def _run_case(job: Job, case: Job, deadline: float) -> dict[str, Any]:
-    """The result of one case, as it goes out."""
+def _run_case(job: Json, case: Json, deadline: float) -> dict[str, Any]:
+    """Runs one case and returns its result."""
     token = base64.b64encode(os.urandom(18)).decode()
     (read_in, write_in), (read_out, write_out), (read_result, write_result) = os.pipe(), os.pipe(), os.pipe()
     started = time.monotonic()
@@ -265,13 +255,13 @@ def _run_case(job: Job, case: Job, deadline: float) -> dict[str, Any]:
 
 
 def _give_up() -> NoReturn:
-    """The server wants no more: ends this process, and as process 1 everything else."""
+    """Ends this process, and as process 1 all others, since the server has closed the connection."""
     os.killpg(0, signal.SIGKILL) if os.getpid() != 1 else os._exit(0)
     raise AssertionError
 
 
 def _reaped(pid: int, deadline: float) -> int | None:
-    """The wait status of a case's process, killed at the deadline; None when it had to be."""
+    """Returns the wait status of a case's process; None when it was killed at the deadline."""
     timely = True
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -284,7 +274,7 @@ def _reaped(pid: int, deadline: float) -> int | None:
             break
         if select.select([0], [], [], 0.001)[0]:
             _give_up()
-    if os.getpid() == 1:  # nothing that the process left behind may live on
+    if os.getpid() == 1:  # kill everything that the process left behind
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -294,7 +284,7 @@ def _reaped(pid: int, deadline: float) -> int | None:
 
 
 def main() -> None:
-    """Says ready, reads a job, runs its cases until its total time is used up."""
+    """Writes `ready`, reads a job and runs its cases until its total time is used up."""
     if sys.platform == "linux":
         _prctl(_PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own handler would let a program interrupt process 1

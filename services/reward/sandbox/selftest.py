@@ -1,4 +1,6 @@
-"""What the sandbox has to withstand before any program is run in it: a few programs that try to break out."""
+"""Programs that try to break out of the sandbox; all must fail before it runs any other program."""
+
+import re
 
 from services.reward.sandbox.cases import Case
 
@@ -57,10 +59,7 @@ def identity():
     return os.getuid() == 65534 and fails(lambda: os.setuid(0))
 """
 
-PROBES = (
-    "arithmetic", "threads", "environment", "host_files", "writing", "network", "processes", "namespaces", "tracing", "memory",
-    "identity",
-)  # fmt: skip
-"""Functions of the source above, in order; each returns whether its attempt was contained."""
+PROBES = re.findall(r"^def (\w+)\(\):", PROBE_SOURCE, re.MULTILINE)
+"""Functions of `PROBE_SOURCE`, in order; each returns whether its attempt was contained."""
 
 PROBE_CASES = [Case({"kind": "call", "function": name, "args": [], "kwargs": {}}, True) for name in PROBES]

@@ -1,6 +1,7 @@
-"""Follows the trainer's weights: poll, receive or download and load into the engine, confirm; always the newest version."""
+"""Keeps the engine on the trainer's newest weights: polls, receives or downloads, loads and confirms them."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -12,88 +13,82 @@ import httpx
 
 from common import logs
 from common.clients import Unreachable
+from common.config import Config
 from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import WeightManifest
-from services.rollout.engine_client import EngineClient
+from services.rollout.engine_client import EngineClient, adapters_kept
 from services.rollout.process import Supervised
 from services.rollout.state import NodeState
-from services.rollout.weights.adapters import load_adapter
-from services.rollout.weights.receive import Receiver
+from services.rollout.weights.receive import BroadcastReceiver
 from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone, WeightStore, shared_directory
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
 _LOST_BEFORE_STALE = 3
-"""Downloads in a row that the connection or a newer version cut short, each after the trainer had just answered."""
+"""Interrupted downloads in a row, each right after an answer of the trainer, that make the node stale."""
 
 
 class WeightFollower:
-    """Brings the engine to the newest weights and records in `state` how that went.
+    """Updates the engine to the newest weights and records the progress in `state`.
 
     Args:
-        state: of the node.
-        store: verified versions on disk.
-        trainer: where they come from.
-        api: of the engine.
-        engine: the process; restarted after repeated refusals.
-        load_timeout_s: for the engine to load one version.
-        adapters_kept: LoRA adapters that the engine has at a time.
+        api: client of the engine.
+        engine: the engine's process, restarted after repeated failures.
         changed: called when the state has changed.
-        receiver: takes part in broadcasts.
-        name: of this node, as trainer and broadcasts know it.
-        metrics: get counts and seconds.
+        name: name of the node for trainer and broadcasts.
     """
 
     def __init__(
         self,
+        config: Config,
         state: NodeState,
         store: WeightStore,
         trainer: TrainerClient,
         api: EngineClient,
         engine: Supervised,
         *,
-        load_timeout_s: float,
-        adapters_kept: int,
         changed: Callable[[], None],
-        receiver: Receiver,
         name: str,
         metrics: Metrics,
     ) -> None:
-        self._receiver, self._name = receiver, name
+        self._load_timeout_s, self._adapters_kept = config.trainer.publish_timeout_s, adapters_kept(config)
+        self._receiver, self._name = BroadcastReceiver(name, api, trainer, self._load_timeout_s), name
         self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
-        self._load_timeout_s, self._adapters_kept, self._changed = load_timeout_s, adapters_kept, changed
+        self._changed = changed
         self.newest: tuple[WeightManifest, Path] | None = None
-        """Newest weights verified in the life of this process, and their directory: what an engine is started with."""
+        """The newest verified weights and their directory, with which an engine is started."""
         self._lost = 0
         self._load: asyncio.Task[str] | None = None
-        self._life, self._broadcasts_failed = secrets.token_hex(4), 0
+        self._process_id, self._failed_broadcasts = secrets.token_hex(4), 0
         self.received: tuple[WeightId, str] | None = None
-        """What the engine got by broadcast, and its checksum."""
-        self._partial = False  # whether the engine may hold a part of a version
+        """The weights that the engine got by broadcast, and their checksum."""
+        self._partial = False  # whether the engine may hold part of a version
         self._wake = asyncio.Event()
-        self._quiet = Quiet()
+        self._warnings = RateLimitedWarnings()
         self._updates = metrics.counter("rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"])
-        self._seconds = metrics.histogram("rollout_weight_update_duration_seconds", "Of new weights, by stage", ["stage"])
+        self._seconds = metrics.histogram(
+            "rollout_weight_update_duration_seconds", "Seconds of weight updates by stage", ["stage"]
+        )
 
     @property
     def epoch(self) -> str:
-        """Another one after every start of agent or engine, and after a broadcast that failed: groups from before are over."""
-        return f"{self._life}-{self._engine.starts}-{self._broadcasts_failed}"
+        """Changes with every start of agent or engine and every failed broadcast: earlier groups are invalid then."""
+        return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
 
     def engine_up(self) -> None:
-        """The engine answers: what it does not serve yet can be loaded."""
+        """Continues loading, since the engine is healthy."""
         self._wake.set()
 
     def engine_down(self) -> None:
-        """The engine is gone: a load into it is over."""
-        self._receiver.forget()
+        """Ends a load into the engine that has ended."""
+        self._receiver.reset()
         self._partial, self.received = False, None
         if self._load is not None:
             self._load.cancel()
 
     async def first(self) -> None:
-        """One attempt before the engine is started, so that it starts with the trainer's weights if there are any."""
+        """Tries once to fetch weights, so that the engine starts with the trainer's if there are any."""
         if (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
             await self._adopt(manifest)
 
@@ -112,27 +107,26 @@ class WeightFollower:
             await wait_event(self._wake, pause)
 
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
-        """The trainer's newest version; None when it has none or does not answer."""
+        """Returns the trainer's newest version; None when it has none or does not answer."""
         try:
             return await self._trainer.latest(self._state.serves, wait_s, deadline_s)
         except Unreachable as error:
-            self._quiet.warn("unreachable", f"serving goes on without the trainer: {error}")
+            self._warnings.warn("unreachable", f"serving continues without the trainer: {error}")
         except ServiceError as error:
-            self._quiet.warn("refused", f"the trainer's answer cannot be used, serving goes on: {error}")
+            self._warnings.warn("refused", f"the trainer's answer cannot be used, serving continues: {error}")
         return None
 
     async def _adopt(self, manifest: WeightManifest) -> None:
-        """One attempt to get to this version; afterwards the state says whether it worked.
+        """Tries once to update to this version and records the result in the state.
 
-        The calls and lines of all nodes, engines and the trainer about a version have one request id.
+        Calls and log lines of all nodes, engines and the trainer about a version share one request id.
         """
         with logs.request(f"{manifest.run_id}-v{manifest.version}", manifest.run_id):
             await self._try(manifest)
 
     async def _try(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
-        self._state.found(wanted)
-        self._state.update_began()
+        self._state.wanted, self._state.updating = wanted, True
         self._changed()
         stage = "download"
         try:
@@ -142,13 +136,13 @@ class WeightFollower:
             if not manifest.files:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
-                self._state.found(wanted)
+                self._state.wanted = wanted
             path = await shared_directory(manifest) or await self._store.fetch(manifest, self._trainer)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest, self._lost = (manifest, path), 0
             stage = "load"
-            if not self._engine.up or not await self._load_into_engine(manifest, path):
-                self._state.update_stopped()  # the next engine starts with these weights
+            if not self._engine.up or await self._into_engine("load", self.load(manifest, path)) is None:
+                self._state.updating = False  # the next engine starts with these weights
             else:
                 self._state.update_done(wanted)
                 self._partial = False
@@ -162,16 +156,16 @@ class WeightFollower:
             self._changed()
 
     async def _with_files(self) -> WeightManifest:
-        """The newest version as files: the trainer writes them when they are asked for."""
+        """Returns the newest version with files, which the trainer writes on demand."""
         manifest = await self._trainer.latest(None, 0, self._load_timeout_s, files=True)
         if manifest is None or not manifest.files:
             raise WeightsGone("the trainer has no files of its weights")
         return manifest
 
     async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
-        """Takes part in the broadcast of this version, if there is one; whether the engine serves it then.
+        """Receives this version by broadcast if there is one; returns whether the engine serves it.
 
-        Failing is no end: the files follow. Until they are loaded the engine is stale, for it may hold a part of a version.
+        After a failure the files follow; until then the engine is stale, since it may hold part of a version.
         """
         broadcast = manifest.broadcast
         if broadcast is None or not self._engine.up:
@@ -179,7 +173,7 @@ class WeightFollower:
         if broadcast.epochs.get(self._name) != self.epoch:
             log.info("this node is not in the broadcast of weights %d: it takes them as files", wanted.version)
             return False
-        life = self._engine.starts
+        start = self._engine.starts
         try:
             checksum = await self._into_engine("broadcast", self._receiver.receive(manifest, broadcast))
             if checksum is not None:
@@ -190,37 +184,28 @@ class WeightFollower:
         except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
             self._partial = True
             self._failed(wanted, "broadcast", error)
-        self._broadcasts_failed += 1
+        self._failed_broadcasts += 1
         self._changed()
-        if self._engine.up and self._engine.starts == life and not await self._receiver.abandon(broadcast):
+        if self._engine.up and self._engine.starts == start and not await self._receiver.abandon(broadcast):
             self._engine.restart(f"the engine hangs in the broadcast of weights {wanted.version}")
-        self._state.update_began()
+        self._state.updating = True
         return False
 
-    async def load(self, manifest: WeightManifest, path: Path) -> None:
-        """Has the engine serve this version. Raises ServiceError when it refuses."""
+    async def load(self, manifest: WeightManifest, path: Path) -> str:
+        """Loads this version into the engine and returns its name. Raises ServiceError when the engine refuses."""
         if manifest.kind == "adapter":
-            await load_adapter(self._api, path, manifest, self._adapters_kept, self._load_timeout_s)
+            await self._api.load_adapter(path, manifest, self._adapters_kept, self._load_timeout_s)
         else:
             await self._api.load(path, str(manifest.version), self._load_timeout_s, whole=not self._partial)
-
-    async def _load_into_engine(self, manifest: WeightManifest, path: Path) -> bool:
-        """False when the engine ended meanwhile. Raises ServiceError when it refused."""
-
-        async def load() -> str:
-            await self.load(manifest, path)
-            return "done"
-
-        return await self._into_engine("load", load()) is not None
+        return path.name
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
-        """The result of `work`; None when the engine ended meanwhile."""
-        life = self._engine.starts
-        begin = time.monotonic()
+        """Returns the result of `work`, or None when the engine has ended meanwhile."""
+        start, begin = self._engine.starts, time.monotonic()
         self._load = asyncio.create_task(work)
         try:
             await asyncio.wait({self._load})
-            if self._load.cancelled() or not self._engine.up or self._engine.starts != life:
+            if self._load.cancelled() or not self._engine.up or self._engine.starts != start:
                 return None
             result = self._load.result()
         finally:
@@ -230,12 +215,12 @@ class WeightFollower:
         return result
 
     def _download_lost(self, wanted: WeightId, error: Exception) -> None:
-        """The trainer may have ended, or gone on: asking it again tells. If it says the same, this node is stale."""
+        """Records an interrupted download: the next poll shows whether the trainer has ended or has a newer version."""
         self._lost += 1
         if self._lost >= _LOST_BEFORE_STALE:
             self._failed(wanted, "download", error)
         else:
-            self._state.update_stopped()
+            self._state.updating = False
             log.warning("download of weights %d was cut short: %s %s", wanted.version, type(error).__name__, error)
 
     def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
@@ -249,23 +234,21 @@ class WeightFollower:
             self._engine.restart(f"restarted after {self._state.failed_loads} failed weight updates; {reason}")
 
 
-class Quiet:
-    """Warnings that repeat, logged once a minute."""
+class RateLimitedWarnings:
+    """Logs repeated warnings at most once a minute per topic."""
 
     def __init__(self) -> None:
-        self._said: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
     def warn(self, topic: str, text: str) -> None:
-        """Logs `text` unless something of this topic was logged in the last minute."""
+        """Logs `text` unless this topic was logged in the last minute."""
         now = time.monotonic()
-        if now - self._said.get(topic, -60.0) >= 60:
-            self._said[topic] = now
+        if now - self._logged.get(topic, -60.0) >= 60:
+            self._logged[topic] = now
             log.warning("%s", text)
 
 
 async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
     """Waits for the event, at most `timeout_s` seconds."""
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return

@@ -1,4 +1,4 @@
-"""This node's part in a broadcast of weights: the calls that make its engine join, receive, check and go on."""
+"""The node's part in a broadcast of weights: its engine joins the group, receives, verifies and resumes."""
 
 import asyncio
 import logging
@@ -13,35 +13,33 @@ _POLL_S = 2.0
 _CLEAN_UP_S = 5.0
 
 
-class Withdrawn(ServiceError):
-    """The trainer has given this broadcast up."""
+class BroadcastWithdrawn(ServiceError):
+    """The trainer has withdrawn the broadcast."""
 
     status = 409
     code = "withdrawn"
 
 
-class Receiver:
-    """Receives one version after the other. After an error the engine may hold a part of a version and stays paused.
+class BroadcastReceiver:
+    """Receives weights by broadcast. After an error the engine may hold part of a version and stays paused.
 
     Args:
-        name: of this node, as in its reports.
-        api: of the engine.
-        trainer: who sends.
-        timeout_s: for one version, from the rendezvous to the verdict.
+        name: name of the node in its reports.
+        timeout_s: limit for one version, from the rendezvous to the verdict.
     """
 
     def __init__(self, name: str, api: EngineClient, trainer: TrainerClient, timeout_s: float) -> None:
         self._name, self._api, self._trainer, self._timeout_s = name, api, trainer, timeout_s
         self._group: str | None = None
 
-    def forget(self) -> None:
-        """The engine is a new one: it is in no group."""
+    def reset(self) -> None:
+        """Forgets the group, since the engine was restarted."""
         self._group = None
 
     async def receive(self, manifest: WeightManifest, broadcast: Broadcast) -> str:
-        """Returns the checksum of the engine's weights when it serves this version, verified.
+        """Receives a version and returns the verified checksum of the engine's weights.
 
-        Raises ServiceError or TimeoutError when the engine refused, the trainer gave up, or what came is not what was sent.
+        Raises ServiceError or TimeoutError when the engine refuses, the trainer withdraws, or the checksums differ.
         """
         work = asyncio.create_task(self._receive(manifest.version, broadcast))
         watch = asyncio.create_task(self._watch(manifest, broadcast))
@@ -49,7 +47,7 @@ class Receiver:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise Withdrawn("the trainer has given up the broadcast", field="group", value=broadcast.group)
+                raise BroadcastWithdrawn("the trainer has withdrawn the broadcast", field="group", value=broadcast.group)
             return work.result()
         finally:
             for task in (work, watch):
@@ -57,21 +55,21 @@ class Receiver:
             await asyncio.gather(work, watch, return_exceptions=True)
 
     async def abandon(self, broadcast: Broadcast) -> bool:
-        """Leaves the group after an error; False when the engine does not react and has to be started again."""
+        """Leaves the group after an error; returns False when the engine hangs and must be restarted."""
         self._group = None
         try:
             async with asyncio.timeout(_CLEAN_UP_S):
-                for path, body in (
-                    ("/destroy_weights_update_group", {"group_name": broadcast.group}),
-                    ("/end_weight_update", {}),
-                ):
-                    try:
-                        await self._api.control(path, body, _CLEAN_UP_S)
-                    except ServiceError as error:  # there was none, or nothing in it was good
-                        log.info("%s after a failed broadcast: %s", path, error)
+                await self._clean_up("/destroy_weights_update_group", {"group_name": broadcast.group})
+                await self._clean_up("/end_weight_update", {})
         except TimeoutError:
             return False
         return True
+
+    async def _clean_up(self, path: str, body: dict[str, str]) -> None:
+        try:
+            await self._api.control(path, body, _CLEAN_UP_S)
+        except ServiceError as error:  # there is no group or session, or it failed
+            log.info("%s: %s", path, error)
 
     async def _receive(self, version: int, broadcast: Broadcast) -> str:
         limit = self._timeout_s
@@ -96,10 +94,7 @@ class Receiver:
             return
         if self._group is not None:
             old, self._group = self._group, None
-            try:
-                await self._api.control("/destroy_weights_update_group", {"group_name": old}, _CLEAN_UP_S)
-            except ServiceError as error:
-                log.warning("the engine did not leave the group %s: %s", old, error)
+            await self._clean_up("/destroy_weights_update_group", {"group_name": old})
         body = {
             "master_address": broadcast.master_address,
             "master_port": broadcast.master_port,
@@ -112,7 +107,7 @@ class Receiver:
         self._group = broadcast.group
 
     async def _watch(self, manifest: WeightManifest, broadcast: Broadcast) -> None:
-        """Returns when the trainer no longer offers this broadcast; one that does not answer may be busy."""
+        """Returns when the trainer has withdrawn the broadcast; a trainer that does not answer may be busy."""
         while True:
             await asyncio.sleep(_POLL_S)
             try:

@@ -1,7 +1,7 @@
-"""Weight versions on this node: pulled from the trainer over HTTP, verified, kept on disk as model directories.
+"""Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model directories.
 
-A directory `v000012` exists only when every file of the version is in it with the right size and SHA-256: it is filled
-under another name, synced to disk, and renamed last. Files that did not change are hard links to the previous version.
+A directory `v000012` always holds every file of its version with the right size and SHA-256: it is filled under another name,
+synced to disk and then renamed. Unchanged files are hard links to an earlier version.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from common.storing import storing
 
 log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"
-"""Beside the files of a version; a `WeightFile` cannot have this name."""
+"""Stored beside the files of a version; a `WeightFile` cannot have this name."""
 _KEEP = 2
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class WeightId:
-    """Which weights: a version number alone does not tell two runs apart."""
+    """Identifies weights by run and version: version numbers repeat between runs."""
 
     run_id: str
     version: int
@@ -40,34 +40,31 @@ class WeightId:
         return cls(manifest.run_id, manifest.version)
 
 
-class BadWeights(ServiceError):
-    """The files of a version are not what its manifest says."""
+class CorruptWeights(ServiceError):
+    """A file does not match its manifest (502)."""
 
     status = 502
     code = "bad_weights"
 
 
 class WeightsGone(ServiceError):
-    """The trainer has this version no more (404 or 410): there is a newer one."""
+    """The trainer has removed this version (404 or 410), since there is a newer one."""
 
     status = 404
     code = "weights_gone"
 
 
 class TrainerClient(Client):
-    """The trainer as rollout nodes see it."""
+    """A rollout node's client of the trainer."""
 
     async def latest(
         self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False
     ) -> WeightManifest | None:
-        """The newest version, as soon as it is not `held`, at the latest after `wait_s` seconds; None before the first.
+        """Returns the newest version, after up to `wait_s` seconds while it is still `held`; None before the first.
 
-        With `files` the trainer writes its files if it has not yet. Raises Unreachable when the trainer does not answer
-        within `deadline_s` seconds.
+        With `files` the trainer writes the files unless it has. Raises Unreachable after `deadline_s` seconds.
         """
-        parameters: dict[str, str | float] = {"wait_s": wait_s}
-        if files:
-            parameters["files"] = "true"
+        parameters: dict[str, str | float] = {"wait_s": wait_s} | ({"files": "true"} if files else {})
         if held is not None:
             parameters |= {"after_run": held.run_id, "after_version": held.version}
         try:
@@ -78,28 +75,30 @@ class TrainerClient(Client):
             raise
 
     async def report(self, report: WorkerReport) -> None:
-        """Tells the trainer what this node serves."""
+        """Reports to the trainer what this node serves."""
         await self.request("POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5)
 
     async def verify(self, version: int, sums: WeightChecksums, deadline_s: float) -> WeightVerdict:
-        """Asks whether the engine received a broadcast as it was sent. Raises ServiceError, 409 when it did not."""
+        """Verifies the checksums of a received broadcast. Raises ServiceError (409) when they differ."""
         path = f"/weights/{version}/verify"
         return await self.json("POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s)
 
     async def download(self, version: int, file: WeightFile, target: Path) -> None:
-        """Writes one file to `target`, which must not exist yet, synced to disk.
+        """Downloads a file to `target`, which must not exist, and syncs it to disk.
 
-        Raises BadWeights when size or checksum is wrong, WeightsGone when the trainer removed it, and
+        Raises CorruptWeights for a wrong size or checksum, WeightsGone when the trainer has removed the file, and
         httpx.TransportError when the connection fails.
         """
         timeout = httpx.Timeout(30, connect=10, pool=None)
         digest, size = hashlib.sha256(), 0
         async with self.http.stream("GET", f"/weights/{version}/files/{file.name}", timeout=timeout) as response:
             if response.status_code in (404, 410):
-                raise WeightsGone("the trainer has this file no more", field="name", value=f"{version}/{file.name}")
+                raise WeightsGone("the trainer has removed this file", field="name", value=f"{version}/{file.name}")
             if not response.is_success:
-                raise BadWeights(f"HTTP {response.status_code} for a weight file", field="name", value=f"{version}/{file.name}")
-            with target.open("xb") as stream:  # "x": never write into what may be a link to another version's file
+                raise CorruptWeights(
+                    f"HTTP {response.status_code} for a weight file", field="name", value=f"{version}/{file.name}"
+                )
+            with target.open("xb") as stream:  # "x": never write into a link to another version
                 async for chunk in response.aiter_bytes(1 << 20):
                     size += len(chunk)
                     if size > file.size:
@@ -109,19 +108,13 @@ class TrainerClient(Client):
                 stream.flush()
                 await asyncio.to_thread(os.fsync, stream.fileno())
         if size != file.size:
-            raise BadWeights(
-                f"{file.name} has {size} bytes or more, the manifest says {file.size}", field=file.name, value=size
-            )
+            raise CorruptWeights(f"the size differs from the manifest's {file.size} bytes", field=file.name, value=size)
         if digest.hexdigest() != file.sha256:
-            raise BadWeights("the checksum does not match the manifest", field=file.name, value=digest.hexdigest())
+            raise CorruptWeights("the checksum does not match the manifest", field=file.name, value=digest.hexdigest())
 
 
 class WeightStore:
-    """The verified weight versions on the disk of this node.
-
-    Args:
-        directory: holds one directory per version.
-    """
+    """The verified weight versions on the node's disk, one directory each in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -132,15 +125,15 @@ class WeightStore:
         self._held: Path | None = None
 
     def hold(self, path: Path | None) -> bool:
-        """Keeps this version, and no longer the one held before, though newer ones come; False when it is not on this disk.
+        """Keeps this version, instead of the one held before, when newer ones arrive; returns False when it is not stored.
 
-        An engine reads its weights some time after it was started with their path.
+        An engine reads its weights some time after its start.
         """
         self._held = path if any(path == stored for _, stored in self._stored) else None
         return self._held is not None
 
     def _scan(self) -> list[tuple[WeightManifest, Path]]:
-        """Complete versions, the one stored last at the end."""
+        """Returns the complete versions, the newest last."""
         stored: list[tuple[float, WeightManifest, Path]] = []
         for path in self.directory.glob(f"v*/{_MANIFEST}"):
             try:
@@ -154,21 +147,21 @@ class WeightStore:
         return [(manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])]
 
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
-        """The directory of this version, downloaded unless it is there.
+        """Returns the directory of this version, after downloading it if needed.
 
-        Raises BadWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed; then nothing has changed.
+        Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed, and changes nothing.
         """
         for known, path in self._stored:
             if known == manifest and path.is_dir():
                 return path
-        # An engine reads an adapter again by its path when it has dropped it: that path must stay the run's.
+        # An engine may reload an evicted adapter by its path, so no other run may use that path.
         run = hashlib.sha256(manifest.run_id.encode()).hexdigest()[:12]
         suffix = f"-{run}" if manifest.kind == "adapter" else ""
         target = self.directory / f"v{manifest.version:06d}{suffix}"
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: they are fetched again"):
+            with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: the download is retried"):
                 partial.mkdir()
                 for file in manifest.files:
                     if not self._link(file, partial / file.name):
@@ -178,7 +171,7 @@ class WeightStore:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._forget(target)  # of another run, or of other content
+        self._forget(target)  # another run's version, or other content
         partial.rename(target)
         _sync(self.directory)
         self._stored.append((manifest, target))
@@ -188,11 +181,11 @@ class WeightStore:
         return target
 
     def _link(self, file: WeightFile, target: Path) -> bool:
-        """Makes `target` a hard link to the same file of another version, if there is one."""
+        """Links `target` to an equal file of another version; returns False when there is none."""
         for manifest, path in reversed(self._stored):
             for known in manifest.files:
                 if (known.sha256, known.size) == (file.sha256, file.size):
-                    with contextlib.suppress(OSError):  # no hard links here, or too many: download it
+                    with contextlib.suppress(OSError):  # no hard links here, or too many: download instead
                         target.hardlink_to(path / known.name)
                         return True
         return False
@@ -204,7 +197,7 @@ class WeightStore:
 
 
 async def shared_directory(manifest: WeightManifest) -> Path | None:
-    """The trainer's own directory of this version, when it is visible here and holds what the manifest says."""
+    """Returns the trainer's directory of this version when it is visible here and matches the manifest."""
     if not manifest.directory:
         return None
     directory = Path(manifest.directory)
@@ -215,7 +208,7 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
 
 
 def _differs(directory: Path, files: list[WeightFile]) -> str | None:
-    """How the files differ from the manifest, or None."""
+    """Returns how the files differ from the manifest, or None."""
     if not directory.is_dir():
         return "there is no such directory; is the trainer's run_dir on a volume mounted at the same path?"
     for file in files:
@@ -231,12 +224,12 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
 
 
 async def _download(trainer: TrainerClient, version: int, file: WeightFile, target: Path) -> None:
-    """Downloads one file; a failure of the connection or of the content is tried again a few times."""
+    """Downloads a file, with a few attempts."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             await trainer.download(version, file, target)
             return
-        except (httpx.TransportError, BadWeights) as error:
+        except (httpx.TransportError, CorruptWeights) as error:
             if attempt == _ATTEMPTS:
                 raise
             log.warning("download of %s of weights %d failed, trying again: %s", file.name, version, error)
@@ -245,7 +238,7 @@ async def _download(trainer: TrainerClient, version: int, file: WeightFile, targ
 
 
 def _sync(*paths: Path) -> None:
-    """Makes files, or the entries of directories, durable."""
+    """Syncs files and directories to disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -18,7 +18,7 @@ from tests.support.forks import Forked
 
 @pytest.fixture
 def settings(policy_dir: Path, tmp_path: Path) -> list[str]:
-    """Of a small critic, as a command line."""
+    """Settings of a small critic, as command-line arguments."""
     return [
         *("--model.name", str(policy_dir), "--state_dir", str(tmp_path / "state"), "--algorithm.name", "ppo"),
         *("--critic.learning_rate", "1e-3"),

@@ -114,7 +114,7 @@ async def test_what_was_not_saved_cannot_be_restored_and_changes_nothing(client:
         await client.restore("a", 7)
     assert (error.value.status, error.value.field, error.value.value) == (404, "step", "7")
     assert "volume for STATE_DIR" in str(error.value.remedy)
-    with pytest.raises(ServiceError, match="is that of run a") as error:
+    with pytest.raises(ServiceError, match="belongs to run a") as error:
         await client.restore("b", 1, saved_by="elsewhere")
     assert (error.value.status, error.value.field) == (404, "saved_by")
     assert (await client.status()).run_id == "a"

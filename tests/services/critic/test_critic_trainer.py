@@ -75,7 +75,7 @@ def remote(config: Config, place: tuple[CriticClient, LoopThread], run_id: str) 
     config = config.model_copy(deep=True)
     config.critic.location = "server"
     client, loop = place
-    return value_function(config, Ranks(), client, loop.call, run_id)
+    return value_function(config, Ranks(), client, loop, run_id)
 
 
 def learn(function: ValueFunction, batches: range) -> list[CriticMetrics]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
 from common.schemas import TokenSequence
-from learning.optimizer import NotFinite
+from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
 from services.critic.critic import Critic
 from tests.support.critic import VOCABULARY, make_rows, make_sequences
@@ -186,7 +186,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
     assert_same(parameters(critic), before, 0)
     assert critic.update(good, seed=0).skipped == 0
     critic.update(bad, seed=0)
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteGradients):
         critic.update(bad, seed=0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.schemas import Prompt
-from services.data.curriculum import CurriculumProgress, Difficulty, appeal, chances, pick, uniform
+from services.data.curriculum import CurriculumStats, Difficulty, appeal, chances, pick, uniform
 from services.data.stream import PromptStream
 
 SIZE = 12
@@ -33,10 +33,10 @@ def ids(source: PromptStream, count: int, request_id: str | None = None) -> list
     return [prompt.id for prompt in source.take(count, request_id=request_id).prompts]
 
 
-def known(source: PromptStream) -> CurriculumProgress:
-    progress = source.progress().curriculum
-    assert progress is not None
-    return progress
+def known(source: PromptStream) -> CurriculumStats:
+    stats = source.stats().curriculum
+    assert stats is not None
+    return stats
 
 
 def rate(prompt_id: str) -> float:
@@ -184,7 +184,7 @@ def test_draws_and_pass_rates_are_there_after_a_restart(tmp_path: Path) -> None:
     assert [batch for part in cut for batch in part] == whole
     again = stream(tmp_path / "cut")
     assert ids(again, 4, "draw-29") == whole[29]
-    assert again.progress().position == 120
+    assert again.stats().position == 120
 
 
 def test_several_processes_on_one_state_draw_one_stream(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_seek_goes_back_to_what_was_known_there(tmp_path: Path, back: int) -> No
     assert steps(source, 0, 15) == whole[:15]
     ids(source, 4)  # drawn for a step that was never finished
     source.seek(4 * back)
-    assert source.progress().position == 4 * back
+    assert source.stats().position == 4 * back
     for step in range(back, 25):
         batch = ids(source, 4, f"resumed-{step}")
         source.report([(name, rate(name)) for name in batch], f"resumed-report-{step}")
@@ -284,7 +284,7 @@ def test_every_position_has_one_prompt_whatever_happens(
         else:
             source.close()
             source = stream(state)
-        assert source.progress().position == position
+        assert source.stats().position == position
     stored = source._db.execute("SELECT position, place FROM draws ORDER BY position").fetchall()
     assert {at: f"p{place}" for at, place in stored} == handed
     assert sorted(handed) == list(range(position))

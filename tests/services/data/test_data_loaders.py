@@ -11,7 +11,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.sections import DataSection
-from services.data.loaders import Split, final_answer, load_split
+from services.data.loaders import Split, load_split
+from services.data.rows import final_answer
 from tests.support.paths import SHARED_DATA
 
 GSM8K = SHARED_DATA / "gsm8k"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.marks import last_box
+from common.final_answers import last_box
 from common.sections import DataSection
 from services.data.loaders import GSM8KLoader, MATHLoader, load_split
 from services.data.loaders_math import level_number
@@ -95,7 +95,6 @@ def test_the_loader_takes_math_answers_out_of_solutions(tmp_path: Path) -> None:
     assert loaded[0].columns == {"level": 2}
     hard = MATHLoader(source=SHARED_DATA / "math500", levels=["Level 5"]).load("test")
     assert len(hard) == 134
-    assert hard == MATHLoader(source=SHARED_DATA / "math500", min_level=5).load("test")
     assert hard[0].id == next(prompt.id for prompt in loaded if prompt.columns["level"] == 5)
 
 
@@ -113,9 +112,6 @@ def test_filters_by_level(tmp_path: Path) -> None:
     write(tmp_path, PROBLEMS)
     assert problems(MATHLoader(source=tmp_path)) == "abcde"
     assert problems(MATHLoader(levels=[3, "4", "Level 5"], source=tmp_path)) == "bcd"
-    assert problems(MATHLoader(min_level=4, source=tmp_path)) == "cd"
-    assert problems(MATHLoader(max_level="Level 3", source=tmp_path)) == "ab"
-    assert problems(MATHLoader(min_level=2, max_level=4, levels=[1, 4], source=tmp_path)) == "c"
     with pytest.raises(ConfigError, match=r"field: data\.levels · value: hard"):
         MATHLoader(levels=["hard"], source=tmp_path)
     with pytest.raises(ConfigError, match="no problems"):

@@ -85,11 +85,11 @@ def test_a_repeated_request_gets_the_same_batch(tmp_path: Path) -> None:
     again = PromptStream(prompts(), 0, tmp_path)
     assert again.take(4, request_id="a") == first
     assert again.take(4, request_id="b").position == 4
-    assert again.progress().served == 8
+    assert again.stats().prompts_served == 8
     for count, shuffle in ((5, True), (4, False)):
         with pytest.raises(InvalidInput, match=r"batch_size=4, shuffle=true .* value: a"):
             again.take(count, shuffle, "a")
-    assert again.progress().position == 8
+    assert again.stats().position == 8
 
 
 def test_concurrent_repeats_of_one_request_are_one_batch(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_concurrent_repeats_of_one_request_are_one_batch(tmp_path: Path) -> None
     with ThreadPoolExecutor(8) as pool:
         batches = list(pool.map(lambda _: stream.take(3, request_id="same"), range(32)))
     assert batches == [batches[0]] * 32
-    assert stream.progress().position == 3
+    assert stream.stats().position == 3
 
 
 def test_old_requests_are_forgotten_and_recent_ones_kept(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_seek_goes_back_and_draws_anew(tmp_path: Path) -> None:
     assert stream.take(8, request_id="undone").position == 12
     assert stream.take(4, request_id="kept").position == 0
     stream.seek(1000)
-    assert stream.progress().epoch == 20
+    assert stream.stats().epoch == 20
     assert ids(stream, 50) == [f"p{n}" for n in permutation(0, 20, 50)]
 
 

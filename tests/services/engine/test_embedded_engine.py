@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError, NotReady, ServiceError
 from services.engine.engine import Engine
-from services.engine.jobs import Job, Sampling, Sequence
+from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from services.engine.sampling import sample_seed
-from services.engine.scheduler import NotFinite, Refused
-from services.engine.stops import texts
+from services.engine.scheduler import LogitsNotFinite, Refused
 from services.engine.weights import BadWeights
 from tests.support.engines import write_model
 
@@ -37,13 +37,17 @@ def engine(model_dir: Path) -> Iterator[Engine]:
     made.stop()
 
 
-def job(prompt: list[int], n: int = 1, **options: Any) -> Job:
-    return Job(f"job-{random.random()}", prompt, Sampling(**options), n)
+def job(prompt: list[int], n: int = 1, **options: Any) -> GenerationJob:
+    return GenerationJob(f"job-{random.random()}", prompt, SamplingParams(**options), n)
 
 
-def run(engine: Engine, *jobs: Job) -> list[list[Sequence]]:
+def run(engine: Engine, *jobs: GenerationJob) -> list[list[Sequence]]:
     engine.submit(list(jobs))
     return [each.done.result(LIMIT_S) for each in jobs]
+
+
+def update_weights(engine: Engine, source: Path, version: str, flush_cache: bool) -> "Future[int]":
+    return engine.call(lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -143,14 +147,14 @@ def test_embedded_stop_tokens_and_least_tokens(engine: Engine) -> None:
 def test_embedded_stop_strings_end_and_trim(engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 30}
     ((free,),) = run(engine, job([20, 21], **options))
-    text = texts(engine.model.tokenizer, [free])[0]
+    text = free.text(engine.model.tokenizer)
     stop = text[5:8]
     ((stopped,),) = run(engine, job([20, 21], stop=(stop, "never seen"), **options))
     assert stopped.finish == {"type": "stop", "matched": stop}
-    assert texts(engine.model.tokenizer, [stopped])[0] == text[: text.index(stop)]
+    assert stopped.text(engine.model.tokenizer) == text[: text.index(stop)]
     assert stopped.tokens == free.tokens[: len(stopped.tokens)]
     ((kept,),) = run(engine, job([20, 21], stop=(stop,), keep_stop=True, **options))
-    assert stop in texts(engine.model.tokenizer, [kept])[0]
+    assert stop in kept.text(engine.model.tokenizer)
 
 
 def test_embedded_no_new_tokens_only_scores(engine: Engine, model_dir: Path) -> None:
@@ -169,9 +173,9 @@ def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine, mode:
     disturbed = job([20, 21], n=6, seed=3, max_new_tokens=150)
     engine.submit([disturbed])
     until(lambda: engine.running == 6)
-    engine.pause(mode).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause(mode)).result(LIMIT_S)
     assert (engine.running, engine.waiting) == ((0, 6) if mode == "retract" else (6, 0))
-    engine.resume().result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     found = disturbed.done.result(LIMIT_S)
     assert [sequence.tokens for sequence in found] == [sequence.tokens for sequence in calm]
     assert {sequence.retractions for sequence in found} == {1 if mode == "retract" else 0}
@@ -181,7 +185,7 @@ def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
     victim, other = job([20], n=4, max_new_tokens=200), job([21], n=4, max_new_tokens=60, seed=1)
     engine.submit([victim, other])
     until(lambda: engine.running == 8)
-    engine.abort(victim.rid).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job is victim)).result(LIMIT_S)
     assert {(sequence.finish or {})["type"] for sequence in victim.done.result(LIMIT_S)} == {"abort"}
     assert [len(sequence.tokens) for sequence in other.done.result(LIMIT_S)] == [60] * 4
     (again,) = run(engine, job([21], n=4, max_new_tokens=60, seed=1))
@@ -190,11 +194,11 @@ def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
 
 def test_embedded_an_update_changes_the_numbers_and_the_version(engine: Engine, model_dir: Path, tmp_path: Path) -> None:
     new = write_model(tmp_path / "new", seed=1)
-    engine.pause("in_place").result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
     waiting = job([20, 21, 22], n=2, seed=1, max_new_tokens=20)
     engine.submit([waiting])
-    engine.update_weights(new, "1", True, False).result(LIMIT_S)
-    engine.resume().result(LIMIT_S)
+    update_weights(engine, new, "1", True).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     for sequence in waiting.done.result(LIMIT_S):
         wanted = plain_logprobs(new, [20, 21, 22], sequence.tokens, 1.0)
         torch.testing.assert_close(torch.tensor(sequence.logprobs), wanted, atol=1e-5, rtol=1e-5)
@@ -207,14 +211,14 @@ def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(engine: 
     frozen = job([20], n=2, max_new_tokens=200)
     engine.submit([frozen])
     until(lambda: engine.running == 2)
-    engine.pause("in_place").result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
     with pytest.raises(Refused):
-        engine.flush_cache().result(LIMIT_S)
+        engine.call(lambda scheduler: scheduler.flush_cache()).result(LIMIT_S)
     with pytest.raises(Refused):
-        engine.update_weights(new, "1", True, False).result(LIMIT_S)
-    assert engine.weight_version == "0"
-    assert engine.update_weights(new, "1", False, False).result(LIMIT_S) == 2
-    engine.resume().result(LIMIT_S)
+        update_weights(engine, new, "1", True).result(LIMIT_S)
+    assert engine.scheduler.weight_version == "0"
+    assert update_weights(engine, new, "1", False).result(LIMIT_S) == 2
+    engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     assert [span["version"] for span in frozen.done.result(LIMIT_S)[0].spans()] == ["0", "1"]
 
 
@@ -243,8 +247,8 @@ def test_embedded_bad_weights_are_refused_and_the_old_ones_serve(
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadWeights):
-        engine.update_weights(tmp_path, "9", True, False).result(LIMIT_S)
-    assert engine.weight_version == "0"
+        update_weights(engine, tmp_path, "9", True).result(LIMIT_S)
+    assert engine.scheduler.weight_version == "0"
     assert run(engine, job([20], temperature=0.0, max_new_tokens=10))[0][0].tokens == before
 
 
@@ -252,7 +256,7 @@ def test_embedded_a_damaged_file_is_refused(engine: Engine, model_dir: Path, tmp
     content = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(BadWeights):
-        engine.update_weights(tmp_path, "9", True, False).result(LIMIT_S)
+        update_weights(engine, tmp_path, "9", True).result(LIMIT_S)
 
 
 def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows(engine: Engine) -> None:
@@ -260,11 +264,11 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
     (before,) = run(engine, chosen)
     weight = engine.model.module.model.norm.weight
     good = weight.clone()
-    engine.pause("abort").result(LIMIT_S)
-    engine.flush_cache().result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause("abort")).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.flush_cache()).result(LIMIT_S)
     weight.data.fill_(torch.nan)
-    engine.resume().result(LIMIT_S)
-    with pytest.raises(NotFinite):
+    engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
+    with pytest.raises(LogitsNotFinite):
         run(engine, job([20, 21], n=3, max_new_tokens=10))
     weight.data.copy_(good)
     (after,) = run(engine, job([20, 21], n=3, seed=2, max_new_tokens=10))
@@ -272,11 +276,11 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
 
 
 def test_embedded_a_full_queue_refuses(engine: Engine) -> None:
-    engine.pause("abort").result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.pause("abort")).result(LIMIT_S)
     engine.submit([job([20], n=100, max_new_tokens=1)])
     with pytest.raises(NotReady):
         engine.submit([job([20], max_new_tokens=1)])
-    engine.resume().result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     until(lambda: engine.running == engine.waiting == 0)
     run(engine, job([20], max_new_tokens=1))
 

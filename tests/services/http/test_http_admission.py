@@ -38,7 +38,7 @@ serve(app, "127.0.0.1", int(sys.argv[1]))
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of a real process that takes on four requests and four of the largest bodies."""
+    """The port of a real process that takes on four requests and four of the largest bodies."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         found = int(sock.getsockname()[1])
     process = subprocess.Popen([sys.executable, "-c", SERVICE, str(found)], cwd=ROOT)

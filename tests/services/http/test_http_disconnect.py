@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.types import Message
 
 from common.errors import InvalidInput, NotReady
-from services.http.disconnect import ClientGone, while_wanted
+from services.http.disconnect import ClientGone, cancel_on_disconnect
 
 
 class Connection:
@@ -45,14 +45,14 @@ async def test_work_ends_with_its_result_or_its_error() -> None:
         raise InvalidInput("no")
 
     connection = Connection()
-    assert await while_wanted(connection.request, asyncio.sleep(0, "done"), drain=True) == "done"
+    assert await cancel_on_disconnect(connection.request, asyncio.sleep(0, "done"), drain=True) == "done"
     with pytest.raises(InvalidInput):
-        await while_wanted(connection.request, refuse())
+        await cancel_on_disconnect(connection.request, refuse())
 
 
 async def test_work_is_cancelled_when_its_client_has_gone() -> None:
     connection, work = Connection(), Work()
-    waiting = asyncio.create_task(while_wanted(connection.request, work.run()))
+    waiting = asyncio.create_task(cancel_on_disconnect(connection.request, work.run()))
     await work.started.wait()
     connection.close()
     with pytest.raises(ClientGone) as caught:
@@ -62,8 +62,8 @@ async def test_work_is_cancelled_when_its_client_has_gone() -> None:
 
 async def test_a_service_that_stops_ends_only_what_says_so() -> None:
     connection, work, longer = Connection(), Work(), Work()
-    finished = asyncio.create_task(while_wanted(connection.request, longer.run()))
-    waiting = asyncio.create_task(while_wanted(connection.request, work.run(), drain=True))
+    finished = asyncio.create_task(cancel_on_disconnect(connection.request, longer.run()))
+    waiting = asyncio.create_task(cancel_on_disconnect(connection.request, work.run(), drain=True))
     await work.started.wait()
     connection.app.state.draining = True
     with pytest.raises(NotReady, match="stopping"):

@@ -12,7 +12,7 @@ from msgspec.msgpack import Ext
 from common import wire
 from common.clients import ReplayClient
 from common.schemas import SampleRequest, TakeRequest
-from services.replay.buffer import join, pack_group
+from services.replay.buffer import join
 from tests.support.replay_groups import MakeGroup
 
 JSON = {"content-type": "application/json"}
@@ -22,7 +22,7 @@ MSGPACK = {"content-type": wire.MSGPACK}
 def test_joined_groups_are_what_wire_encodes(make_group: MakeGroup) -> None:
     groups = [make_group(f"g{i}", i) for i in range(20)]
     for some in ([], groups[:1], groups):
-        assert join([pack_group(group) for group in some], evicted=3) == wire.encode_groups(some, evicted=3)
+        assert join([wire.encode(group) for group in some], evicted=3) == wire.encode_groups(some, evicted=3)
 
 
 async def test_a_person_adds_and_reads_json(client: ReplayClient, make_group: MakeGroup) -> None:

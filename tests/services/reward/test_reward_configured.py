@@ -15,7 +15,7 @@ from common.schemas import RewardItem, RewardResult
 from common.sections import RewardSection
 from services.reward.app import create_reward_app
 from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.process
 
@@ -37,7 +37,7 @@ async def test_functions_are_weighed_and_reported_by_name() -> None:
         weights={"format": 0.5, KEYWORD: -0.25},
         format_required=["<think>.*</think>"],
     )
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         await scorer.ready()
         thought, bare = await scorer.score(
             [item("<think>\n\n</think>\\boxed{5} cat", keyword="cat"), item("\\boxed{6}", keyword="cat")]
@@ -50,7 +50,7 @@ async def test_functions_are_weighed_and_reported_by_name() -> None:
 
 async def test_a_task_has_its_own_functions() -> None:
     config = RewardSection(tasks={"words": [KEYWORD], "both": ["math", KEYWORD]})
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         results = await scorer.score(
             [item("5"), item("a cat", "", "words", keyword="cat"), item("5 cats", "5", "both", keyword="cat")]
         )
@@ -67,7 +67,7 @@ async def test_a_task_has_its_own_functions() -> None:
 
 
 async def test_a_task_is_ignored_where_no_task_is_named() -> None:
-    async with Scorer(RewardSection()) as scorer:
+    async with RewardScorer(RewardSection()) as scorer:
         [result] = await scorer.score([item("5", task="algebra")])
     assert result.reward == 1.0
 
@@ -75,7 +75,7 @@ async def test_a_task_is_ignored_where_no_task_is_named() -> None:
 @pytest.mark.parametrize("bad", ["raise", "hang", "die", "nan", "inf"])
 async def test_one_bad_item_never_harms_the_others(bad: str) -> None:
     config = RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=1)
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         results = await scorer.score([item("5"), item(bad), item("5"), item("6")])
     status = {"hang": "timeout", "die": "died"}.get(bad, "error")
     assert [outcome(result) for result in results] == [(1.5, "ok"), (None, status), (1.5, "ok"), (0.5, "ok")]
@@ -84,9 +84,9 @@ async def test_one_bad_item_never_harms_the_others(bad: str) -> None:
 
 
 async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.build.FUNCTION_BATCH", 2)
+    monkeypatch.setattr("services.reward.hosts.CALL_ITEMS", 2)
     config = RewardSection(functions=[MOODY], function_timeout_s=0.5)
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         await scorer.ready()
         start = time.monotonic()
         results = await scorer.score([item("hang"), *[item("fine")] * 99])
@@ -95,7 +95,7 @@ async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytes
 
 
 async def test_functions_of_ones_own_may_read_standard_input_and_print() -> None:
-    async with Scorer(RewardSection(functions=[MOODY], function_timeout_s=5)) as scorer:
+    async with RewardScorer(RewardSection(functions=[MOODY], function_timeout_s=5)) as scorer:
         [result] = await scorer.score([item("fine", read=True)])
     assert result.status == "error", "there is nothing to read: EOFError, not a hang"
 
@@ -187,20 +187,20 @@ async def test_the_callers_own_objects_score_every_item_in_a_thread(maths: MathR
 
 
 async def test_without_a_verifying_function_correct_is_a_reward_above_a_half() -> None:
-    async with Scorer(RewardSection(), functions=[Closure(0.0)]) as scorer:
+    async with RewardScorer(RewardSection(), functions=[Closure(0.0)]) as scorer:
         results = await scorer.score([item("x"), item("")])
     assert [result.correct for result in results] == [True, False]
 
 
 async def test_an_answer_cut_off_earns_nothing_from_any_function_when_stopping_is_required() -> None:
-    async with Scorer(RewardSection(require_stop=True), functions=[Closure(1.0)]) as scorer:
+    async with RewardScorer(RewardSection(require_stop=True), functions=[Closure(1.0)]) as scorer:
         cut = RewardItem(response="x", ground_truth="", finish_reason="length")
         [result] = await scorer.score([cut])
     assert (result.reward, result.correct, result.components) == (0.0, False, {"closure": 2.0})
 
 
 async def test_a_cancelled_request_leaves_nothing_unfinished() -> None:
-    async with Scorer(RewardSection(functions=[MOODY], function_timeout_s=100)) as scorer:
+    async with RewardScorer(RewardSection(functions=[MOODY], function_timeout_s=100)) as scorer:
         await scorer.ready()
         task = asyncio.create_task(scorer.score([item("hang")] * 3))
         await asyncio.sleep(0.3)

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from common.schemas import RewardItem
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
 from services.reward.exact import parse_number, same_answer
 from services.reward.extract import extract_answer, gold_answer
-from services.reward.limits import MAX_BATCH_ITEMS
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 from tests.support.paths import ROOT, SHARED_DATA
 
 pytestmark = pytest.mark.process
@@ -34,7 +33,7 @@ async def test_golden_cases() -> None:
     assert len({(case["response"], case["ground_truth"]) for case in cases}) == len(cases)
     assert min(sum(case["correct"] for case in cases), sum(not case["correct"] for case in cases)) > 100
     items = [RewardItem(response=case["response"], ground_truth=case["ground_truth"]) for case in cases]
-    async with Scorer(RewardSection(math_timeout_s=20)) as grader:
+    async with RewardScorer(RewardSection(math_timeout_s=20)) as grader:
         results = await grader.score(items)
     wrong = [
         f"{case['why']}: {case['response']!r} against {case['ground_truth']!r} gave {result}"
@@ -73,7 +72,7 @@ async def test_real_math500_golds_verify_against_themselves_and_gold_plus_one_ne
         answers += [(notation.format(said), said == gold) for notation in NOTATIONS for said in (gold, more)]
         items += [RewardItem(response=response, ground_truth=gold) for response, _ in answers]
         right += [correct for _, correct in answers]
-    async with Scorer(RewardSection(math_timeout_s=30)) as grader:
+    async with RewardScorer(RewardSection(math_timeout_s=30)) as grader:
         parts = [items[i : i + MAX_BATCH_ITEMS] for i in range(0, len(items), MAX_BATCH_ITEMS)]
         results = [result for part in parts for result in await grader.score(part)]
     assert len(items) == 500 * (1 + 2 * len(NOTATIONS))

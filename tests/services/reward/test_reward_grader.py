@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from common.errors import InvalidInput, NotReady, TooLarge
-from common.schemas import RewardItem
+from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
-from services.reward.limits import MAX_BATCH_ITEMS
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.process
 
@@ -106,8 +105,8 @@ async def until(condition: object, limit_s: float = 400) -> None:
 
 
 @pytest.fixture
-async def grader() -> AsyncIterator[Scorer]:
-    async with Scorer(RewardSection(workers=2, math_timeout_s=1)) as started:
+async def grader() -> AsyncIterator[RewardScorer]:
+    async with RewardScorer(RewardSection(workers=2, math_timeout_s=1)) as started:
         assert started.not_ready()
         await started.ready()
         assert started.not_ready() is None
@@ -116,7 +115,7 @@ async def grader() -> AsyncIterator[Scorer]:
 
 
 async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
-    async with Scorer(RewardSection(workers=4, math_timeout_s=1.5)) as grader:
+    async with RewardScorer(RewardSection(workers=4, math_timeout_s=1.5)) as grader:
         await grader.ready()
         hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
         hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
@@ -138,19 +137,19 @@ async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right
     assert grader.stats()["graded"]["timeout"] == sum(result.status == "timeout" for result in results)
 
 
-async def test_one_hostile_answer_is_back_soon_after_its_deadline(grader: Scorer) -> None:
+async def test_one_hostile_answer_is_back_soon_after_its_deadline(grader: RewardScorer) -> None:
     start = time.monotonic()
     [result] = await grader.score([boxed("9^{9^{9^9}}", "5")])
     assert time.monotonic() - start < 6
     assert (result.status, result.reward, result.correct) == ("timeout", None, False)
 
 
-async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: Scorer) -> None:
+async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: RewardScorer) -> None:
     [result] = await grader.score([boxed("5", "9^{9^{9^9}}")])
     assert (result.status, result.reward) == ("timeout", None)
 
 
-async def test_batch_means_are_over_the_graded_ones(grader: Scorer) -> None:
+async def test_batch_means_are_over_the_graded_ones(grader: RewardScorer) -> None:
     hang = boxed("9^{9^{9^9}}")
     mixed = await grader.score_batch([boxed("18"), hang, boxed("19")])
     assert (mixed.rewards, mixed.mean_reward, mixed.accuracy) == ([1.0, None, 0.0], 0.5, 0.5)
@@ -158,14 +157,14 @@ async def test_batch_means_are_over_the_graded_ones(grader: Scorer) -> None:
     assert (none.rewards, none.mean_reward, none.accuracy) == ([None], 0.0, 0.0)
 
 
-async def test_no_answer_is_unparsable_and_graded_zero(grader: Scorer) -> None:
+async def test_no_answer_is_unparsable_and_graded_zero(grader: RewardScorer) -> None:
     [result] = await grader.score([RewardItem(response="I cannot tell.", ground_truth="18")])
     assert (result.status, result.reward, result.extracted_answer) == ("unparsable", 0.0, None)
 
 
 @pytest.mark.parametrize(("require_stop", "reward"), [(True, 0.0), (False, 1.0)])
 async def test_a_cut_completion_earns_nothing_when_stopping_is_required(require_stop: bool, reward: float) -> None:
-    async with Scorer(RewardSection(require_stop=require_stop)) as grader:
+    async with RewardScorer(RewardSection(require_stop=require_stop)) as grader:
         item = RewardItem(response="\\boxed{18}", ground_truth="18", finish_reason="length")
         [result] = await grader.score([item])
         [stopped] = await grader.score([boxed("18")])
@@ -173,7 +172,7 @@ async def test_a_cut_completion_earns_nothing_when_stopping_is_required(require_
     assert stopped.reward == 1.0
 
 
-async def test_an_empty_ground_truth_is_named(grader: Scorer) -> None:
+async def test_an_empty_ground_truth_is_named(grader: RewardScorer) -> None:
     with pytest.raises(InvalidInput) as caught:
         await grader.score([boxed("18"), boxed("18", " ")])
     assert caught.value.field == "items[1].ground_truth"
@@ -181,12 +180,12 @@ async def test_an_empty_ground_truth_is_named(grader: Scorer) -> None:
 
 async def test_too_many_items_are_refused() -> None:
     with pytest.raises(TooLarge, match=f"at most {MAX_BATCH_ITEMS} items"):
-        await Scorer(RewardSection()).score([boxed("18")] * (MAX_BATCH_ITEMS + 1))
+        await RewardScorer(RewardSection()).score([boxed("18")] * (MAX_BATCH_ITEMS + 1))
 
 
 async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.grade.MAX_BATCH_ITEMS", 2)
-    async with Scorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
+    monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
+    async with RewardScorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
         await grader.ready()
         busy = [asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 2)) for _ in range(4)]
         await until(lambda: grader.stats()["unfinished"] == 8)
@@ -200,7 +199,7 @@ async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch
 
 
 async def test_cancelling_frees_the_workers() -> None:
-    async with Scorer(RewardSection(workers=2, math_timeout_s=100)) as grader:
+    async with RewardScorer(RewardSection(workers=2, math_timeout_s=100)) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}")] * 20))
         await until(lambda: grader.stats()["unfinished"] == 20)
@@ -214,7 +213,7 @@ async def test_cancelling_frees_the_workers() -> None:
         assert all(result.correct for result in results)
 
 
-async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: Scorer) -> None:
+async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: RewardScorer) -> None:
     victims = workers()
     assert len(victims) == 2
     for victim in victims:
@@ -227,7 +226,7 @@ async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
 
 
 async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
-    async with Scorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
+    async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
         await until(lambda: grader.stats()["unfinished"] == 2)
@@ -239,7 +238,7 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
     assert (good.status, good.correct) == ("ok", True)
 
 
-async def test_the_process_that_forks_graders_is_replaced_too(grader: Scorer) -> None:
+async def test_the_process_that_forks_graders_is_replaced_too(grader: RewardScorer) -> None:
     parents = {worker.ppid() for worker in workers()}
     for process in [*parents, *(worker.pid for worker in workers())]:
         os.kill(process, signal.SIGKILL)
@@ -249,8 +248,8 @@ async def test_the_process_that_forks_graders_is_replaced_too(grader: Scorer) ->
 
 
 async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.grade.MEMORY_MB", 256)
-    async with Scorer(RewardSection(workers=1, math_timeout_s=60)) as grader:
+    monkeypatch.setattr("services.reward.functions.answers.MEMORY_MB", 256)
+    async with RewardScorer(RewardSection(workers=1, math_timeout_s=60)) as grader:
         bomb, good = await grader.score([boxed("2^{1000000000}"), boxed("x+1", "1+x")])
     assert (bomb.status, bomb.reward) == ("died", None)
     assert (good.status, good.correct) == ("ok", True)

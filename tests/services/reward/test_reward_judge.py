@@ -16,7 +16,7 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.functions import JudgeRewardFunction
 from services.reward.functions.judge import parse_score
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 Reply = tuple[int, dict[str, str], str]
 
@@ -166,7 +166,7 @@ async def test_the_judge_in_the_reward_server(endpoint: Endpoint, monkeypatch: p
     monkeypatch.setattr("services.reward.functions.judge._MAX_BACKOFF_S", 0.0)
     endpoint.answer = lambda text, times: said("Score: 9" if "good" in text else "?")
     config = RewardSection(functions=["math", "judge"], weights={"judge": 0.5}, judge_url=endpoint.url, judge_model="big")
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         items = [RewardItem(prompt="p", response=text, ground_truth="5") for text in ("good 5", "bad 5")]
         good, bad = await scorer.score(items)
     assert (good.reward, good.correct, good.components) == (1.45, True, {"math": 1.0, "judge": 0.9})

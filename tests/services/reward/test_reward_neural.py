@@ -14,7 +14,7 @@ from common.errors import ConfigError, InvalidInput
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.functions import RewardModelFunction
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.process
 
@@ -115,7 +115,7 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
         reward_model_name=str(model),
         reward_model_max_tokens=100,
     )
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         assert scorer.not_ready() is not None
         await scorer.ready()
         texts = ["\\boxed{5}", "x" * 4000]
@@ -129,7 +129,7 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
 
 async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> None:
     config = RewardSection(functions=["reward_model"], reward_model_name=str(tmp_path / "nothing"))
-    async with Scorer(config) as scorer:
+    async with RewardScorer(config) as scorer:
         async with asyncio.timeout(120):
             while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health is asked so too
                 await asyncio.sleep(0.1)

@@ -20,7 +20,7 @@ from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program
 from services.reward.sandbox import command, run
 from services.reward.sandbox.cases import parse_cases
-from services.reward.scorer import Scorer
+from services.reward.scorer import RewardScorer
 from tests.support.sandbox import code_function
 
 pytestmark = pytest.mark.process
@@ -318,5 +318,5 @@ async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.A
 
 async def test_a_server_without_code_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    async with Scorer(RewardSection()) as scorer:
+    async with RewardScorer(RewardSection()) as scorer:
         assert (await scorer.score([RewardItem(response="5", ground_truth="5")]))[0].correct

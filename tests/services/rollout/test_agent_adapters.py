@@ -15,7 +15,6 @@ from common.rollout_client import RolloutClient
 from common.schemas import WorkerReport, adapter_name
 from common.topology import TRAINER
 from services.rollout.engine_client import EngineClient
-from services.rollout.weights.adapters import loaded_adapters
 from tests.support.engines import expected_logprobs, write_adapter, write_model
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names, until
 from trainer.server import BackgroundServer, create_trainer_app
@@ -83,7 +82,7 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
             cluster.publish("a", version)
             await until(lambda v=version: cluster.serves("a", v), f"adapter {version}", cluster)  # type: ignore[misc, arg-type]
             await check(cluster, rollout, "a", version)
-        assert set(await loaded_adapters(engine)) == {adapter_name("a", 1), adapter_name("a", 2)}
+        assert set(await engine.adapters()) == {adapter_name("a", 1), adapter_name("a", 2)}
         rollout.adapter = (adapter_name("a", 0), 0)
         with pytest.raises(ServiceError, match="not loaded"):
             await rollout.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
@@ -93,11 +92,11 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
         await until(lambda: cluster.serves("a", 2), "adapter 2 again", cluster)  # type: ignore[arg-type]
         command = node.engine().cmdline()
         assert command[command.index("--model-path") + 1] == str(cluster.model)
-        assert set(await loaded_adapters(engine)) == {adapter_name("a", 2)}
+        assert set(await engine.adapters()) == {adapter_name("a", 2)}
         await check(cluster, rollout, "a", 2)
         cluster.publish("b", 1)
         await until(lambda: cluster.serves("b", 1), "adapter 1 of the new run", cluster)  # type: ignore[arg-type]
-        assert set(await loaded_adapters(engine)) == {adapter_name("b", 1)}
+        assert set(await engine.adapters()) == {adapter_name("b", 1)}
         await check(cluster, rollout, "b", 1)
 
 
@@ -119,7 +118,7 @@ async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluste
             await asyncio.to_thread(naming.publish, tensors.items(), version)
             assert rollout.adapter == (adapter_name("p", version), version)
             await check(cluster, rollout, "p", version)
-        place = Path((await loaded_adapters(engine))[adapter_name("p", 3)])
+        place = Path((await engine.adapters())[adapter_name("p", 3)])
         assert (place.parent == cluster.board.directory.absolute()) == shared
         # An engine that comes back when that directory is gone takes the files again, before it gets traffic.
         starts = node.status()["engine_starts"]

@@ -29,10 +29,10 @@ def test_base_model_is_served_without_a_trainer() -> None:
 
 def test_engine_that_comes_up_behind_the_trainer_gets_no_traffic_until_it_has_caught_up() -> None:
     state = NodeState()
-    state.found(V2)
+    state.wanted = V2
     state.engine_up(V1)
     assert (state.worker_state, state.in_traffic) == ("updating", False)
-    state.update_began()
+    state.updating = True
     state.update_done(V2)
     assert (state.worker_state, state.in_traffic) == ("ready", True)
 
@@ -40,8 +40,8 @@ def test_engine_that_comes_up_behind_the_trainer_gets_no_traffic_until_it_has_ca
 def test_engine_keeps_its_traffic_during_an_update() -> None:
     state = NodeState()
     state.engine_up(None)
-    state.found(V1)
-    state.update_began()
+    state.wanted = V1
+    state.updating = True
     assert (state.worker_state, state.in_traffic) == ("updating", True)
     state.update_done(V1)
     assert (state.worker_state, state.serves, state.in_traffic) == ("ready", V1, True)
@@ -50,13 +50,13 @@ def test_engine_keeps_its_traffic_during_an_update() -> None:
 def test_failed_update_fences_until_a_later_one_works() -> None:
     state = NodeState()
     state.engine_up(None)
-    state.found(V1)
-    state.update_began()
+    state.wanted = V1
+    state.updating = True
     state.update_failed("checksum", engine_failed=False)
     assert (state.worker_state, state.in_traffic, state.detail) == ("stale", False, "checksum")
     assert "checksum" in str(state.problem())
-    state.found(V2)
-    state.update_began()
+    state.wanted = V2
+    state.updating = True
     state.update_done(V2)
     assert (state.worker_state, state.in_traffic, state.detail) == ("ready", True, "")
 
@@ -64,7 +64,7 @@ def test_failed_update_fences_until_a_later_one_works() -> None:
 def test_staleness_survives_an_engine_restart_on_old_weights() -> None:
     state = NodeState()
     state.engine_up(V1)
-    state.found(V2)
+    state.wanted = V2
     state.update_failed("checksum", engine_failed=False)
     state.engine_down("ended")
     assert (state.worker_state, state.in_traffic, state.serves) == ("failed", False, None)
@@ -77,7 +77,7 @@ def test_staleness_survives_an_engine_restart_on_old_weights() -> None:
 def test_engine_is_restarted_after_refusals_but_not_after_bad_downloads() -> None:
     state = NodeState()
     state.engine_up(None)
-    state.found(V1)
+    state.wanted = V1
     for _ in range(UPDATES_BEFORE_RESTART + 2):
         state.update_failed("checksum", engine_failed=False)
     assert not state.must_restart
@@ -104,9 +104,9 @@ def test_backoff_grows_and_is_bounded() -> None:
 def test_interrupted_update_is_not_a_failure() -> None:
     state = NodeState()
     state.engine_up(V1)
-    state.found(V2)
-    state.update_began()
-    state.update_stopped()
+    state.wanted = V2
+    state.updating = True
+    state.updating = False
     assert (state.worker_state, state.in_traffic) == ("ready", True)
 
 
@@ -119,7 +119,7 @@ def test_draining_node_gets_no_traffic() -> None:
 
 def test_same_version_number_of_another_run_is_not_the_same_weights() -> None:
     state = NodeState()
-    state.found(WeightId("b", 1))
+    state.wanted = WeightId("b", 1)
     state.engine_up(V1)
     assert not state.in_traffic
 

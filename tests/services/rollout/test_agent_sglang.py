@@ -20,7 +20,7 @@ from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.transfer import Meeting
+from trainer.weights.transfer import Rendezvous
 
 pytestmark = [
     pytest.mark.process,
@@ -52,7 +52,7 @@ class Rig:
         static = [file for file in new.iterdir() if file.name != "model.safetensors"]
         common = (self.board, static, "run", 120.0)
         if way == "distributed":
-            self._broadcaster = Broadcaster(*common, Meeting(ADDRESS), bucket_bytes=20_000)
+            self._broadcaster = Broadcaster(*common, Rendezvous(ADDRESS), bucket_bytes=20_000)
         broadcaster = self._broadcaster if way == "distributed" else None
         publisher = Publisher(*common, lambda _: None, print, shared=way == "shared", broadcaster=broadcaster)
         publisher.publish(load_file(new / "model.safetensors").items(), version)
@@ -101,7 +101,7 @@ class Rig:
         httpx.post(f"{self.node.engine_url}{path}", json=body, timeout=30, trust_env=False).raise_for_status()
 
     def health_checks(self) -> int:
-        """Of agent and router, as SGLang has logged them."""
+        """Requests of agent and router that SGLang logged."""
         return (self.directory / "logs" / "rollout-server-0.engine.log").read_text().count("GET /health")
 
     def end(self) -> None:

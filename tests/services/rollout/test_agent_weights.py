@@ -13,7 +13,7 @@ from common.clients import Unreachable
 from common.observe import Metrics
 from common.schemas import WeightFile, WeightManifest
 from common.storing import StorageFailed
-from services.rollout.weights.store import BadWeights, TrainerClient, WeightId, WeightsGone, WeightStore
+from services.rollout.weights.store import CorruptWeights, TrainerClient, WeightId, WeightsGone, WeightStore
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard
 
@@ -109,7 +109,7 @@ async def test_corrupted_file_is_refused_and_leaves_nothing(
     manifest = publish(board, 2, {"w": b"two"})
     for content in (b"TWO", b"twotwo", b"t"):
         board_file(board, 2, "w").write_bytes(content)
-        with pytest.raises(BadWeights, match=r"checksum|bytes"):
+        with pytest.raises(CorruptWeights, match=r"checksum|bytes"):
             await store.fetch(manifest, client)
         assert sorted(store.directory.iterdir()) == [good]
     board_file(board, 2, "w").write_bytes(b"two")

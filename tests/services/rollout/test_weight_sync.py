@@ -23,7 +23,7 @@ from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
-from trainer.weights.transfer import Meeting
+from trainer.weights.transfer import Rendezvous
 
 pytestmark = pytest.mark.process
 
@@ -53,7 +53,7 @@ class Cluster:
 
         broadcaster, common = None, (self.board, self.static_files, run_id, PATIENCE_S)
         if way == "distributed":
-            broadcaster = Broadcaster(*common, Meeting(ADDRESS), bucket_bytes=20_000)
+            broadcaster = Broadcaster(*common, Rendezvous(ADDRESS), bucket_bytes=20_000)
         return Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
 
     def weights(self) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     publisher.publish(killing(), 2)
     both.until(lambda: both.serving("killed", 2), "weights 2 everywhere")
     assert both.held() == [sums(new)] * 2
-    assert "weights 2 were not broadcast, they go over HTTP: " in caplog.text
+    assert "weights 2 were not broadcast and go over HTTP: " in caplog.text
     assert "rollout-server-1 is failed" in caplog.text
     assert "v000002" in both.files()
     both.until(both.healthy, "both nodes healthy")

@@ -22,13 +22,12 @@ def main(directory: Path, settings: list[str]) -> None:
     torch.set_num_threads(1)
     config = load(settings, {})
     with Ranks.from_env(timeout_s=400) as ranks, ExitStack() as stack:
-        client, call = None, None
+        client, loop = None, None
         if ranks.first:  # as in the trainer, only rank 0 talks to services
             loop = stack.enter_context(LoopThread())
             client = CriticClient("critic-server", f"http://127.0.0.1:{config.critic.port}")
-            call = loop.call
             stack.callback(lambda: loop.call(client.close()))
-        function = value_function(config, ranks, client, call, f"run of rank {ranks.rank}")
+        function = value_function(config, ranks, client, loop, f"run of rank {ranks.rank}")
         function.restore(None)
         assert not any(values.any() for values in known(function.values(make_batch(5))))
         metrics = function.start_update(make_batch(6), seed=3)()

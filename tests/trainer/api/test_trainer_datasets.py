@@ -56,15 +56,21 @@ def test_a_hugging_face_dataset() -> None:
     [
         ([], r"the data set is empty.*field: train.*remedy"),
         ("gsm8k", r"str is not a list of problems.*give one split"),
-        ([{"question": "a?"}, {"answer": "1"}], r"row 1: a row needs a column prompt or question.*value: answer"),
-        (["1+1?"], r"row 0: a row is a Prompt or a mapping.*value: 1\+1\?"),
-        ([{"prompt": "  "}], r"row 0, column prompt: the problem is empty"),
-        ([{"prompt": 7}], r"row 0, column prompt: a problem is a text or a chat.*value: 7"),
-        ([{"prompt": [{"role": "robot", "content": "x"}]}], r"a message is.*robot"),
-        ([{"prompt": [{"role": "assistant", "content": "x"}]}], r"the last message of a problem is the user's"),
-        ([{"prompt": "a?", "answer": [1]}], r"a ground truth is a text or a number.*\[1\]"),
-        ([{"prompt": "a?", "blob": object()}], r"row 0, column blob: the value cannot be sent"),
-        ([{"prompt": "a?", "id": 1}, {"prompt": "b?", "id": "1"}], r"two problems have the same id.*value: 1"),
+        (
+            [{"question": "a?"}, {"answer": "1"}],
+            r"row 1: there is no column prompt or question; there are answer.*field: train",
+        ),
+        (["1+1?"], r"row 0: '1\+1\?' is not a Prompt or a mapping"),
+        ([{"prompt": "  "}], r"row 0: column 'prompt' is empty"),
+        ([{"prompt": 7}], r"row 0: column 'prompt' is 7, which is not a list of messages"),
+        (
+            [{"prompt": [{"role": "robot", "content": "x"}]}],
+            r"row 0: the chat in column 'prompt' has the roles robot; they must be system, user, assistant",
+        ),
+        ([{"prompt": [{"role": "assistant", "content": "x"}]}], r"has the roles assistant; .*the last one user"),
+        ([{"prompt": "a?", "answer": [1]}], r"row 0: column 'answer' is \[1\], not a text or a number"),
+        ([{"prompt": "a?", "blob": object()}], r"row 0: column 'blob' is of type object, which JSON cannot represent"),
+        ([{"prompt": "a?", "id": 1}, {"prompt": "b?", "id": "1"}], r"two problems have the id '1'.*field: train"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_place(dataset: Any, message: str) -> None:

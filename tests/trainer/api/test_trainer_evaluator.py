@@ -168,7 +168,7 @@ def test_a_server_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setattr("trainer.api.generators._FIRST_ANSWER_S", 0.5)
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(Unreachable, match=r"did not answer.*field: model.*value: http://127.*remedy: look whether the server"):
+    with pytest.raises(Unreachable, match=r"did not answer.*field: model.*value: http://127.*remedy: check that the server"):
         ModelEvaluator(url).evaluate(test_data, reward)
 
 

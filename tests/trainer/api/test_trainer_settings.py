@@ -29,7 +29,7 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
     [
         ({"beta": 0.1}, r"no field beta.*remedy: it is called kl_coef here"),
         ({"learning_rat": 1}, r"no field learning_rat.*the fields are trainer_type, "),
-        ({"learning_rate": -1}, r"greater than 0.*field: learning_rate.*value: -1.*remedy: Of the policy"),
+        ({"learning_rate": -1}, r"greater than 0.*field: learning_rate.*value: -1.*remedy: Learning rate of the policy"),
         ({"trainer_type": "dpo"}, r"'grpo', 'rloo' or 'ppo'.*field: trainer_type.*value: dpo"),
         ({"max_steps": 0}, r"field: max_steps.*value: 0"),
         ({"num_generations": 1}, r"grpo compares the answers.*field: num_generations.*value: 1.*trainer_type='ppo'"),

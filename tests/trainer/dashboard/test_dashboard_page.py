@@ -9,7 +9,7 @@ import pytest
 from tests.support.browser import Page
 from tests.support.run_files import line, make_run, write
 from trainer.dashboard.app import create_dashboard_app
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 from trainer.server import BackgroundServer
 
 pytestmark = pytest.mark.process
@@ -26,7 +26,7 @@ CRITIC = ("Value loss", "Explained variance", "Value and return", "Gradient norm
 @contextmanager
 def served(*directories: Path) -> Iterator[str]:
     """The page's address."""
-    with BackgroundServer(create_dashboard_app([Run(directory) for directory in directories]), "127.0.0.1", 0) as server:
+    with BackgroundServer(create_dashboard_app([RunReader(directory) for directory in directories]), "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.port}/dashboard/"
 
 

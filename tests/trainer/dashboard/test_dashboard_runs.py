@@ -9,13 +9,13 @@ import pytest
 from common.errors import ConfigError, NotFound
 from tests.support.run_files import evaluation, line, make_run, write
 from trainer.dashboard.columns import numbers
-from trainer.dashboard.runs import Run
+from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
 
 
 def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:
-    run = Run(make_run(tmp_path, 3))
+    run = RunReader(make_run(tmp_path, 3))
     first = run.series()
     assert (first["whole"], first["steps"].tolist(), len(first["evaluations"])) == (True, [1, 2, 3], 2)
     write(tmp_path / "metrics.jsonl", [line(4), line(5)], "a")
@@ -27,7 +27,7 @@ def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:
 
 
 def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(make_run(tmp_path, 2000))
+    run = RunReader(make_run(tmp_path, 2000))
     run.series()
     write(tmp_path / "metrics.jsonl", [line(2001)], "a")
     parsed: list[int] = []
@@ -47,7 +47,7 @@ def test_ten_thousand_steps_are_as_many_as_a_chart_has_room_for_and_a_spike_stay
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     lines[6999] = json.dumps(line(7000, reward=50.0, alarms={"kl_rollout": "far away"}))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    run = Run(tmp_path)
+    run = RunReader(tmp_path)
     series = run.series(points=600)
     assert len(series["steps"]) == 600
     assert series["steps"][-1] == 10_000
@@ -64,7 +64,7 @@ def test_ten_thousand_steps_are_as_many_as_a_chart_has_room_for_and_a_spike_stay
 
 
 def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
-    run = Run(make_run(tmp_path, 30))
+    run = RunReader(make_run(tmp_path, 30))
     before = run.series()
     (tmp_path / "again").write_text("")
     write(tmp_path / "again", [line(step, reward=-1.0) for step in range(1, 41)])
@@ -78,7 +78,7 @@ def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
 
 
 def test_lines_of_an_attempt_that_was_undone_do_not_count(tmp_path: Path) -> None:
-    run = Run(make_run(tmp_path, 5))
+    run = RunReader(make_run(tmp_path, 5))
     generation = run.series()["generation"]
     write(tmp_path / "metrics.jsonl", [line(3, reward=7.0)], "a")
     series = run.series(after=5, generation=generation)
@@ -89,13 +89,13 @@ def test_lines_of_an_attempt_that_was_undone_do_not_count(tmp_path: Path) -> Non
 
 
 def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunReader(tmp_path)
     assert run.problems == [
         "config.json is missing: the settings of this run are not known",
         "metrics.jsonl is missing: no step was recorded",
     ]
     assert run.series()["steps"].tolist() == []
-    assert run.summary()["step"] is None
+    assert run.summary().step is None
     assert run.facts()["config"] is None
     make_run(tmp_path, 2)  # it begins to write
     assert run.problems == []
@@ -104,7 +104,7 @@ def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> No
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such run directory.*absent.*name one"):
-        Run(tmp_path / "absent")
+        RunReader(tmp_path / "absent")
 
 
 def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) 
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 3, "rew\n' + b"[1]\n" + b"\xff\xfe\n" + json.dumps(line(4)).encode() + b'\n{"step": 5')
     (tmp_path / "config.json").write_text('{"seed": ')
-    run = Run(tmp_path)
+    run = RunReader(tmp_path)
     assert run.series()["steps"].tolist() == [1, 2, 4]
     problems = run.problems
     assert problems[0].startswith("config.json cannot be read")
@@ -131,18 +131,18 @@ def test_lines_of_another_version_are_read_as_far_as_they_are_numbers(tmp_path: 
     strange = {"step": 2, "reward": "high", "update": 3, "new": {"deep": 1.5, "flag": True}, "alarms": ["x"], "huge": 1e300}
     nothing = float("nan")
     write(tmp_path / "metrics.jsonl", [strange, {"no": "step"}, {"step": nothing}, {"step": 3, "reward": nothing}], "a")
-    columns = Run(tmp_path).series()["columns"]
+    columns = RunReader(tmp_path).series()["columns"]
     assert columns["new.deep"].tolist()[1] == 1.5
     assert "new.flag" not in columns
     assert "huge" not in columns
     assert np.isnan(columns["reward"][1:]).all()
     assert columns["update"].tolist()[1] == 3
-    assert Run(tmp_path).series()["steps"].tolist() == [1, 2, 3]
+    assert RunReader(tmp_path).series()["steps"].tolist() == [1, 2, 3]
 
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl cannot be read: Is a directory" in Run(tmp_path).problems
+    assert "metrics.jsonl cannot be read: Is a directory" in RunReader(tmp_path).problems
 
 
 def test_sums_are_added_to_a_line() -> None:
@@ -153,15 +153,15 @@ def test_sums_are_added_to_a_line() -> None:
 
 def test_limits_are_those_of_the_alarms(tmp_path: Path) -> None:
     make_run(tmp_path, 1)
-    limit = Run(tmp_path).facts()["limits"]["update.kl_rollout"]
+    limit = RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]
     assert limit == {"alarm": "kl_rollout", "value": MAX_KL_CURRENT_POLICY, "above": True}
     (tmp_path / "config.json").write_text(json.dumps({"trainer": {"max_staleness": 2}}))
-    assert Run(tmp_path).facts()["limits"]["update.kl_rollout"]["value"] == MAX_KL
+    assert RunReader(tmp_path).facts()["limits"]["update.kl_rollout"]["value"] == MAX_KL
 
 
 def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:
     make_run(tmp_path, 3)
-    run = Run(tmp_path)
+    run = RunReader(tmp_path)
     assert [sorted(each) for each in run.series()["evaluations"]] == [
         ["accuracy", "k", "num_samples", "pass_at_k", "standard_error", "step", "time"]
     ] * 2

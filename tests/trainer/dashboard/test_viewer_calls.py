@@ -19,17 +19,18 @@ from common.sections import ReplaySection
 from services.http.app import create_app
 from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
-from tests.support.recorded_groups import Directory, group, record, trained, write_lines
+from tests.support.recorded_groups import group, record, trained, write_lines
 from trainer.background import LoopThread
 from trainer.cli.tiny_model import make_tokenizer
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.replay import LiveReplay, Replay, StoredReplay
+from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00\x1b[31m</script>\"'\U0001f600\u200b"
 
 
-def client(*runs: Directory, live: Replay | None = None) -> TestClient:
+def client(*runs: RunReader, live: Replay | None = None) -> TestClient:
     app: FastAPI = create_app("dashboard")
     add_groups(app, runs, live)
     return TestClient(app, raise_server_exceptions=False)
@@ -44,7 +45,7 @@ def refused(answer: Any, status: int, field: str) -> str:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Directory:
+def run(tmp_path: Path) -> RunReader:
     """Two steps and a dropped group, with a tokenizer."""
     make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"])).save_pretrained(tmp_path / "model")
     late = RecordedGroup(group(9, [0.5]), reason="stale", detail="its weights are older than version 3")
@@ -53,10 +54,10 @@ def run(tmp_path: Path) -> Directory:
         [trained(group(4, [1.0, 1.0])), late],
     ]
     record(tmp_path, steps)
-    return Directory(tmp_path)
+    return RunReader(tmp_path)
 
 
-def test_groups_are_listed(run: Directory) -> None:
+def test_groups_are_listed(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/groups", params={"limit": 2, "offset": 1, "sort": "step"}).json()
     assert (answer["total"], answer["problems"]) == (4, [])
     assert [(row["id"], row["step"], row["reason"]) for row in answer["groups"]] == [("group-2", 1, None), ("group-4", 2, None)]
@@ -65,7 +66,7 @@ def test_groups_are_listed(run: Directory) -> None:
     assert [row["id"] for row in found["groups"]] == ["group-2"]
 
 
-def test_a_group_is_shown_in_full(run: Directory) -> None:
+def test_a_group_is_shown_in_full(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/groups/group-2", params={"step": 1})
     shown = answer.json()
     assert (shown["source"], shown["step"], shown["missing"], shown["prompt"]) == ("run", 1, [], HOSTILE)
@@ -80,14 +81,14 @@ def test_a_group_is_shown_in_full(run: Directory) -> None:
     assert first["trainer_logprobs"][0] - first["logprobs"][0] == pytest.approx(0.01, abs=1e-6)
 
 
-def test_a_dropped_group_is_shown_with_its_reason(run: Directory) -> None:
+def test_a_dropped_group_is_shown_with_its_reason(run: RunReader) -> None:
     shown = client(run).get("/dashboard/api/groups/group-9").json()
     assert (shown["reason"], shown["detail"], shown["step"]) == ("stale", "its weights are older than version 3", 2)
     (completion,) = shown["completions"]
     assert (completion["advantage"], completion["trainer_logprobs"], completion["reward"]) == (None, None, 0.5)
 
 
-def test_the_groups_of_a_prompt_come_by_step(run: Directory) -> None:
+def test_the_groups_of_a_prompt_come_by_step(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/prompts/prompt%2F1").json()
     assert (answer["prompt_id"], [row["step"] for row in answer["groups"]]) == ("prompt/1", [1, 2])
     assert client(run).get("/dashboard/api/prompts/prompt%2F1", params={"limit": 1}).json()["groups"][0]["step"] == 2
@@ -116,17 +117,17 @@ def test_the_groups_of_a_prompt_come_by_step(run: Directory) -> None:
         ("prompts/prompt%2F1?run=7", 404, "run"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(run: Directory, path: str, status: int, field: str) -> None:
+def test_what_cannot_be_answered_is_refused_by_name(run: RunReader, path: str, status: int, field: str) -> None:
     refused(client(run).get(f"/dashboard/api/{path}"), status, field)
 
 
-def test_every_run_has_its_own_groups(run: Directory, tmp_path: Path) -> None:
+def test_every_run_has_its_own_groups(run: RunReader, tmp_path: Path) -> None:
     write_lines(tmp_path / "other", 1, 2)
-    both = client(run, Directory(tmp_path / "other"))
+    both = client(run, RunReader(tmp_path / "other"))
     assert [both.get(f"/dashboard/api/groups?run={number}").json()["total"] for number in (0, 1)] == [4, 64]
 
 
-def test_a_group_that_has_left_is_a_404_with_the_reason(run: Directory) -> None:
+def test_a_group_that_has_left_is_a_404_with_the_reason(run: RunReader) -> None:
     for directory in (run.directory / "groups", run.directory / "model"):
         assert directory.is_dir()
     (run.directory / "groups" / "step_000001.zip").unlink()
@@ -140,12 +141,12 @@ def test_a_group_that_has_left_is_a_404_with_the_reason(run: Directory) -> None:
     assert "no groups in full" in refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
 
 
-def test_a_file_of_another_attempt_is_not_taken_for_the_group(run: Directory) -> None:
+def test_a_file_of_another_attempt_is_not_taken_for_the_group(run: RunReader) -> None:
     (run.directory / "groups" / "step_000002.zip").write_bytes((run.directory / "groups" / "step_000001.zip").read_bytes())
     assert "step 2 is of another attempt" in refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
 
 
-def test_without_a_tokenizer_texts_are_whole(run: Directory) -> None:
+def test_without_a_tokenizer_texts_are_whole(run: RunReader) -> None:
     shutil.rmtree(run.directory / "model")
     shown = client(run).get("/dashboard/api/groups/group-1").json()
     assert shown["missing"] == [message for message in shown["missing"] if message.startswith("the texts of tokens: ")]
@@ -154,7 +155,7 @@ def test_without_a_tokenizer_texts_are_whole(run: Directory) -> None:
 
 
 def test_a_run_directory_with_nothing_in_it_says_what_is_missing(tmp_path: Path) -> None:
-    answer = client(Directory(tmp_path)).get("/dashboard/api/groups").json()
+    answer = client(RunReader(tmp_path)).get("/dashboard/api/groups").json()
     assert (answer["total"], answer["groups"]) == (0, [])
     assert answer["problems"] == [f"{LINES} is missing: which groups a step trained on is not known"]
 
@@ -170,8 +171,9 @@ def store(tmp_path: Path) -> Iterator[ReplayBuffer]:
         yield buffer
 
 
-def test_what_the_run_directory_lacks_comes_from_the_store_of_a_run_that_has_ended(run: Directory, store: ReplayBuffer) -> None:
-    run.replay_store = store.store.path
+def test_what_the_run_directory_lacks_comes_from_the_store_of_a_run_that_has_ended(run: RunReader, store: ReplayBuffer) -> None:
+    path = store.store.path
+    run = RunReader(run.directory, replay_store=path)
     (run.directory / "groups" / "step_000001.zip").unlink()
     calls = client(run)
     answer = calls.get("/dashboard/api/groups", params={"sort": "position"}).json()
@@ -179,7 +181,7 @@ def test_what_the_run_directory_lacks_comes_from_the_store_of_a_run_that_has_end
     assert answer["total"] == 4
     assert "in use by another process" in refused(calls.get("/dashboard/api/groups/group-1"), 404, "id")
     store.close()
-    before = {path.name: path.read_bytes() for path in run.replay_store.parent.iterdir()}
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     calls = client(run)
     answer = calls.get("/dashboard/api/groups", params={"sort": "position"}).json()
     assert [(row["id"], row["step"], row["marks"]) for row in answer["groups"]] == [
@@ -193,7 +195,7 @@ def test_what_the_run_directory_lacks_comes_from_the_store_of_a_run_that_has_end
     assert shown["completions"][0]["components"] == {"math": 1.0, "format": None}
     waiting = calls.get("/dashboard/api/groups/group-5").json()
     assert (waiting["source"], waiting["step"]) == ("replay", None)
-    assert {path.name: path.read_bytes() for path in run.replay_store.parent.iterdir()} == before  # it was only read
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before  # it was only read
 
 
 def test_a_store_of_a_killed_replay_buffer_is_read_with_its_log(tmp_path: Path, store: ReplayBuffer) -> None:
@@ -220,7 +222,7 @@ def test_a_store_that_is_damaged_or_of_another_layout_is_named(tmp_path: Path) -
         StoredReplay(lambda: path).group("group-1")
 
 
-def test_groups_that_wait_come_from_the_replay_buffer_of_a_run_that_goes_on(run: Directory, tmp_path: Path) -> None:
+def test_groups_that_wait_come_from_the_replay_buffer_of_a_run_that_goes_on(run: RunReader, tmp_path: Path) -> None:
     replay = create_replay_app(ReplaySection(), tmp_path / "state")
     with LoopThread() as loop:
         service = ReplayClient("replay-buffer", "http://replay", transport=httpx.ASGITransport(replay))
@@ -241,7 +243,7 @@ def test_groups_that_wait_come_from_the_replay_buffer_of_a_run_that_goes_on(run:
         loop.call(replay.state.worker.close())
 
 
-def test_the_calls_are_described(run: Directory) -> None:
+def test_the_calls_are_described(run: RunReader) -> None:
     paths: dict[str, Any] = client(run).get("/openapi.json").json()["paths"]
     mine = {path: call["get"] for path, call in paths.items() if path.startswith("/dashboard/api/")}
     assert len(mine) == 3
@@ -249,12 +251,18 @@ def test_the_calls_are_described(run: Directory) -> None:
         assert call["description"]
         assert {"401", "404", "422"} <= call["responses"].keys()
         schema = call["responses"]["200"]["content"]["application/json"]["schema"]
-        assert schema["required"] == list(schema["properties"])
+        assert schema["type"] == "object"
+
+
+def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
     answer = client(run).get("/dashboard/api/groups/group-1").json()
-    schema = mine["/dashboard/api/groups/{group_id}"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert answer.keys() == schema["properties"].keys()
-    assert answer["completions"][0].keys() == schema["properties"]["completions"]["items"]["properties"].keys()
+    fields = (
+        "id prompt_id prompt ground_truth epoch position metadata step reused reason detail marks source missing created_at"
+    )
+    assert answer.keys() == {*fields.split(), "weight", "prompt_tokens", "completions"}
+    fields = "text token_ids logprobs reward finish_reason weight_versions tokens trainer_logprobs advantage advantages correct"
+    assert answer["completions"][0].keys() == {*fields.split(), "status", "components", "extracted_answer"}
     rows = client(run).get("/dashboard/api/groups").json()["groups"]
-    listed = mine["/dashboard/api/groups"]["responses"]["200"]["content"]["application/json"]["schema"]["properties"]
-    assert rows[0].keys() == listed["groups"]["items"]["properties"].keys()
+    fields = "step place id prompt_id prompt position oldest newest reward rewards correct completions tokens lengths advantage"
+    assert rows[0].keys() == {*fields.split(), "delta", "marks", "reused", "reason", "detail"}
     assert json.dumps(rows)

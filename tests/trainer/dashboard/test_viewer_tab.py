@@ -1,17 +1,18 @@
 """The tab "Rollouts" in headless Chromium: list, filters, pages, a group token by token, hostile text, keyboard."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.schemas import Group
 from tests.support.browser import Page
-from tests.support.recorded_groups import Directory, entry, group, record, trained, write_lines
+from tests.support.recorded_groups import entry, group, record, trained, write_lines
 from tests.support.viewer_page import Tab, shown
 from trainer.cli.tiny_model import make_tokenizer
+from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 
 pytestmark = pytest.mark.process
@@ -48,7 +49,7 @@ def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(page: Page, ste
     """The short form has 32,000."""
     write_lines(tmp_path, 1, steps)
     groups, alike = steps * 32, len(range(123, steps * 32, 1000))
-    with shown(page, Directory(tmp_path)) as tab:
+    with shown(page, RunReader(tmp_path)) as tab:
         assert tab.status == f"1–50 of {groups:,}"
         assert tab.texts("td[data-column=Step]") == [str(steps)] * 32 + [str(steps - 1)] * 18
         assert not tab.enabled("First")
@@ -84,7 +85,7 @@ def longest(tab: Tab) -> list[int]:
 
 def test_a_group_is_shown_side_by_side_and_hostile_text_as_text(page: Page, tmp_path: Path) -> None:
     record(tmp_path, [[recorded(written([HOSTILE, "1 2 3"], tmp_path), 0.05)]])
-    with shown(page, Directory(tmp_path)) as tab:
+    with shown(page, RunReader(tmp_path)) as tab:
         assert tab.text(".viewer-open") == SHOWN.replace("↵\n⇥\t", " ")
         tab.open()
         assert tab.text("#viewer-title") == "Group of step 1, prompt prompt/1"
@@ -113,7 +114,7 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
     record(tmp_path, [[recorded(made, 0.05)]])
     (completion,) = made.completions
     count, last = len(completion.token_ids), completion.logprobs[-1]
-    with shown(page, Directory(tmp_path)) as tab:
+    with shown(page, RunReader(tmp_path)) as tab:
         tab.open()
         assert (tab.texts("[data-token]", "class")[0], tab.texts("[data-token]", "class")[-1]) == ("", "viewer-low4")
         assert "below −2" in tab.text(".viewer-legend")
@@ -143,7 +144,7 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
 
 def test_an_opened_group_is_at_the_top_of_the_window_below_a_long_list(page: Page, tmp_path: Path) -> None:
     record(tmp_path, [[trained(group(number, [0.0, 1.0] * 8)) for number in range(40)]])
-    with shown(page, Directory(tmp_path), width=500) as tab:
+    with shown(page, RunReader(tmp_path), width=500) as tab:
         tab.open()
         top, height = tab.run("return [document.querySelector('#viewer-title').getBoundingClientRect().top, innerHeight]")
         assert 0 <= top < height / 8
@@ -153,7 +154,7 @@ def test_a_prompt_is_compared_across_steps_by_keyboard(page: Page, tmp_path: Pat
     late = RecordedGroup(group(7, [1.0, float("nan")]), reason="reward", detail="an answer could not be graded: timeout")
     steps = [[trained(group(1, [0.0, 0.0, 1.0]))], [trained(group(4, [1.0, 1.0, 1.0])), late], [trained(group(2, [0.0, 1.0]))]]
     record(tmp_path, steps)
-    with shown(page, Directory(tmp_path)) as tab:
+    with shown(page, RunReader(tmp_path)) as tab:
         tab.focus(".viewer-open")
         page.press("ARROW_DOWN", "ARROW_DOWN", "ARROW_UP", "ENTER")
         page.until(lambda: tab.text("#viewer-title") == "Group of step 2, prompt prompt/1", "the group of the second row")
@@ -179,7 +180,7 @@ def test_a_very_long_completion_is_folded(page: Page, tmp_path: Path) -> None:
     count = len(made.completions[0].token_ids)
     assert count > 1000
     record(tmp_path, [[recorded(made, 0.0)]])
-    with shown(page, Directory(tmp_path)) as tab:
+    with shown(page, RunReader(tmp_path)) as tab:
         tab.open()
         assert len(tab.texts("[data-token]")) == 512
         tab.push(f"Show all {count:,} tokens")
@@ -189,7 +190,7 @@ def test_a_very_long_completion_is_folded(page: Page, tmp_path: Path) -> None:
 def test_the_list_follows_a_run_that_goes_on_and_the_step_of_the_page(page: Page, tmp_path: Path) -> None:
     write_lines(tmp_path / "one", 1, 2, each=2)
     write_lines(tmp_path / "two", 1, 1, each=1)
-    with shown(page, Directory(tmp_path / "one"), Directory(tmp_path / "two")) as tab:
+    with shown(page, RunReader(tmp_path / "one"), RunReader(tmp_path / "two")) as tab:
         assert tab.status == "1–4 of 4"
         tab.focus(".viewer-open", 1)
         focused = tab.run("return document.activeElement.textContent")
@@ -208,7 +209,7 @@ def test_the_list_follows_a_run_that_goes_on_and_the_step_of_the_page(page: Page
 
 
 def test_what_is_missing_is_said(page: Page, tmp_path: Path) -> None:
-    with shown(page, Directory(tmp_path)) as tab:
+    with shown(page, RunReader(tmp_path)) as tab:
         assert tab.status == "no group is as asked for"
         assert "groups.jsonl is missing" in tab.text(".viewer-missing")
         write_lines(tmp_path, 1, 1, each=1)
@@ -226,7 +227,7 @@ def test_what_is_missing_is_said(page: Page, tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [360, 1600])
 def test_the_tab_is_never_wider_than_the_screen(page: Page, tmp_path: Path, width: int) -> None:
     record(tmp_path, [[recorded(written([HOSTILE, "x" * 500, "1 2 3"], tmp_path), 0.05)]])
-    with shown(page, Directory(tmp_path), width=width) as tab:
+    with shown(page, RunReader(tmp_path), width=width) as tab:
         tab.open()
         wide, there = tab.run("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         assert wide <= there

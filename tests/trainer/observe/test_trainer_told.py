@@ -38,7 +38,7 @@ STEP = StepRecord(
     seconds=SECONDS | {"generation": 0.251, "update": 0.2, "publish": 0.1},
     generating=0.5,
     cpu_seconds=1.0,
-    update={"kl_reference": 0.0, "ratio": 1.0, "clip_fraction": 0.0, "entropy": 0.5, "skipped": 0},
+    update={"kl_reference": 0.0, "ratio": 1.0, "clip_fraction": 0.0, "entropy": 0.5, "skipped": 0, "delta_logprob": 0.0},
     critic=None,
     alarms={},
 )
@@ -106,7 +106,7 @@ def test_as_json_the_lines_of_the_console_are_lines_of_the_log(
     said = io.StringIO()
     recorder = Recorder(tmp_path / "run", Config(), Console(file=said, width=120, force_terminal=True))
     run(recorder, 12, 0.5)
-    recorder.report(tmp_path / "checkpoint", tmp_path / "curves.png")
+    recorder.report(tmp_path / "checkpoint")
     assert said.getvalue() == ""  # no progress bar either
     assert json_log.read_text() == capfd.readouterr().err
     lines: list[dict[str, Any]] = [json.loads(line) for line in json_log.read_text().splitlines()]

@@ -17,7 +17,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min
 
 
 def sizes_of(groups: list[tuple[int, list[int]]], shared: bool) -> Sizes:
-    """Of groups of a prompt's length and its completions' lengths; no prompt is another's."""
+    """Sizes of groups of a prompt's length and its completions' lengths; no prompt is another's."""
     rows = [(i, prompt, completion) for i, (prompt, completions) in enumerate(groups) for completion in completions]
     columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
     return Sizes(columns[1], columns[2], columns[0], shared)
@@ -71,7 +71,7 @@ def test_micro_batches_are_as_few_as_when_each_is_filled(
 
 
 def test_cuts_by_hand() -> None:
-    """Of completions the last token is not computed."""
+    """The last token of a completion is not computed."""
     groups = [(10, [5, 7]), (20, [6, 6, 6])]
     packed, padded = sizes_of(groups, shared=True), sizes_of(groups, shared=False)
     everything = np.arange(5)

@@ -15,7 +15,7 @@ from common.sections import TrainerSection
 from common.wire import encode_groups
 from learning.batching import micro_batches
 from learning.layout import Packing, Padded
-from learning.optimizer import NotFinite
+from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
 from tests.support.groups import known, make_group, prepared, whole
 from tests.support.ranks import run_ranks
@@ -233,7 +233,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
         assert torch.equal(value, before[name])
     assert policy.update(good).metrics.skipped == 0  # starts the count anew
     policy.update(bad)
-    with pytest.raises(NotFinite, match="2 gradients in a row"):
+    with pytest.raises(NonFiniteGradients, match="2 gradients in a row"):
         policy.update(bad)
 
 

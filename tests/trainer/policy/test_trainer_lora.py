@@ -33,7 +33,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference, score_batch
 from trainer.policy.scorer import load_tokenizer
 from trainer.weights.adapters import AdapterPublisher, static_files
-from trainer.weights.host_copy import Snapshot
+from trainer.weights.host_copy import HostCopy
 from trainer.weights.publisher import PublishFailed, Weights, write_version
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -214,7 +214,7 @@ def test_an_adapter_is_named_when_it_is_there_and_not_when_publishing_failed() -
 def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir: Path) -> None:
     """Every version has the layout of the first one, which the engines' buffers are made for."""
     lora.lora.publish = "merged"
-    policy, snapshot, model = trained(lora, 1), Snapshot(), load_file(policy_dir / "model.safetensors")
+    policy, snapshot, model = trained(lora, 1), HostCopy(), load_file(policy_dir / "model.safetensors")
     snapshot.fill(policy.weights(), 0)
     policy.update(prepared(policy, off_policy_groups()))
     snapshot.fill(policy.weights(), 1)

@@ -102,7 +102,7 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
 
 
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
-    """Of the size that it had: another size does not count as complete (`test_trainer_files.py`)."""
+    """Damages a file without changing its size: another size does not count as complete (`test_trainer_files.py`)."""
     config = load(words(policy_dir), {})
     path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"

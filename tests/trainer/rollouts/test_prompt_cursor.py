@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.schemas import Prompt
-from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, Progress, PromptCursor
+from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor, PromptProgress
 
 EPOCH = 7
 """Prompts of an epoch."""
@@ -29,33 +29,33 @@ def positions(drawn: list[Drawn]) -> list[int]:
 
 
 def test_new_prompts_come_in_the_order_of_the_stream_with_their_epoch() -> None:
-    cursor = PromptCursor(Progress())
+    cursor = PromptCursor(PromptProgress())
     drawn = draw(cursor, 5) + draw(cursor, 4)
     assert [(each.position, each.prompt.id, each.epoch) for each in drawn] == [(i, f"p{i % 7}", i // 7) for i in range(9)]
     assert cursor.next == 9
-    assert cursor.progress == Progress(0, [])
+    assert cursor.progress == PromptProgress(0, [])
 
 
 def test_groups_that_overtake_one_another_leave_gaps_until_the_first_one_is_finished() -> None:
-    cursor = PromptCursor(Progress())
+    cursor = PromptCursor(PromptProgress())
     draw(cursor, 6)
     cursor.finish([4, 1, 2])
-    assert cursor.progress == Progress(0, [1, 2, 4])
+    assert cursor.progress == PromptProgress(0, [1, 2, 4])
     cursor.finish([0])
-    assert cursor.progress == Progress(3, [4])
+    assert cursor.progress == PromptProgress(3, [4])
     cursor.finish([3, 5])
-    assert cursor.progress == Progress(6, [])
+    assert cursor.progress == PromptProgress(6, [])
 
 
 def test_a_run_that_resumes_draws_what_was_not_finished_and_goes_on_behind_it() -> None:
-    cursor = PromptCursor(Progress(3, [4, 7]))
+    cursor = PromptCursor(PromptProgress(3, [4, 7]))
     assert cursor.next == 3
     assert positions(draw(cursor, 5)) == [3, 5, 6, 8, 9]
-    assert cursor.progress == Progress(3, [4, 7])
+    assert cursor.progress == PromptProgress(3, [4, 7])
 
 
 def test_prompts_that_failed_come_before_new_ones_in_the_order_of_their_failures() -> None:
-    cursor = PromptCursor(Progress())
+    cursor = PromptCursor(PromptProgress())
     drawn = draw(cursor, 4)
     assert cursor.retry(drawn[2])
     assert cursor.retry(drawn[0])
@@ -64,14 +64,14 @@ def test_prompts_that_failed_come_before_new_ones_in_the_order_of_their_failures
 
 
 def test_a_prompt_that_failed_too_often_is_finished() -> None:
-    cursor = PromptCursor(Progress())
+    cursor = PromptCursor(PromptProgress())
     [drawn] = draw(cursor, 1)
     for _ in range(MAX_TRIES - 1):
         assert cursor.retry(drawn)
         assert cursor.take_retries(9) == [drawn]
     assert not cursor.retry(drawn)
     assert cursor.take_retries(9) == []
-    assert cursor.progress == Progress(1, [])
+    assert cursor.progress == PromptProgress(1, [])
 
 
 class Cursors(RuleBasedStateMachine):
@@ -89,7 +89,7 @@ class Cursors(RuleBasedStateMachine):
     @initialize(position=st.integers(0, 20), later=st.sets(st.integers(1, 12)))
     def start(self, position: int, later: set[int]) -> None:
         self.finished = {*range(position), *(position + i for i in later)}
-        self.cursor = PromptCursor(Progress(position, sorted(self.finished - set(range(position)))))
+        self.cursor = PromptCursor(PromptProgress(position, sorted(self.finished - set(range(position)))))
 
     @rule(count=st.integers(1, 6))
     def draw(self, count: int) -> None:
@@ -134,7 +134,7 @@ class Cursors(RuleBasedStateMachine):
     @invariant()
     def progress_is_what_is_finished(self) -> None:
         first = next(i for i in range(len(self.finished) + 1) if i not in self.finished)
-        assert self.cursor.progress == Progress(first, sorted(i for i in self.finished if i > first))
+        assert self.cursor.progress == PromptProgress(first, sorted(i for i in self.finished if i > first))
 
 
 TestCursors = Cursors.TestCase

@@ -16,9 +16,9 @@ from common.schemas import WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, views
 from trainer.server import create_trainer_app
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.host_copy import Snapshot
+from trainer.weights.host_copy import HostCopy
 from trainer.weights.publisher import WeightBoard
-from trainer.weights.transfer import EngineGroup, Meeting
+from trainer.weights.transfer import EngineGroup, Rendezvous
 
 
 def mixed() -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def mixed() -> dict[str, Tensor]:
 
 
 def test_buckets_hold_what_was_put_in_and_end_at_their_size_and_at_another_dtype() -> None:
-    snapshot, filled = Snapshot(bucket_bytes=250), list[int]()
+    snapshot, filled = HostCopy(bucket_bytes=250), list[int]()
     for version in (1, 2):
         weights = mixed()
         filled.clear()
@@ -50,7 +50,7 @@ def test_buckets_hold_what_was_put_in_and_end_at_their_size_and_at_another_dtype
 
 @pytest.mark.parametrize("change", [{"c": torch.zeros(5, 4)}, {"f": torch.zeros(1)}, {"a": torch.zeros(4, 8).double()}])
 def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> None:
-    snapshot = Snapshot()
+    snapshot = HostCopy()
     snapshot.fill(mixed().items(), 1)
     with pytest.raises(ServiceError):
         snapshot.fill((mixed() | change).items(), 2)
@@ -59,7 +59,7 @@ def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> Non
 
 
 def test_fused_and_padded_names_are_compared_with_their_parts() -> None:
-    snapshot, layer = Snapshot(), "model.layers.0.self_attn."
+    snapshot, layer = HostCopy(), "model.layers.0.self_attn."
     weights = {f"{layer}{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
     weights["model.embed_tokens.weight"] = torch.randn(70, 8)
     snapshot.fill(weights.items(), 1)
@@ -75,7 +75,7 @@ def broadcaster(tmp_path: Path, exact: bool = True) -> tuple[Broadcaster, Weight
     board = WeightBoard(tmp_path / "weights")
     static = tmp_path / "config.json"
     static.write_text("{}")
-    return Broadcaster(board, [static], "run", 5.0, Meeting("127.0.0.1", exact=exact)), board
+    return Broadcaster(board, [static], "run", 5.0, Rendezvous("127.0.0.1", exact=exact)), board
 
 
 async def test_files_are_written_when_somebody_asks_and_checksums_are_compared(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_engines_on_gpus_are_compared_with_each_other_once_all_have_report
     members = [WorkerReport(name=name, url=name, num_nodes=2, state="ready", version=0) for name in names]
     for member in members:
         board.report(member)
-    sender._group = EngineGroup(members, Meeting("127.0.0.1"), 5.0)
+    sender._group = EngineGroup(members, Rendezvous("127.0.0.1"), 5.0)
     broadcast = sender._group.announcement([])
     board.announce(WeightManifest(version=7, run_id="run", broadcast=broadcast))
 
@@ -133,7 +133,7 @@ def test_an_address_that_does_not_exist_is_loud_and_weights_go_as_files(
 ) -> None:
     board = WeightBoard(tmp_path / "weights")
     board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
-    sender = Broadcaster(board, [], "run", 1.0, Meeting("nobody.invalid"))
+    sender = Broadcaster(board, [], "run", 1.0, Rendezvous("nobody.invalid"))
     manifest, size = sender.publish(mixed().items(), 1)
     assert (manifest.broadcast, size) == (None, sum(tensor.nbytes for tensor in mixed().values()))
     assert "no group can be formed at nobody.invalid" in caplog.text

@@ -1,8 +1,9 @@
-"""What the tokens of a run stand for, as text."""
+"""Text of single tokens."""
 
 import codecs
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,12 @@ _FILE = "tokenizer.json"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class Pieces:
-    """The bytes of every token; a character may be spread over several of them.
-
-    Args:
-        path: of a `tokenizer.json`.
-
-    Raises ServiceError when it cannot be read.
-    """
+class TokenTexts:
+    """Texts of the tokens of a `tokenizer.json`. Raises ServiceError when it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
-            from tokenizers import Tokenizer  # takes its time, and only who looks at tokens needs it
+            from tokenizers import Tokenizer  # slow to import, and only the detail of a group needs it
 
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
@@ -31,26 +26,21 @@ class Pieces:
         self._special = {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
         space = self._tokenizer.token_to_id("Ġ")
         self._byte_level = space is not None and self._tokenizer.decode([space]) == " "
-        self._known: dict[int, bytes] = {}
+        self._bytes = cache(self._read)
 
     @classmethod
-    def of(cls, run_dir: Path) -> "Pieces":
-        """Of the run's tokenizer, as the run directory has it beside the model or in a checkpoint."""
+    def of_run(cls, run_dir: Path) -> "TokenTexts":
+        """Reads the run's tokenizer, beside the model or in a checkpoint."""
         places = [run_dir / "model" / _FILE, *sorted(run_dir.glob(f"checkpoints/*/{_FILE}"))]
         return cls(next((path for path in places if path.is_file()), places[0]))
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token; a character that several tokens make is at the last of them, the others are empty."""
+        """Returns the text of each token; a character made of several tokens is at the last one, the others are empty."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = [decoder.decode(self._bytes(token)) for token in token_ids]
         if texts:
             texts[-1] += decoder.decode(b"", final=True)
         return texts
-
-    def _bytes(self, token: int) -> bytes:
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
 
     def _read(self, token: int) -> bytes:
         text = self._special.get(token) or self._tokenizer.id_to_token(token)
@@ -66,7 +56,7 @@ class Pieces:
 
 
 def _alphabet() -> dict[str, int]:
-    """The byte of each character of byte-level BPE (GPT-2): printable ones are themselves, the others follow from 256 on."""
+    """Returns the byte of each character of byte-level BPE (GPT-2): itself when printable, the others follow from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Where a text marks its final answer: in a box whose braces balance, or on a line after `####`."""
+"""Finds the final answer that a text marks: in a box with balanced braces, or on a line after `####`."""
 
 import re
 
@@ -6,10 +6,10 @@ import re
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
 
 
-def marks(text: str) -> list[tuple[int, int | None]]:
-    """Where marked answers are, in the order they end: (start, end) of a balanced box, (start, None) of a `####` line.
+def marked_answers(text: str) -> list[tuple[int, int | None]]:
+    """Returns the marked answers in the order they end: (start, end) of a balanced box, (start, None) of a `####` line.
 
-    A box whose braces do not balance is none. Linear in the length of the text.
+    Takes time linear in the length of the text.
     """
     if "####" not in text and "\\boxed" not in text and "\\fbox" not in text:
         return []
@@ -31,8 +31,8 @@ def marks(text: str) -> list[tuple[int, int | None]]:
 
 
 def last_box(text: str) -> str | None:
-    """What the last `\\boxed{…}` (or `\\fbox{…}`) contains, without spaces around it; None when there is no balanced one."""
-    for start, end in reversed(marks(text)):
+    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped; None when there is none."""
+    for start, end in reversed(marked_answers(text)):
         if end is not None:
             return text[start:end].strip()
     return None

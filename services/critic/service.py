@@ -1,0 +1,142 @@
+"""The critic-server without HTTP: the critic of one run at a time, and its checkpoints."""
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from common.config import Config
+from common.errors import Conflict, InvalidInput, NotFound
+from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
+from common.storing import storing
+from learning.ranks import Ranks
+from services.critic.critic import Critic
+
+log = logging.getLogger(__name__)
+_OWNER = "critic_server.json"
+
+
+class CriticService:
+    """Holds one critic and refuses requests that mean another one.
+
+    A run and its number of training batches identify a critic; after a start it belongs to no run. Checkpoints are in
+    `state_dir/critic`. Not thread-safe, except `status`. Raises ConfigError when the model cannot be loaded.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._directory = config, config.state_dir / "critic"
+        self._run_id: str | None = None
+        self._applied: tuple[str, int, CriticMetrics] | None = None
+        """Run, step and answer of the last update."""
+        self._new = True
+        """Whether the critic was never trained."""
+        self._critic: Critic | None = Critic(config, Ranks.alone(config.trainer))
+        self._parameters = self._critic.model.size
+
+    def values(self, request: ValueRequest) -> Values:
+        """Returns the values of the sequences. Raises Conflict when the request names another critic."""
+        critic = self._critic if request.run_id is None else self._named(request.run_id, request.step)
+        if critic is None:
+            raise Conflict("the critic was lost in an update that failed", remedy="POST /restore")
+        return Values(critic.values(request.sequences), critic.step)
+
+    def update(self, request: UpdateRequest) -> CriticMetrics:
+        """Trains the critic on a batch; a repeated request gets the first answer again.
+
+        Raises Conflict when the request names another critic, and the errors of `Critic.update`: the critic is lost then and
+        must be restored, unless the error is InvalidInput.
+        """
+        if self._applied is not None and self._applied[:2] == (request.run_id, request.step):
+            return self._applied[2]
+        critic = self._named(request.run_id, request.step)
+        self._new = False
+        try:
+            metrics = critic.update(request.rows, request.seed)
+        except InvalidInput:
+            raise
+        except BaseException:  # the critic may be half updated
+            self._forget()
+            raise
+        self._applied = (request.run_id, request.step, metrics)
+        return metrics
+
+    def restore(self, request: RestoreRequest) -> CriticStatus:
+        """Loads the critic of `run_id`. Raises NotFound when there is no such checkpoint."""
+        saved = self._find(request.step, request.saved_by) if request.step else None
+        if not (saved is None and self._new and self._critic is not None):
+            self._forget()  # frees its memory first: two may not fit
+            self._critic = Critic(self._config, Ranks.alone(self._config.trainer), saved)
+            self._new = saved is None
+        self._run_id, self._applied = request.run_id, None
+        log.info("the critic of run %s continues at step %d", request.run_id, request.step)
+        return self.status()
+
+    def save(self, request: SaveRequest) -> CriticStatus:
+        """Writes a checkpoint atomically, and removes all but the newest `keep`. Raises Conflict for another critic."""
+        critic, target = self._named(request.run_id, request.step), self._path(request.step)
+        for left_over in self._directory.glob("*.partial"):
+            shutil.rmtree(left_over)
+        partial = target.with_suffix(".partial")
+        serial = 1 + max(map(_serial, self._directory.glob("step_*")), default=0)
+        owner = {"run_id": request.run_id, "step": request.step, "serial": serial}
+        try:
+            with storing("the critic's checkpoint", target, "state_dir"):
+                critic.save(partial)
+                (partial / _OWNER).write_text(json.dumps(owner))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        # By order of writing: a run that began again at a lower step keeps its new checkpoints, and clocks jump.
+        others = [path for path in self._directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path != target]
+        for old in sorted(others, key=_serial, reverse=True)[request.keep - 1 :]:
+            shutil.rmtree(old)
+        return self.status()
+
+    def status(self) -> CriticStatus:
+        """Returns the critic's run and step."""
+        critic = self._critic
+        return CriticStatus(run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters)
+
+    def _named(self, run_id: str, step: int | None) -> Critic:
+        """Returns the critic if it is that of `run_id` at `step`."""
+        critic = self._critic
+        if critic is None or (self._run_id, critic.step) != (run_id, step):
+            current = f"at step {critic.step} of run {self._run_id}" if critic and self._run_id else "not that of any run"
+            field, value = ("step", step) if self._run_id == run_id else ("run_id", run_id)
+            reason = f"the critic is {current}, not at step {step} of run {run_id}"
+            raise Conflict(reason, field=field, value=value, remedy="POST /restore")
+        return critic
+
+    def _forget(self) -> None:
+        self._critic, self._run_id, self._applied, self._new = None, None, None, False
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step_{step:06d}"
+
+    def _find(self, step: int, saved_by: str | None) -> Path:
+        path = self._path(step)
+        try:
+            owner = json.loads((path / _OWNER).read_text())["run_id"]
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
+            remedy = "remove the trainer's checkpoint of that step to go on from the one before"
+            raise NotFound(reason, field="step", value=str(path), remedy=remedy) from None
+        except FileNotFoundError:
+            remedy = "mount a volume for STATE_DIR on critic-server, or start the run anew with --trainer.resume false"
+            raise NotFound(f"no critic was saved here at step {step}", field="step", value=step, remedy=remedy) from None
+        if saved_by is not None and owner != saved_by:
+            reason = f"the critic saved at step {step} belongs to run {owner}"
+            remedy = "give every run its own STATE_DIR, or start the run anew with --trainer.resume false"
+            raise NotFound(reason, field="saved_by", value=saved_by, remedy=remedy)
+        return path
+
+
+def _serial(path: Path) -> int:
+    """Returns the serial number of a checkpoint, which rises with every one written; 0 when it has none."""
+    try:
+        return int(json.loads((path / _OWNER).read_text())["serial"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

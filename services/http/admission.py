@@ -1,0 +1,136 @@
+"""Middleware that decides which requests a service takes: by token, by size of the body, and by the load it has."""
+
+from dataclasses import asdict, dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import Overloaded, ServiceError, TooLarge, Unauthorized
+from common.observe import Metrics
+from common.security import accepts, token
+from services.http.errors import error_response
+
+BODIES_AT_ONCE = 4
+"""Largest bodies that may be in work at once."""
+_NEVER_REFUSED = frozenset(("/health", "/metrics"))
+
+
+class TokenAuth:
+    """Refuses requests without the run's token with 401, before their bodies are read.
+
+    `/health` answers without credentials, since probes have none; `scope["known"]` says whether it may give details. So do
+    `open_paths`: files of a page that asks for the token itself.
+    """
+
+    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset()) -> None:
+        self.app, self._token, self._open = app, token(), open_paths | {"/health"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        known = True if self._token is None or scope["type"] == "lifespan" else accepts(self._token, scope["headers"])
+        scope["known"] = known
+        if known or (known is None and scope.get("method") == "GET" and scope["path"] in self._open):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            error = Unauthorized(
+                "the token is wrong" if known is False else "a token is needed",
+                remedy="send `Authorization: Bearer …` with the API_TOKEN that this service was started with",
+            )
+            await error_response(error, scope)(scope, receive, send)
+
+
+@dataclass
+class Load:
+    """Requests and bytes of bodies in work, their limits, and the number of refused requests."""
+
+    request_limit: int
+    body_bytes_limit: int
+    requests: int = field(default=0, init=False)
+    body_bytes: int = field(default=0, init=False)
+    refused: int = field(default=0, init=False)
+
+    def stats(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Admission:
+    """Refuses bodies over the limit with 413, and requests over the load limits with 503 and Retry-After.
+
+    It reads nothing of a body that it refuses by its Content-Length, so refusing is cheap. Without a Content-Length a body
+    counts as it streams in. `/health` and `/metrics` are never refused.
+
+    Args:
+        load: holds the counts.
+        max_body_bytes: limit of one request.
+        metrics: shows counts and limits.
+    """
+
+    def __init__(self, app: ASGIApp, load: Load, max_body_bytes: int, metrics: Metrics) -> None:
+        self.app, self.load, self.max_body_bytes, self._metrics = app, load, max_body_bytes, metrics
+        metrics.in_progress.set_function(lambda: load.requests)
+        metrics.in_progress_limit.set(load.request_limit)
+        metrics.bodies.set_function(lambda: load.body_bytes)
+        metrics.bodies_limit.set(load.body_bytes_limit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _NEVER_REFUSED:
+            await self.app(scope, receive, send)
+            return
+        load = self.load
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        held, received, started = int(length) if length.isdigit() else 0, 0, False
+        if refusal := self._too_large(held) or self._too_many() or self._too_many_bytes(held):
+            await error_response(refusal, scope)(scope, receive, send)
+            return
+        load.requests += 1
+        load.body_bytes += held
+
+        async def counted() -> Message:
+            nonlocal held, received, refusal
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                more = max(0, received - held)
+                if refusal := self._too_large(received) or self._too_many_bytes(more):
+                    raise refusal
+                held += more
+                load.body_bytes += more
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            if refusal is None:  # otherwise the framework is answering the error raised in `counted`
+                started = True
+                await send(message)
+
+        try:
+            await self.app(scope, counted, watched)
+        except ServiceError as error:
+            if error is not refusal:
+                raise
+        finally:
+            load.requests -= 1
+            load.body_bytes -= held
+        if refusal is not None and not started:
+            await error_response(refusal, scope)(scope, receive, send)
+
+    def _too_large(self, size: int) -> ServiceError | None:
+        if size <= self.max_body_bytes:
+            return None
+        reason = f"the body is over the limit of {self.max_body_bytes} bytes"
+        return TooLarge(reason, field="body", value=size, remedy="send smaller batches, or raise max_body_mb")
+
+    def _too_many(self) -> ServiceError | None:
+        load = self.load
+        return self._overloaded("requests", load.requests, load.request_limit) if load.requests >= load.request_limit else None
+
+    def _too_many_bytes(self, more: int) -> ServiceError | None:
+        now, limit = self.load.body_bytes, self.load.body_bytes_limit
+        return self._overloaded("body_bytes", now, limit, ", or raise max_body_mb") if more and now + more > limit else None
+
+    def _overloaded(self, what: str, now: int, limit: int, remedy: str = "") -> Overloaded:
+        """Counts the refusal and returns its error."""
+        self.load.refused += 1
+        self._metrics.refused.labels(what).inc()
+        reason = f"too much at a time: {now} {what.replace('_', ' ')} are in work, the limit is {limit}"
+        return Overloaded(reason, field=what, value=now, remedy=f"try again later{remedy}")
