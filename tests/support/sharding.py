@@ -15,6 +15,8 @@ from tests.support.workers.sharded_policies import learned
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
+_NEAR = 3e-5
+"""A hundredth of what three updates move a weight: AdamW divides a gradient near 0 by its own rounded size."""
 SETTINGS = {
     "trainer.learning_rate": "1e-3",
     "trainer.warmup_steps": "0",
@@ -54,7 +56,7 @@ class One:
             weights = load_file(directory / f"{name}-{rank}.safetensors")
             assert weights.keys() == self.weights.keys()
             for key, expected in self.weights.items():
-                torch.testing.assert_close(weights[key], expected, atol=1e-5, rtol=0, msg=f"{name} {rank} {key}")
+                torch.testing.assert_close(weights[key], expected, atol=_NEAR, rtol=0, msg=f"{name} {rank} {key}")
 
 
 def nested(settings: dict[str, str]) -> dict[str, dict[str, str]]:
