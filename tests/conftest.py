@@ -1,6 +1,5 @@
 """Fixtures shared by all tests."""
 
-import asyncio
 import logging
 import os
 import subprocess
@@ -19,17 +18,17 @@ settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.env
 settings.load_profile("repeatable")
 # torch writes hundreds of lines of DEBUG for every checkpoint, which would hide what failed.
 logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
-# Else pytest-asyncio gets a new loop from asyncio, which nobody closes, and some later test fails for its sockets.
-asyncio.set_event_loop(None)
 
 
 _running: list[pytest.Item] = []
+_refused: list[str] = []
 
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
     """`make check` starts no processes, and stays quick: a test that does is marked."""
     if event in ("subprocess.Popen", "os.fork") and _running and not _running[0].get_closest_marker("process"):
-        raise AssertionError(f"a test that starts a process ({arguments}) needs the marker `process`")
+        _refused.append(f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `process`")
+        raise AssertionError(_refused[-1])
 
 
 sys.addaudithook(_refuse_processes)
@@ -42,6 +41,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _running.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    _refused.clear()
+    result = yield
+    assert not _refused, _refused  # in another thread, or caught
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,6 +37,7 @@ def test_the_problems_can_be_read(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert load_split(section, "eval", 0)
 
 
+@pytest.mark.process
 def test_the_own_reward_prefers_short_right_answers() -> None:
     from examples.own_reward.brief import Brief
 

@@ -17,4 +17,4 @@ def config(policy_dir: Path, tmp_path: Path) -> Config:
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the picture at the end of a run, which takes longer than a short run itself."""
-    monkeypatch.setattr("trainer.observe.run_log.plot_curves", lambda *_: None)
+    monkeypatch.setattr("trainer.observe.plots.plot_curves", lambda *_: None)
