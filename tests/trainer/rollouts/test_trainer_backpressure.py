@@ -1,19 +1,17 @@
 """Services that are slow or full slow the collector: no group is dropped, none is generated ahead of its turn."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from rich.console import Console
 
 from common.config import Config, load
 from services.reward.functions.base import Message, RewardFunction
 from tests.support.paths import ROOT
-from trainer import in_process, train_in_process
+from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.process
@@ -51,8 +49,8 @@ class Slow(RewardFunction):
 class Counted(httpx.AsyncBaseTransport):
     """Counts the answers by path and status."""
 
-    def __init__(self, app: FastAPI, counts: dict[tuple[str, int], int]) -> None:
-        self.inner, self.counts = httpx.ASGITransport(app), counts
+    def __init__(self, inner: httpx.AsyncBaseTransport, counts: dict[tuple[str, int], int]) -> None:
+        self.inner, self.counts = inner, counts
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         response = await self.inner.handle_async_request(request)
@@ -65,8 +63,8 @@ def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: dict[tuple[str, int], int] = {}
-    wrap: Callable[[FastAPI], httpx.AsyncBaseTransport] = lambda app: Counted(app, counts)  # noqa: E731
-    monkeypatch.setattr(in_process, "_asgi", wrap)
+    transport = httpx.ASGITransport
+    monkeypatch.setattr(httpx, "ASGITransport", lambda app: Counted(transport(app), counts))
     monkeypatch.setattr("services.reward.app.MAX_REQUESTS", 1)
     monkeypatch.setattr("trainer.rollouts.collector.MAX_BATCH_ITEMS", SIZE)  # a call for every group
     slow = Slow()
