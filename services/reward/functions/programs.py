@@ -23,10 +23,11 @@ class CodeRewardFunction(DetailedRewardFunction):
 
     The program is the last code block that is not marked as another language; thoughts do not count. It runs in a sandbox
     (bubblewrap) without network, files or further processes. `services.reward.sandbox.cases.parse_cases` documents test cases.
-    A program that fails, hangs or uses too much fails its case; only a failure of the sandbox itself gives no score.
+    A program that fails, hangs or uses too much fails its case. Only a failure of the sandbox itself, or a machine too busy to
+    run the program, gives no score.
 
     Args:
-        timeout: seconds of wall time for one case; all cases of a program share five times as much.
+        timeout: seconds for one case, in which it computes or waits; all cases of a program share five times as much.
         partial_credit: reward the share of the cases that pass; every case runs then.
         slots: programs at once; the number of processors when None.
         memory_mb: address space of a program.
@@ -52,7 +53,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         python: str = "",
         sandbox: SandboxKind = "bubblewrap",
     ) -> None:
-        slots = slots or os.cpu_count() or 1
+        self.slots = slots = slots or os.cpu_count() or 1
         check_positive(timeout=timeout, slots=slots, memory_mb=memory_mb, output_kb=output_kb)
         self.partial_credit = partial_credit
         self._sandbox = Sandbox(Limits(timeout, memory_mb, output_kb), slots, sandbox, python)
@@ -79,6 +80,10 @@ class CodeRewardFunction(DetailedRewardFunction):
         passed = sum(result.status == "passed" for result in results)
         value = passed / len(results) if self.partial_credit else float(passed == len(results))
         answer = ", ".join(result.status for result in results)
+        statuses = {result.status for result in results}
+        failed = statuses - {"passed", "starved", "skipped"}
+        if "starved" in statuses and (self.partial_credit or not failed):  # a busy machine has decided nothing
+            return Score(None, "timeout", correct=False, answer=answer)
         return Score(value, correct=passed == len(results), answer=answer)
 
 

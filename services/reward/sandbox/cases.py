@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from common.errors import InvalidInput
 
-CaseStatus = Literal["passed", "wrong", "error", "timeout", "memory", "output", "died", "skipped"]
+CaseStatus = Literal["passed", "wrong", "error", "timeout", "memory", "output", "died", "starved", "skipped"]
 """`wrong`: another output or value. `error`: it raised. `timeout`, `memory`, `output`: over a limit. `died`: its process ended
-before the test did. `skipped`: not run, since the score was decided or the time for all cases was used up."""
+before the test did. `starved`: it got too little of a processor to use its time. `skipped`: not run, since the score was
+decided or the time for all cases was used up."""
 
 _RELATIVE = 1e-9
 
@@ -35,7 +36,7 @@ class Case:
     request: dict[str, Any]
     expected: Any = None
     exact: bool = True
-    """Compare as Python's `==` does; else floats may differ by 1e-9 of their size, and lists may stand for tuples."""
+    """Compare as Python's `==` does; else floats may differ by 1e-9 of their size, and any iterable may stand for a list."""
     equal: bool = True
     """False for `assert … != literal`."""
 
@@ -134,7 +135,20 @@ def _decoded(tagged: Any) -> Any:
     return _DECODERS[kind](content)
 
 
-_COLLECTIONS: dict[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+class _Iterable(list[Any]):
+    """The items of a range, a deque, a generator, …, which Python's `==` finds equal to no literal."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+_COLLECTIONS: dict[str, Callable[..., Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterable": _Iterable,
+}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "literal": lambda content: content,  # None, a bool or a str
     "int": lambda content: int(content, 16),
@@ -146,7 +160,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _close(value: Any, expected: Any) -> bool:
-    """Compares with a value from JSON: lists match tuples, text matches keys, floats match to 9 digits."""
+    """Compares with a value from JSON: any iterable matches a list, text matches keys, floats match to 9 digits."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
@@ -158,10 +172,19 @@ def _close(value: Any, expected: Any) -> bool:
             return False
     if isinstance(expected, list) and isinstance(value, (list, tuple)):
         return len(value) == len(expected) and all(_close(a, b) for a, b in zip(value, expected, strict=True))
+    if isinstance(expected, list) and isinstance(value, (set, frozenset)):  # in any order
+        return len(value) == len(expected) and _close(sorted(value, key=_order), sorted(expected, key=_order))
     if isinstance(expected, dict) and isinstance(value, dict):
         keyed = {key if isinstance(key, str) else json.dumps(key, default=repr): item for key, item in value.items()}
         return keyed.keys() == expected.keys() and all(_close(keyed[key], item) for key, item in expected.items())
     return type(value) is type(expected) and bool(value == expected)
+
+
+def _order(item: Any) -> tuple[str, Any]:
+    """Returns a key that sorts items of several types, lists and tuples alike."""
+    if isinstance(item, (int, float)):
+        return "", item
+    return "text", json.dumps(item, default=sorted)
 
 
 def _lines(text: str) -> list[str]:

@@ -9,6 +9,7 @@ input ends it exits, and with it everything in the namespace.
 from __future__ import annotations  # its Python may be older than the server's
 
 import base64
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -27,6 +28,50 @@ Json = Any
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 38, 22, 2
 _CHUNK = 1 << 16
 _MAX_DEPTH = 100
+_LOOK_S = 0.05
+WALL_TIMES = 10
+"""Longest time on the clock, as a multiple of the time that counts (`Meter`)."""
+
+
+class Meter:
+    """Counts the time that a process uses: of processors, and while no thread of it can use one because it waits.
+
+    So neither a busy machine nor other processes take any of its time, and one that waits for something does not wait for
+    ever. Where there is no `/proc` all time counts. The pool of workers uses it too.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._started, self._used_s = pid, time.monotonic(), 0.0
+        self._seen, self._processor_s = self._started, self._look()[0]
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds on the clock since the start."""
+        return time.monotonic() - self._started
+
+    def read(self) -> float:
+        """Returns the seconds that count since the start."""
+        now, (processor_s, waits) = time.monotonic(), self._look()
+        self._used_s += max(processor_s - self._processor_s, now - self._seen if waits else 0.0)
+        self._seen, self._processor_s = now, processor_s
+        return self._used_s
+
+    def _look(self) -> tuple[float, bool]:
+        """Returns the seconds of processors so far, and whether all threads wait."""
+        try:
+            state, *numbers = self._stat(f"/proc/{self._pid}/stat")
+            waits = state not in "RD" and all(
+                self._stat(f"/proc/{self._pid}/task/{thread}/stat")[0] not in "RD"
+                for thread in os.listdir(f"/proc/{self._pid}/task")  # noqa: PTH208 - pathlib would slow every start
+            )
+            return (int(numbers[10]) + int(numbers[11])) / os.sysconf("SC_CLK_TCK"), waits
+        except (OSError, ValueError, IndexError):
+            return getattr(self, "_processor_s", 0.0), True
+
+    @staticmethod
+    def _stat(path: str) -> list[str]:
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as above
+            return file.read().rpartition(")")[2].split()
 
 
 def _prctl(*arguments: int) -> None:
@@ -68,6 +113,14 @@ def _limit(job: Json) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+_COLLECTIONS: tuple[tuple[str, Any], ...] = (
+    ("list", list),
+    ("tuple", tuple),
+    ("frozenset", frozenset),
+    ("set", (set, type({}.keys()), type({}.items()))),
+)
+
+
 def _encoded(value: Any, depth: int = 0) -> list[Any]:
     """Converts a value to tagged JSON; a value that is not made of Python's literals becomes the name of its type."""
     if depth > _MAX_DEPTH:
@@ -86,9 +139,9 @@ def _encoded(value: Any, depth: int = 0) -> list[Any]:
         return ["literal", str.__str__(value)]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", base64.b64encode(value).decode()]
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return [kind.__name__, [_encoded(item, depth + 1) for item in list(value)]]
+    for kind, types_ in _COLLECTIONS:
+        if isinstance(value, types_):
+            return [kind, [_encoded(item, depth + 1) for item in list(value)]]
     if isinstance(value, dict):
         return ["dict", [[_encoded(k, depth + 1), _encoded(v, depth + 1)] for k, v in dict.items(value)]]
     if hasattr(value, "tolist"):  # arrays
@@ -97,6 +150,8 @@ def _encoded(value: Any, depth: int = 0) -> list[Any]:
         return ["int", hex(operator.index(value))]
     if hasattr(type(value), "__float__"):
         return ["float", float.__repr__(float(value))]
+    if hasattr(type(value), "__iter__"):  # a range, a deque, a generator, the values of a dictionary
+        return ["iterable", [_encoded(item, depth + 1) for item in value]]
     return ["other", type(value).__name__]
 
 
@@ -115,7 +170,7 @@ def _outcome(job: Json, case: Json, module: types.ModuleType, token: str) -> dic
     try:
         exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102 - this is the sandbox
     except SystemExit as error:
-        if kind != "stdin" or error.code not in (None, 0):
+        if error.code not in (None, 0):
             return {"status": "error", "detail": f"SystemExit: {error.code}"}
     if kind == "stdin":
         if "threading" in sys.modules:  # a thread may do the program's work
@@ -142,6 +197,7 @@ def _child(job: Json, case: Json, pipes: tuple[int, int, int], token: str) -> No
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     sys.argv = ["program"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` defines them, which a bare Python lacks
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
         signal.signal(sig, signal.SIG_DFL)
     _limit(job)
@@ -168,7 +224,14 @@ def _child(job: Json, case: Json, pipes: tuple[int, int, int], token: str) -> No
     exit_now(0)
 
 
-def _exchange(pid: int, case: Json, pipes: tuple[int, ...], limit: int, deadline: float) -> tuple[str | None, bytes, bytes]:
+def _late(meter: Meter, job: Json, limit_s: float) -> str | None:
+    """Returns `timeout` for a process that has used up its time, `starved` for one that had too little of a processor."""
+    return "timeout" if meter.read() >= limit_s else "starved" if meter.wall_s >= WALL_TIMES * job["timeout_s"] else None
+
+
+def _exchange(
+    pid: int, job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit_s: float
+) -> tuple[str | None, bytes, bytes]:
     """Feeds and drains a case's process until its pipes end, and returns its status or None, its output and its result."""
     write_in, read_out, read_result = pipes
     given = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
@@ -178,13 +241,9 @@ def _exchange(pid: int, case: Json, pipes: tuple[int, ...], limit: int, deadline
         poll.register(fd, select.POLLIN)
     os.set_blocking(write_in, False)
     poll.register(write_in, select.POLLOUT)
-    open_fds, status = set(got), None
+    open_fds, status, looked = set(got), None, time.monotonic()
     while open_fds:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            status = "timeout"
-            break
-        for fd, _ in poll.poll(left * 1000 + 1):
+        for fd, _ in poll.poll(_LOOK_S * 1000):
             if fd == 0:
                 _give_up()
             if fd == write_in:
@@ -204,8 +263,10 @@ def _exchange(pid: int, case: Json, pipes: tuple[int, ...], limit: int, deadline
             if not data:
                 poll.unregister(fd)
                 open_fds.discard(fd)
-            elif len(got[fd]) > limit:
+            elif len(got[fd]) > job["output_bytes"]:
                 status = "output"
+        if not status and time.monotonic() > looked + _LOOK_S:
+            status, looked = _late(meter, job, limit_s), time.monotonic()
         if status:
             break
     if write_in >= 0:
@@ -215,11 +276,10 @@ def _exchange(pid: int, case: Json, pipes: tuple[int, ...], limit: int, deadline
     return status, bytes(got[read_out]), bytes(got[read_result])
 
 
-def _run_case(job: Json, case: Json, deadline: float) -> dict[str, Any]:
-    """Runs one case and returns its result."""
+def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
+    """Runs one case; returns its result and the time that counts."""
     token = base64.b64encode(os.urandom(18)).decode()
     (read_in, write_in), (read_out, write_out), (read_result, write_result) = os.pipe(), os.pipe(), os.pipe()
-    started = time.monotonic()
     pid = os.fork()
     if pid == 0:
         try:
@@ -228,14 +288,19 @@ def _run_case(job: Json, case: Json, deadline: float) -> dict[str, Any]:
             os._exit(2)
     for fd in (read_in, write_out, write_result):
         os.close(fd)
-    deadline = min(deadline, started + job["timeout_s"])
-    status, output, raw = _exchange(pid, case, (write_in, read_out, read_result), job["output_bytes"], deadline)
+    meter, limit_s = Meter(pid), min(left_s, job["timeout_s"])
+    status, output, raw = _exchange(pid, job, case, (write_in, read_out, read_result), meter, limit_s)
     os.close(read_out)
     os.close(read_result)
-    ended = _reaped(pid, deadline)
-    result = {"seconds": time.monotonic() - started, "detail": ""}
-    if status or ended is None:
-        return dict(result, status=status or "timeout")
+    late, ended = _reaped(pid, meter, job, limit_s)
+    result = {"seconds": meter.wall_s, "detail": "", "status": status or late}
+    if not result["status"]:
+        result |= _finished(case, ended, output, raw, token)
+    return result, meter.read()
+
+
+def _finished(case: Json, ended: int, output: bytes, raw: bytes, token: str) -> dict[str, Any]:
+    """Returns what a case's process did before it ended by itself."""
     try:
         outcome = json.loads(raw)
         said, value = outcome.pop("status"), json.dumps(outcome.get("value"))
@@ -245,13 +310,12 @@ def _run_case(job: Json, case: Json, deadline: float) -> dict[str, Any]:
         if code == 0 and case["kind"] == "stdin":  # os._exit(0) after its output
             outcome, said = {}, "done"
         else:
-            return dict(result, status="died", detail=f"ended with status {code}")
-    result["detail"] = str(outcome.get("detail", ""))[:200]
+            return {"status": "died", "detail": f"ended with status {code}"}
     if said != "done":
-        return dict(result, status=said if said in ("error", "memory") else "died")
+        return {"status": said if said in ("error", "memory") else "died", "detail": str(outcome.get("detail", ""))[:200]}
     if case["kind"] == "code" and outcome.get("token") != token:
-        return dict(result, status="died", detail="the test did not run to its end")
-    return dict(result, status="done", output=output.decode("utf-8", "replace"), value=value)
+        return {"status": "died", "detail": "the test did not run to its end"}
+    return {"status": "done", "output": output.decode("utf-8", "replace"), "value": value}
 
 
 def _give_up() -> NoReturn:
@@ -260,19 +324,18 @@ def _give_up() -> NoReturn:
     raise AssertionError
 
 
-def _reaped(pid: int, deadline: float) -> int | None:
-    """Returns the wait status of a case's process; None when it was killed at the deadline."""
-    timely = True
+def _reaped(pid: int, meter: Meter, job: Json, limit_s: float) -> tuple[str | None, int]:
+    """Returns why a case's process was killed late, or None, and its wait status."""
+    late, looked = None, time.monotonic()
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
+        found, status = os.waitpid(pid, 0 if late else os.WNOHANG)
         if found:
             break
-        if time.monotonic() > deadline:
+        if time.monotonic() > looked + _LOOK_S:
+            late, looked = _late(meter, job, limit_s), time.monotonic()
+        if late:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            timely = False
-            break
-        if select.select([0], [], [], 0.001)[0]:
+        elif select.select([0], [], [], 0.001)[0]:
             _give_up()
     if os.getpid() == 1:  # kill everything that the process left behind
         with contextlib.suppress(ProcessLookupError):
@@ -280,7 +343,7 @@ def _reaped(pid: int, deadline: float) -> int | None:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-    return status if timely else None
+    return late, status
 
 
 def main() -> None:
@@ -293,11 +356,16 @@ def main() -> None:
     out.flush()
     job = json.loads(sys.stdin.buffer.readline())
     gc.freeze()
-    deadline = time.monotonic() + job["total_s"]
+    left_s, starved_at = job["total_s"], time.monotonic() + WALL_TIMES * job["total_s"]
     for case in job["cases"]:
-        if time.monotonic() >= deadline:
+        if left_s <= 0:
             break
-        out.write(json.dumps(_run_case(job, case, deadline)).encode() + b"\n")
+        if time.monotonic() < starved_at:
+            result, used_s = _run_case(job, case, left_s)
+            left_s -= used_s
+        else:
+            result = {"status": "starved", "seconds": 0, "detail": ""}
+        out.write(json.dumps(result).encode() + b"\n")
         out.flush()
 
 

@@ -28,6 +28,7 @@ from services.reward.sandbox.command import (
     threads_only_filter,
     unavailable,
 )
+from services.reward.sandbox.inside import WALL_TIMES
 from services.reward.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Limits:
     """Resources of one program."""
 
     timeout_s: float
-    """Wall time of one case; all cases of a program share five times as much."""
+    """Time of one case, as `Meter` counts it; all cases of a program share five times as much."""
     memory_mb: int
     """Address space; a program has one process."""
     output_kb: int = 64
@@ -118,7 +119,7 @@ class Sandbox:
         results: list[CaseResult] = []
         total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
         longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
-        with self._process(slot, _START_S + total_s + _SLACK_S) as process:
+        with self._process(slot, _START_S + WALL_TIMES * total_s + _SLACK_S) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             if process.stdout.readline(longest) != b"ready\n":
