@@ -175,13 +175,17 @@ async def test_a_spare_worker_takes_the_place_of_a_killed_one(grader: RewardScor
     assert (await grader.score([hard(1)]))[0].correct
 
 
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 @pytest.mark.process
 async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
     spec = WorkerSpec("services.reward.functions.base", {"functions": []})
     async with WorkerPool(spec, 1, 1.0) as pool:
         await pool.ready()
         await _settled()
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = open_files()
         for steps in range(12):
             task = asyncio.create_task(pool._spawn())
             for _ in range(steps):
@@ -193,7 +197,7 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
                 continue
             worker.kill()
         await asyncio.sleep(0.2)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert open_files() == before
 
 
 @pytest.mark.process
