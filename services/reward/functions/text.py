@@ -76,7 +76,7 @@ class LengthPenaltyFunction(RewardFunction):
 class RepetitionPenaltyFunction(RewardFunction):
     """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
 
-    Where a script has no spaces (Chinese, Japanese, Thai, …), and in a word longer than two n-grams, every character is a word.
+    Where a script has no spaces (Chinese, Japanese, Thai, …), and in a word of more than five n-grams, every character is a word.
     Raises ConfigError when `ngram` is not above 0.
     """
 
@@ -92,7 +92,7 @@ class RepetitionPenaltyFunction(RewardFunction):
 
     def _words(self, text: str) -> list[str]:
         found = _WORD.findall(text)
-        return [part for word in found for part in (word if len(word) > 2 * self._ngram else (word,))]
+        return [part for word in found for part in (word if len(word) > 5 * self._ngram else (word,))]
 
     def _repeated(self, words: list[str]) -> float:
         total = len(words) - self._ngram + 1

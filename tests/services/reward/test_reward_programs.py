@@ -134,7 +134,8 @@ def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
         "import array, collections\n"
         "def f(kind):\n    a = [1, 2, 3]\n    d = dict.fromkeys(a, 5)\n    return {'range': range(1, 4), 'tuple': (1, 2, 3), "
         "'deque': collections.deque(a), 'generator': (i for i in a), 'map': map(int, a), 'set': {3, 1, 2}, "
-        "'frozen': frozenset(a), 'keys': d.keys(), 'values': {i: i for i in a}.values(), 'array': array.array('i', a), 'zip': [x for x, in zip(a)],"
+        "'frozen': frozenset(a), 'keys': d.keys(), 'values': {i: i for i in a}.values(), 'array': array.array('i', a),"
+        " 'zip': [x for x, in zip(a)],"
         " 'reversed': reversed(a[::-1]), 'bytes': b'123', 'text': '123', 'dict': d}[kind]\n"
         "def g():\n    return {(1, 'a'), (2, 'b')}\ndef h(): return [range(2), (i for i in 'ab')]\nexit()"
     )

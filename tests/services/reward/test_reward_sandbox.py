@@ -143,7 +143,6 @@ def contained(code: CodeRewardFunction, attempts: list[str]) -> list[str]:
     return succeeded or [f"{result}"]
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
 FILLED = """
 import array, fcntl, os, socket
 total = 0
@@ -190,6 +189,7 @@ def test_sockets_and_pipes_hold_little_memory(code: CodeRewardFunction, kind: st
     assert run(code, FILLED.replace("KIND", f"socket.{kind}")).status == "passed"
 
 
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
 def test_the_environment_of_the_server_is_hidden(monkeypatch: pytest.MonkeyPatch, kind: SandboxKind) -> None:
     names = ("API_TOKEN", "HF_TOKEN", "JUDGE_API_KEY", "SOME_API_KEY")
     for name in names:
