@@ -76,7 +76,7 @@ class LengthPenaltyFunction(RewardFunction):
 class RepetitionPenaltyFunction(RewardFunction):
     """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
 
-    Where a script has no spaces (Chinese, Japanese, Thai, …), and in a word of more than five n-grams, every character is a word.
+    In scripts without spaces (Chinese, Japanese, Thai, …), and in words of more than five n-grams, every character is a word.
     Raises ConfigError when `ngram` is not above 0.
     """
 

@@ -17,7 +17,12 @@ from typing import Any
 
 from common.errors import ConfigError
 
-INSIDE = Path(__file__).with_name("inside.py")
+_SOURCES = {
+    "services.reward.sandbox.values": "values.py",
+    "services.reward.sandbox.remote": "remote.py",
+    "__main__": "inside.py",
+}
+"""Modules of the process inside, which can read no file."""
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --as-pid-1 --die-with-parent "
@@ -130,7 +135,12 @@ def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: 
 def inside_command(python: Interpreter) -> list[str]:
     """Returns the command line of Python with the program that runs test cases."""
     site = [] if python.packages else ["-S"]
-    return [python.executable, "-I", *site, "-B", "-c", INSIDE.read_text(encoding="utf-8")]
+    sources = {name: Path(__file__).with_name(file).read_text(encoding="utf-8") for name, file in _SOURCES.items()}
+    script = (
+        f"import sys, types\nfor name, source in {sources!r}.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n    exec(compile(source, name, 'exec'), module.__dict__)"
+    )
+    return [python.executable, "-I", *site, "-B", "-c", script]
 
 
 @cache

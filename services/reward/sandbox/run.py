@@ -127,6 +127,10 @@ class Sandbox:
             process.stdin.write(self._job(source, cases, total_s))
             process.stdin.flush()
             while len(results) < len(cases) and (line := process.stdout.readline(longest)):
+                if line == b'"test"\n':
+                    test = json.dumps([len(results), cases[len(results)].request["code"]]).encode() + b"\n"
+                    threading.Thread(target=_send, args=(process, test), daemon=True).start()
+                    continue
                 if not line.endswith(b"\n"):
                     raise SandboxFault("it wrote too much, or was ended while it wrote")
                 results.append(cases[len(results)].verdict(json.loads(line)))
@@ -140,7 +144,7 @@ class Sandbox:
     def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
         job = {
             "source": source,
-            "cases": [case.request for case in cases],
+            "cases": [{name: value for name, value in case.request.items() if name != "code"} for case in cases],
             "timeout_s": self.limits.timeout_s,
             "total_s": total_s,
             "memory_bytes": self.limits.memory_mb << 20,
@@ -211,6 +215,14 @@ class Sandbox:
 def _counts_per_namespace() -> bool:
     """Returns whether the kernel counts a user's processes separately in every user namespace (Linux 5.14)."""
     return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
+
+
+def _send(process: subprocess.Popen[bytes], test: bytes) -> None:
+    """Sends a test into the sandbox, where a program may have killed the process that should read it."""
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):
+        process.stdin.write(test)
+        process.stdin.flush()
 
 
 def _stderr(process: subprocess.Popen[bytes]) -> str:

@@ -355,9 +355,7 @@ def test_a_program_cannot_fake_the_result_of_a_call(code: CodeRewardFunction) ->
     tests = ["assert f(2) == 4", {"function": "f", "args": [2], "output": 4}, "assert f(2) == 4 and True"]
     for source in fakes:
         results = code.results(source, tests)
-        allowed = {"passed"} if "Same" in source else set[str]()  # a test in the program's own process asks the program
-        assert "passed" not in {result.status for result in results[:2]}, source
-        assert results[2].status not in {"passed"} - allowed, source
+        assert "passed" not in {result.status for result in results}, source
 
 
 def test_a_program_reaches_nothing_of_its_other_cases(code: CodeRewardFunction) -> None:
