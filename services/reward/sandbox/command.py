@@ -22,7 +22,7 @@ _SOURCES = {
     "services.reward.sandbox.remote": "remote.py",
     "__main__": "inside.py",
 }
-"""Modules of the process inside, which can read no file."""
+"""Modules of the process inside, which can read no file; the second one is for Python tests alone."""
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --as-pid-1 --die-with-parent "
@@ -114,7 +114,7 @@ def _inspected(path: str, packages: bool) -> Interpreter | None:
     return Interpreter(path, tuple(folders), packages) if modern else None
 
 
-def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: int) -> list[str]:
+def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: int, tests: bool) -> list[str]:
     """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
     words = [bwrap, *_OPTIONS.split()]
     if variant.disable_userns:
@@ -129,13 +129,14 @@ def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: 
     if variant.proc:
         words += ["--proc", "/proc"]
     words += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python)]
+    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python, tests)]
 
 
-def inside_command(python: Interpreter) -> list[str]:
-    """Returns the command line of Python with the program that runs test cases."""
+def inside_command(python: Interpreter, tests: bool) -> list[str]:
+    """Returns the command line of Python with the program that runs test cases, and `tests` in Python where there are any."""
     site = [] if python.packages else ["-S"]
-    sources = {name: Path(__file__).with_name(file).read_text(encoding="utf-8") for name, file in _SOURCES.items()}
+    files = {name: Path(__file__).with_name(file) for name, file in _SOURCES.items() if tests or file != "remote.py"}
+    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     script = (
         f"import sys, types\nfor name, source in {sources!r}.items():\n"
         "    module = sys.modules[name] = types.ModuleType(name)\n    exec(compile(source, name, 'exec'), module.__dict__)"

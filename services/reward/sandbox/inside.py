@@ -24,7 +24,6 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from services.reward.sandbox.remote import Test, serve
 from services.reward.sandbox.values import encoded
 
 Json = Any
@@ -146,6 +145,8 @@ def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503 - serve d
     if kind == "value":
         test = compile(case["expression"], "<test>", "eval")
         return {"status": "done", "value": encoded(eval(test, module.__dict__))}  # noqa: S307 - as above
+    from services.reward.sandbox.remote import serve
+
     serve(module.__dict__, *_CHANNEL)
 
 
@@ -159,6 +160,8 @@ def _verdict(job: Json, case: Json) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             index, content = json.loads(line)
             text = content if index == case["index"] else None
+    from services.reward.sandbox.remote import Test
+
     Test(*_CHANNEL, 8 * job["output_bytes"]).run(text)
     return {"status": "done"}
 

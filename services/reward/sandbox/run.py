@@ -119,7 +119,8 @@ class Sandbox:
         results: list[CaseResult] = []
         total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
         longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
-        with self._process(slot, _START_S + WALL_TIMES * total_s + _SLACK_S) as process:
+        tests = any(case.request["kind"] == "code" for case in cases)
+        with self._process(slot, _START_S + WALL_TIMES * total_s + _SLACK_S, tests) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             if process.stdout.readline(longest) != b"ready\n":
@@ -155,7 +156,7 @@ class Sandbox:
         return json.dumps(job).encode() + b"\n"
 
     @contextmanager
-    def _process(self, slot: int, limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    def _process(self, slot: int, limit_s: float, tests: bool) -> Iterator[subprocess.Popen[bytes]]:
         """Starts a sandbox and kills it after `limit_s`; at the end everything in it is dead and its pipes are closed."""
         user = None
         if self.kind == "bubblewrap" and os.geteuid() == 0:
@@ -166,7 +167,9 @@ class Sandbox:
             into.close()
             bare = self.kind == "none"
             process = subprocess.Popen(
-                inside_command(self._python) if bare else bwrap_command(self._bwrap, self._python, self._variant, filter_fd),
+                inside_command(self._python, tests)
+                if bare
+                else bwrap_command(self._bwrap, self._python, self._variant, filter_fd, tests),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
