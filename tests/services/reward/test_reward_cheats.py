@@ -180,4 +180,4 @@ RIGHT = [
 
 
 def test_honest_tests_of_many_kinds_pass(code: CodeRewardFunction) -> None:
-    assert [test for test in RIGHT if test not in passed(code, PROGRAM, RIGHT)] == []
+    assert passed(code, PROGRAM, RIGHT) == RIGHT
