@@ -77,17 +77,11 @@ async def _with_id(request: httpx.Request) -> None:
 
 
 class Client:
-    """HTTP to one service: retries with backoff and jitter until an overall deadline, errors as ServiceError.
+    """HTTP to one service: retries with backoff and jitter for `deadline_s` seconds a call, errors as ServiceError.
 
     Every call through `request` is idempotent, by nature or by an id that the client makes: an attempt may have succeeded
-    though its answer was lost.
-
-    Args:
-        service: name for messages.
-        base_url: of the service.
-        transport: None for the network, `httpx.ASGITransport(app)` for a service in this process.
-        deadline_s: seconds one call may take, retries included.
-        headers: sent with every call; None: the token of this run, which must not reach anyone outside the run.
+    though its answer was lost. `transport` is `httpx.ASGITransport(app)` for a service in this process. `headers` are sent with
+    every call; None: the token of this run, which must not reach anyone outside the run.
     """
 
     def __init__(

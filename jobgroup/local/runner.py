@@ -93,15 +93,9 @@ class TaskRun:
 
 
 class Runner:
-    """A job group: starts all tasks at once; the primary ones decide when it ends and with which status.
+    """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends and with which status.
 
-    Args:
-        tasks: to run. When none of them is primary, all are.
-        environment: of node `rank` of a task.
-        screen: for output.
-        log_dir: for a log file per node.
-        grace_s: seconds between SIGTERM and SIGKILL.
-        fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
+    `fail_fast` ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
     """
 
     def __init__(

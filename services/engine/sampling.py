@@ -36,15 +36,10 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples one token per row. Returns the tokens and their log-probabilities, both [B].
+    """Samples one token per row of `logits` [B, V] with `uniform` [B] numbers. Returns the tokens and their log-probabilities.
 
-    A log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy.
-
-    Args:
-        logits: [B, V] float32; a row with values that are not finite gives such a log-probability.
-        temperature: [B]; greedy below `GREEDY_BELOW`.
-        top_p: [B]; 1 disables it.
-        uniform: [B] float64 in [0, 1).
+    A log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy
+    (`temperature` below `GREEDY_BELOW`). A row with logits that are not finite gives such a log-probability.
     """
     greedy = temperature < GREEDY_BELOW
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]

@@ -34,13 +34,7 @@ class Refused(ServiceError):
 
 
 class Scheduler:
-    """The queue, the running rows and the model.
-
-    Args:
-        max_running: rows decoded at once.
-        weight_version: label of the weights loaded.
-        generated, prefilled: count tokens.
-    """
+    """The queue, the running rows (at most `max_running`) and the model."""
 
     def __init__(self, model: Model, max_running: int, weight_version: str, generated: Counter, prefilled: Counter) -> None:
         self.model, self.max_running, self.weight_version = model, max_running, weight_version

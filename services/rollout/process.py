@@ -143,13 +143,8 @@ class Timing:
 class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
-    Args:
-        name: name of the child in logs.
-        launch: returns the command; called before every start.
-        probe: returns None when the child is healthy, or why not.
-        env: variables added to the environment.
-        on_up: called when the child has become healthy; its error counts as a failed start.
-        on_down: called with the reason when the child has ended or was killed.
+    `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error of `on_up`
+    counts as a failed start; `on_down` gets the reason.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from common.errors import NotFound, ServiceError
 from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
-from trainer.dashboard.replay import Replay, StoredReplay
+from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.tokens import TokenTexts
 
@@ -23,7 +23,7 @@ class RunGroups:
 
     def __init__(self, run: RunReader, live: Replay | None) -> None:
         self.directory = run.directory
-        self._replay: Replay = live or StoredReplay(lambda: run.replay_store)
+        self._replay = live
         self.index = GroupIndex(run.directory, self._replay)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
