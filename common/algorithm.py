@@ -121,7 +121,6 @@ class AlgorithmSection(Section):
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimiser updates on one batch."""
         return self.update_epochs * self.mini_batches
 
     def _unread(self) -> dict[str, str]:

@@ -254,7 +254,6 @@ class DataClient(Client):
         return [Prompt.model_validate(item) for item in response.json()["prompts"]]
 
     async def total(self) -> int:
-        """Returns the number of problems in the training split."""
         return int((await self.request("GET", "/stats")).json()["total_available"])
 
     async def seek(self, position: int) -> None:
@@ -274,7 +273,6 @@ class RewardClient(Client):
     """reward-server."""
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
-        """Grades the answers, in order."""
         body = BatchRewardRequest(items=items).model_dump_json()
         headers = {"content-type": "application/json"}
         return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)

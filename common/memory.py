@@ -69,7 +69,6 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * queries + 2 * keys) + 3 * self.hidden * self.intermediate
         beside = {"no": 0, "qkv": queries + 2 * keys, "norm": 2 * self.head_dim}[self.extra]

@@ -96,11 +96,9 @@ class Metrics:
         )
 
     def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
-        """Adds a number that only rises; its name ends with `_total`."""
         return Counter(*self._named(name, help_text, labels), registry=self.registry)
 
     def gauge(self, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
-        """Adds a number that rises and falls."""
         return Gauge(*self._named(name, help_text, labels), registry=self.registry)
 
     def newest(self, name: str, help_text: str) -> Gauge:

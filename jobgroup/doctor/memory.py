@@ -69,7 +69,6 @@ def _parts(estimate: TrainerMemory) -> str:
 
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
-    """Judges one process of this task on a GPU of its own of `size` bytes."""
     if job.name == ROLLOUT:
         yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device == "cuda" else []
         return
@@ -86,7 +85,6 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Itera
 
 
 def _engine(job: PlannedTask, shape: ModelShape, size: int) -> Result:
-    """Judges the KV cache of an SGLang engine on GPUs of `size` bytes."""
     settings, one = job.config.rollout, _PROMPT + job.config.sampling.max_new_tokens
     words = [part for word in settings.engine_args for part in word.split("=", 1)]
     static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC

@@ -28,7 +28,6 @@ _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
 
 
 def _ports(job: PlannedTask) -> dict[str, int]:
-    """Returns the ports of a task by their settings."""
     settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{SECTIONS[job.name]}.port"] if job.name in SECTIONS else []
     return {setting: attrgetter(setting)(job.config) for setting in settings}
 
@@ -122,7 +121,6 @@ def _get(job: PlannedTask, url: str) -> tuple[httpx.Response, dict[str, Any]]:
 
 
 def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: int) -> Iterator[Result]:
-    """Checks name, port, health and clock of a service."""
     host, url, sent = topology.host(job.name, node), topology.url(job.name, port, node), time.time()
     fix = f"is {job.name} up? sky jobs queue, then its log (sky jobs logs ID {job.name})"
     try:
@@ -148,7 +146,6 @@ def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: 
 
 
 def _weights(topology: Topology, job: PlannedTask, node: int) -> Iterator[Result]:
-    """Compares the weights of a rollout node with the trainer's newest version."""
     title = f"weights of {job.name}-{node}"
     try:
         _, status = _get(job, f"{topology.url(job.name, job.config.rollout.agent_port, node)}/status")

@@ -51,7 +51,6 @@ class PlannedTask(spec.Task):
 
     @property
     def needs_torch(self) -> bool:
-        """Whether its own environment must have torch."""
         neural = self.name == REWARD and "reward_model" in self.config.reward.function_names()
         return self.name in (TRAINER, CRITIC) or neural or (self.name == ROLLOUT and not self.uses_sglang)
 
@@ -83,7 +82,6 @@ class Plan:
     """The config.json of every model that could be read; `hub.check_model` fills it."""
 
     def job(self, name: str) -> PlannedTask | None:
-        """Returns the task of that name if it is on this machine."""
         return next((job for job in self.here if job.name == name), None)
 
 

@@ -26,12 +26,10 @@ class Result:
     """The remedy; empty only for `ok`."""
 
     def text(self) -> str:
-        """Formats one line, and the fix on a second one."""
         line = f"{'FAIL' if self.state == 'fail' else self.state:<4}  {self.name}: {self.found}"
         return f"{line}\n      fix: {self.fix}" if self.fix else line
 
     def redacted(self, redactors: Iterable[SecretRedactor]) -> "Result":
-        """Returns the result without the values of secrets."""
         found, fix = self.found, self.fix
         for redactor in redactors:
             found, fix = redactor.redact(found), redactor.redact(fix)

@@ -114,7 +114,6 @@ def check_secrets(plan: Plan) -> Iterator[Result]:
 
 
 def _pins(path: Path) -> dict[str, str]:
-    """Reads every `name==version` of a file."""
     lines = re.findall(r"(?m)^([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)", path.read_text(encoding="utf-8"))
     return {_key(name): version for name, version in lines}
 

@@ -61,7 +61,6 @@ def _shape(plan: Plan, name: str) -> ModelShape | None:
 
 
 def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
-    """Returns what a task stores, besides logs."""
     trainer, lora, sampling, algorithm = job.config.trainer, job.config.lora, job.config.sampling, job.config.algorithm
     parameters = trained = shape.parameters if shape else 0
     if job.name == REPLAY:
@@ -143,7 +142,6 @@ def _total(group: Sequence[Need]) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 

@@ -45,7 +45,6 @@ class Node:
         loop.add_reader(self._output, self._relay)
 
     def stop(self) -> None:
-        """Asks the launcher to end the node: SIGTERM, and SIGKILL after the grace."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 

@@ -27,34 +27,28 @@ class Screen:
 
     @property
     def merged(self) -> bool:
-        """Whether every node's lines are shown."""
         return self.follow is None and not self.quiet
 
     def line(self, name: str, text: bytes) -> None:
-        """Shows one line of a node in the merged output."""
         if self.merged:
             shown = text.rstrip(b"\r\n").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
             self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
 
     def raw(self, data: bytes) -> None:
-        """Shows bytes of the node that is followed."""
         if not self.quiet:
             self._write(data, sys.stdout)
 
     def say(self, text: str, *, loud: bool = False) -> None:
-        """Shows a message of the runner; in red when `loud`."""
         for line in text.splitlines():
             shown = self._coloured(line, _RED) if loud else line
             self._write(self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
 
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
-        """Shows the last lines of a node that failed."""
         self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
         for line in lines:
             self._write(b"    " + line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n")
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Shows rows of texts in columns."""
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -35,7 +35,6 @@ class TaskRun:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it ran, restarts included."""
         return (time.monotonic() if self.state == "RUNNING" else self._ended) - self._began
 
     async def run(self) -> None:
@@ -62,7 +61,6 @@ class TaskRun:
         self._finish("CANCELLED")
 
     def stop(self) -> None:
-        """Ends the task: SIGTERM to every node, SIGKILL after the grace."""
         self._stopping = True
         for node in self.nodes:
             node.stop()

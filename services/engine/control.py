@@ -17,6 +17,9 @@ from services.engine.requests import Body, finish, read_body, reply, update_weig
 from services.engine.scheduler import PauseMode
 from services.http.openapi import OBJECT, described
 
+_RATE_S = 0.5
+"""Shortest time over which the rate of generation is measured."""
+
 
 class PauseBody(Body):
     """`/pause_generation`."""
@@ -222,9 +225,16 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
         ]
         return {"object": "list", "data": [card, *adapters]}
 
+    counted, rate = (time.monotonic(), 0.0), 0.0
+
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """The numbers of running and waiting requests."""
+        """The numbers of running and waiting requests, and the tokens per second since the last call."""
+        nonlocal counted, rate
+        now, tokens = time.monotonic(), engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0
+        if now - counted[0] >= _RATE_S:
+            counted, rate = (now, tokens), (tokens - counted[1]) / (now - counted[0])
         running, waiting = engine.running, engine.waiting
-        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "num_total_reqs": running + waiting}
+        load: dict[str, float] = {"num_running_reqs": running, "num_waiting_reqs": waiting}
+        load |= {"dp_rank": 0, "num_total_reqs": running + waiting, "gen_throughput": rate}
         return {"timestamp": time.time(), "version": app.version, "dp_rank_count": 1, "loads": [load], "aggregate": load}

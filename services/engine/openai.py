@@ -43,7 +43,6 @@ class ChatBody(BaseModel):
     rid: str | None = Field(None, min_length=1, max_length=200)
 
     def job(self, model: Model) -> GenerationJob:
-        """Returns the job of the conversation. Raises BadRequest."""
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         messages = [_message(message, index) for index, message in enumerate(self.messages)]
         try:

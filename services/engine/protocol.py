@@ -126,7 +126,6 @@ class GenerateBody(BaseModel):
         return bool(self.input_ids) and isinstance(self.input_ids[0], list)
 
     def jobs(self, model: Model) -> list[GenerationJob]:
-        """Returns one job per prompt. Raises BadRequest."""
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         prompts = [check_prompt(prompt, model) for prompt in (self.input_ids if self.is_batch else [self.input_ids])]
         parameters = [_parse_sampling(raw) for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)]

@@ -34,7 +34,6 @@ class Rows:
         return self.state[name][: len(self.sequences)]
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
-        """Appends sequences with `lengths` tokens in the cache."""
         first, last = len(self), len(self) + len(sequences)
         chosen = [sequence.job.sampling for sequence in sequences]
         values: dict[str, list[int] | list[float]] = {
@@ -78,7 +77,6 @@ class Rows:
         return stopped, new["count"] >= new["limit"], finite & torch.isfinite(logprobs)
 
     def collect(self, rows: list[int]) -> None:
-        """Copies tokens and logprobs of these rows into their sequences."""
         counts = self.state["count"][rows].tolist()
         longest = max(counts)
         tokens = self.state["tokens"][rows, :longest].tolist()

@@ -47,7 +47,6 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would do anything."""
         return not self.paused and bool(self.rows.sequences or self._queue)
 
     def enqueue(self, jobs: list[GenerationJob]) -> None:
@@ -186,7 +185,6 @@ class Scheduler:
             self.waiting += len(sequences)
 
     def resume(self) -> None:
-        """Generates again."""
         self.paused = False
 
     def flush_cache(self) -> None:

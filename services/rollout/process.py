@@ -104,7 +104,6 @@ class Child:
         return status if status >= 0 else 128 - status
 
     def tail(self) -> str:
-        """Returns the end of the output."""
         return self._tail.decode("utf-8", "replace")
 
     async def end(self, grace_s: float) -> None:

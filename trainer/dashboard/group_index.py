@@ -100,7 +100,6 @@ class GroupIndex:
         return None if row is None else _shown(row)
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        """Returns the newest `limit` groups of a prompt, by step."""
         query = f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
@@ -158,7 +157,6 @@ class GroupIndex:
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
-    """Returns the SQL condition and its parameters."""
     terms = ["1"]
     values: list[Any] = []
     for column, least, most in (
@@ -213,7 +211,6 @@ def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | Non
 
 
 def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the row of a group that waits."""
     return (
         *(None, None, row["id"], row["prompt_id"], row["position"], row["version"], None, row["mean_reward"], "[]"),
         *(row["correct"], row["completions"], None, "[]", None, None, _marked(["waiting"]), False, None, None),

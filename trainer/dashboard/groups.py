@@ -29,7 +29,6 @@ class RunGroups:
         self._token_texts: TokenTexts | None = None
 
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
-        """Returns one group in full. Raises NotFound."""
         row = self.index.find(group_id, step)
         if row is None:
             remedy = "list the groups with /dashboard/api/groups"
@@ -38,7 +37,6 @@ class RunGroups:
         return group_detail(self.directory, row, self._replay, self._read_tokenizer())
 
     def _read_tokenizer(self) -> TokenTexts | ServiceError:
-        """Returns the tokenizer, which is read once, or the error that prevents it."""
         with self._lock:
             try:
                 self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)

@@ -74,7 +74,6 @@ class RunReader:
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:
-        """Returns a summary of the run, whose index is `run`."""
         problems, name = self.problems, self.directory.resolve().name
         with self._lock:
             steps, times = self._columns.steps, self._columns.column("time")

@@ -89,7 +89,6 @@ class WeightFollower:
             await self._adopt(manifest)
 
     async def run(self) -> None:
-        """Follows until cancelled."""
         while True:
             manifest = await self._ask(_POLL_S, _POLL_S + 10)
             if manifest is None or WeightId.of(manifest) == self._state.serves:
