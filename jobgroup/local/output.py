@@ -15,28 +15,23 @@ TAIL_LINES = 20
 class Screen:
     """Writes to stdout: lines with the name of their node, or the raw bytes of the node to `follow`.
 
-    The runner's own lines go into the merged output too, or to stderr while a node is followed; `quiet` shows no others.
+    The runner's own lines go into the merged output too, or to stderr while a node is followed.
     """
 
-    def __init__(self, names: Sequence[str], *, follow: str | None = None, quiet: bool = False) -> None:
-        self.follow, self.quiet = follow, quiet
+    def __init__(self, names: Sequence[str], follow: str | None = None) -> None:
+        self.follow = follow
         self._own = sys.stderr if follow else sys.stdout
         self._colourful = self._own.isatty() and not os.environ.get("NO_COLOR")
         self._width = max(len(name) for name in (*names, "jobgroup"))
         self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
-    @property
-    def merged(self) -> bool:
-        return self.follow is None and not self.quiet
-
     def line(self, name: str, text: bytes) -> None:
-        if self.merged:
+        if self.follow is None:
             shown = text.rstrip(b"\r\n").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
             self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
 
     def raw(self, data: bytes) -> None:
-        if not self.quiet:
-            self._write(data, sys.stdout)
+        self._write(data, sys.stdout)
 
     def say(self, text: str, *, loud: bool = False) -> None:
         for line in text.splitlines():
