@@ -146,11 +146,6 @@ class Config(BaseSettings):
         """Refuses settings that contradict an adapter."""
         if self.lora.rank == 0:
             return
-        if self.trainer.optimizer == "muon":
-            raise ValueError(
-                "trainer.optimizer muon is for whole matrices, and lora.rank is set: an adapter's update is the product of two "
-                "factors, which muon would turn one by one; take adamw"
-            )
         if self.algorithm.reference_refresh:
             raise ValueError(
                 f"algorithm.reference_refresh is {self.algorithm.reference_refresh}, but with lora.rank the reference is the "

@@ -2,7 +2,7 @@
 
 Two figures: what a trainer process has on its GPU at the worst moment of an update, and what an engine has left for its KV
 cache. What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
-decoder layers; what torch, NCCL and CUDA take beside is a guess. Muon counts as AdamW, which keeps more.
+decoder layers; what torch, NCCL and CUDA take beside is a guess.
 """
 
 from collections.abc import Mapping

@@ -38,9 +38,7 @@ class Critic:
         directory = ranks.same_path(directory)
         self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
-        self._optimizer = Optimizer(
-            self.model.module, betas=trainer.adam_betas, weight_decay=trainer.weight_decay, max_grad_norm=trainer.max_grad_norm
-        )
+        self._optimizer = Optimizer(self.model.module, trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm)
         if directory is not None:
             self._restore(directory)
 

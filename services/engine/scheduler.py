@@ -187,13 +187,6 @@ class Scheduler:
     def resume(self) -> None:
         self.paused = False
 
-    def flush_cache(self) -> None:
-        """Frees the memory of the KV cache. Raises Refused while it is needed."""
-        if self.rows.sequences or (self._queue and not self.paused):
-            remedy = "wait for the requests, or pause with mode retract or abort"
-            raise Refused("Flush cache failed.", field="running", value=len(self.rows), remedy=remedy)
-        self.model.cache.release()
-
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
         """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
 

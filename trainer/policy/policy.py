@@ -79,8 +79,7 @@ class Policy:
         self.scorer = load_policy(config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        adam = (settings.optimizer, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
-        self.optimizer = Optimizer(self.model, *adam)
+        self.optimizer = Optimizer(self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
 
     @classmethod
     def resume(cls, config: Config, ranks: Ranks, run_dir: Path) -> "tuple[Policy, TrainerState | None, Path | None]":

@@ -189,8 +189,6 @@ def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(engine: 
     until(lambda: engine.running == 2)
     engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
     with pytest.raises(Refused):
-        engine.call(lambda scheduler: scheduler.flush_cache()).result(LIMIT_S)
-    with pytest.raises(Refused):
         update_weights(engine, new, "1", True).result(LIMIT_S)
     assert engine.scheduler.weight_version == "0"
     assert update_weights(engine, new, "1", False).result(LIMIT_S) == 2
@@ -241,7 +239,7 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
     weight = engine.model.module.model.norm.weight
     good = weight.clone()
     engine.call(lambda scheduler: scheduler.pause("abort")).result(LIMIT_S)
-    engine.call(lambda scheduler: scheduler.flush_cache()).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.model.cache.release()).result(LIMIT_S)
     weight.data.fill_(torch.nan)
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     with pytest.raises(LogitsNotFinite):
