@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.gpus is not None and (options.gpu_memory_gb is None or options.gpus < 1):
             raise ConfigError("--gpus needs --gpu-memory-gb, and at least 1 GPU", field="--gpus", value=options.gpus)
+        if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
+            raise ConfigError("it is no size of a memory", field="--gpu-memory-gb", value=options.gpu_memory_gb)
         overrides = dict(assignment(text, "--env") for text in options.env)
         plan = make(options.yaml, overrides, env, options.task)
     except ConfigError as error:
@@ -105,17 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task, as in jobgroup.local")
     add("--task", metavar="NAME", help="only what this task needs; inside a group: the task of this pod")
     size = "judge the model for a cluster's GPUs of this size, not this machine's"
-    add("--gpu-memory-gb", type=_positive, metavar="GB", help=size)
+    add("--gpu-memory-gb", type=float, metavar="GB", help=size)
     count = "with --gpu-memory-gb: GPUs of the trainer in all (nodes × accelerators of the YAML)"
     add("--gpus", type=int, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser
-
-
-def _positive(text: str) -> float:
-    if not 0 < float(text) < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no size of a memory")
-    return float(text)
 
 
 if __name__ == "__main__":

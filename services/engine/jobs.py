@@ -72,7 +72,7 @@ class GenerationJob:
     """One prompt and its n completions.
 
     Attributes:
-        rid: the name by which it can be aborted.
+        rid: its name in the answer.
         logprobs: whether the answer shows them.
         adapter: name of the LoRA adapter to use; None: the model itself.
         done: resolves when every sequence is finished; fails with ServiceError.

@@ -95,12 +95,11 @@ class RunReader:
             "stages": [WAITING, *STAGES[3:], *STAGES[:3]],  # waiting first, then the trainer's own work
         }
 
-    def steps(self, after: int = 0) -> list[dict[str, Any]]:
-        """Returns the lines of `metrics.jsonl` of the steps after this one."""
+    def steps(self) -> list[dict[str, Any]]:
+        """Returns the lines of `metrics.jsonl`."""
         self._refresh()
         with self._lock:
-            first = self._columns.rows(after + 1, 2**62).start
-            lines = [self._metrics.at(offset) for offset in self._offsets[first:]]
+            lines = [self._metrics.at(offset) for offset in self._offsets]
         return [line for line in lines if line is not None]
 
     def step(self, step: int) -> dict[str, Any]:
