@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from common.schemas import Group
 from common.wire import decode_groups
 from tests.support.paths import ROOT
 from trainer import train_in_process
+from trainer.algorithms.advantages import group_normalised
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
@@ -187,7 +189,8 @@ def test_every_priority_reuses_groups(settings: Callable[..., Config], priority:
         priorities = dict(db.execute("SELECT id, priority FROM groups"))
     expected = load_priority(priority)
     for group in stored(config):
-        assert priorities[group.id] == pytest.approx(expected(group, [0.0] * 4))  # none of these reads the advantages
+        advantages = group_normalised(torch.from_numpy(group.rewards)[None]).flatten().tolist()
+        assert priorities[group.id] == pytest.approx(expected(group, advantages))
 
 
 def longest(group: Group, advantages: Sequence[float]) -> float:
