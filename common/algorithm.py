@@ -112,8 +112,8 @@ class AlgorithmSection(Section):
                 raise ValueError(f"algorithm.{name} is set but not read: {reason}")
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
-                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward: only k1, the log ratio itself, has "
-                "the gradient of the KL divergence there, and others can push away from the reference; take k1, or "
+                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward: only k1, the log ratio, has the "
+                "gradient of the KL divergence there, and others can push away from the reference; take k1, or "
                 "algorithm.kl_in loss"
             )
         if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":

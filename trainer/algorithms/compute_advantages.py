@@ -60,7 +60,9 @@ def _gae(batch: Batch, rewards: Tensor, penalties: Column | None, config: Algori
         token_rewards[i, length - 1] += float(rewards[i])
         values[i, :length] = batch.values[i]
         mask[i, :length] = 1
-    tensors = [torch.from_numpy(matrix) for matrix in (token_rewards, values, mask)]
-    advantages, returns = gae(*tensors, gamma=config.gamma, gae_lambda=config.gae_lambda)
-    counts = tensors[2].bool()
+    counts = torch.from_numpy(mask)
+    advantages, returns = gae(
+        torch.from_numpy(token_rewards), torch.from_numpy(values), counts, config.gamma, config.gae_lambda
+    )
+    counts = counts.bool()
     return advantages[counts], returns[counts]
