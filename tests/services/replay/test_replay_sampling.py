@@ -109,6 +109,14 @@ def test_frequencies_are_the_inclusion_chances(count: int) -> None:
     assert (np.abs(deviations) < 4.5).all(), deviations
 
 
+def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:
+    """Points at equal distances would never fall on neighbours: the groups are shuffled first."""
+    included = inclusion(probabilities(array(1, 1, 1, 1, 1, 1), 0.6), 2)
+    rng = np.random.default_rng(0)
+    pairs = {tuple(draw(included, rng).tolist()) for _ in range(1_000)}
+    assert pairs == {(i, j) for i in range(6) for j in range(6) if i != j}
+
+
 def test_weighted_mean_of_samples_is_the_mean_of_all() -> None:
     """What the weights are for: with β = 1 a prioritised sample estimates the uniform mean without bias."""
     values = array(3, -1, 4, 1, -5, 9)

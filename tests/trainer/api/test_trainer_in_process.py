@@ -22,6 +22,7 @@ from common.wire import decode_groups
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.algorithms.advantages import group_normalised
+from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
@@ -166,11 +167,29 @@ def test_staleness_is_bounded(settings: Callable[..., Config], staleness: int) -
     assert len({group.prompt_id for group in stored(config)}) >= 20
 
 
-def test_reused_groups_carry_importance_weights(settings: Callable[..., Config]) -> None:
-    config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "4")
+@pytest.mark.parametrize("corrected", [True, False])
+def test_reused_groups_carry_importance_weights(
+    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, corrected: bool
+) -> None:
+    trained: list[tuple[bool, float]] = []
+    whole = Batch.of
+
+    def recorded(groups: list[TrainingGroup], *more: Any) -> Batch:
+        trained.extend((item.reused, item.weight) for item in groups)
+        return whole(groups, *more)
+
+    monkeypatch.setattr(Batch, "of", recorded)
+    size = ("--trainer.batch_size", "8", "--trainer.max_steps", "4")
+    config = settings("--replay.reuse_ratio", "0.25", *size, "--replay.corrected", str(corrected))
     train_in_process(config, quiet())
     assert [line["reused_groups"] for line in metrics(config)] == [0, 2, 2, 2]
-    assert [group.position for group in stored(config)] == list(range(8))
+    assert [group.position for group in stored(config)] == list(range(24))
+    with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
+        answers = [json.loads(answer)[1] for (answer,) in db.execute("SELECT answer FROM samples ORDER BY key")]
+    weights = [weight for answer in answers for weight in answer]
+    assert len({*weights}) > 1
+    assert [weight for reused, weight in trained if reused] == pytest.approx(weights if corrected else [1.0] * 6)
+    assert {weight for reused, weight in trained if not reused} == {1.0}
 
 
 def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config], tmp_path: Path) -> None:
