@@ -180,7 +180,8 @@ def test_reused_groups_carry_importance_weights(
 
     monkeypatch.setattr(Batch, "of", recorded)
     size = ("--trainer.batch_size", "8", "--trainer.max_steps", "4")
-    config = settings("--replay.reuse_ratio", "0.25", *size, "--replay.corrected", str(corrected))
+    reuse = ("--replay.reuse_ratio", "0.25", "--replay.priority", f"{__name__}:longest", "--replay.corrected", str(corrected))
+    config = settings(*size, *reuse)
     train_in_process(config, quiet())
     assert [line["reused_groups"] for line in metrics(config)] == [0, 2, 2, 2]
     assert [group.position for group in stored(config)] == list(range(24))
