@@ -193,6 +193,13 @@ def test_reused_groups_carry_importance_weights(
     assert {weight for reused, weight in trained if not reused} == {1.0}
 
 
+def test_a_run_begins_with_what_its_settings_need_known(settings: Callable[..., Config]) -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    train_in_process(settings("--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--trainer.max_steps", "1"), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "warning: algorithm.kl_in reward with algorithm.advantage group_normalised" in console.file.getvalue()
+
+
 def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config], tmp_path: Path) -> None:
     state = ("--state_dir", str(tmp_path / "shared"), "--trainer.max_steps", "1")
     train_in_process(settings(*state), quiet())
