@@ -322,7 +322,7 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: Main[int] = Field(10, ge=0)
-    """Steps over which the learning rate rises linearly from zero."""
+    """Steps W over which the learning rate rises: update k = 1, 2, … has k/W of it. (`transformers` begins with 0, k − 1.)"""
     lr_schedule: Main[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
     max_grad_norm: float = Field(1.0, gt=0)

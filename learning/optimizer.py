@@ -41,6 +41,9 @@ class Optimizer:
         A norm that is not finite changes nothing but is returned. Raises NonFiniteGradients after more than
         `MAX_SKIPPED_UPDATES` of them in a row.
         """
+        if all(parameter.grad is None for parameter in self._parameters):
+            for parameter in self._parameters:  # no row has a gradient, but momentum and weight decay go on, as on many ranks
+                parameter.grad = torch.zeros_like(parameter)
         norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the one wait for a GPU
         if not math.isfinite(norm):
             self.zero_grad()

@@ -100,7 +100,7 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
 
 def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """One group: r − coef · Σ k1 goes into the group baseline; with a critic it is taken token by token."""
-    in_reward = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    in_reward = {"kl_coef": 0.5, "kl_in": "reward"}
     config = with_algorithm(config, advantage="group_centred", **in_reward)
     batch = batch_of([groups[0]], config)
     batch.old_logprobs = [np.full(length, -1.0, np.float32) for length in batch.lengths]
@@ -128,6 +128,17 @@ def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, 
     assert counted.std(ddof=1) == pytest.approx(1, abs=1e-4)
     returns, values = np.concatenate(known(batch.returns)), np.concatenate(known(batch.values))
     assert (returns - values).std() != pytest.approx(1, abs=1e-2)  # taken before whitening
+
+
+def test_batch_normalised_hand_computed(config: Config) -> None:
+    """REINFORCE++ with a group baseline whitens over tokens, as verl and OpenRLHF do, not over completions."""
+    group = make_group(np.random.default_rng(0), [1.0, 0.0])
+    for completion, length in zip(group.completions, (1, 3), strict=True):
+        completion.token_ids, completion.logprobs = completion.token_ids[:1].repeat(length), np.zeros(length, np.float32)
+    changed = with_algorithm(config, name="reinforce_pp")
+    found, _ = compute_advantages(batch_of([group], changed), changed, 0.0)
+    # Tokens: ½ −½ −½ −½; mean −¼, unbiased variance (0.75² + 3 · 0.25²) / 3 = ¼
+    np.testing.assert_allclose(np.concatenate(found), [1.5, -0.5, -0.5, -0.5], atol=1e-6)
 
 
 def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
