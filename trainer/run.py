@@ -12,6 +12,7 @@
 No part knows the run, and rollouts, weights, evaluator and log do not know one another.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -143,6 +144,8 @@ class Run:
         set_run(run_id)
         metrics = TrainerMetrics(registry := Metrics(TRAINER))
         recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked))
+        if caution := config.algorithm.caution:
+            recorder.say(f"warning: {caution}", logging.WARNING)
         recorder.say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
         loop = stack.enter_context(LoopThread())
         tokenizer = load_tokenizer(config.model)

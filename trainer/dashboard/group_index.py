@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import ServiceError
 from trainer.dashboard.jsonl import JsonlReader
-from trainer.dashboard.replay import Replay, reason
+from trainer.dashboard.replay import Replay
 from trainer.observe.group_files import LINES
 
 _REPLAY_EVERY_S = 2.0
@@ -36,9 +36,8 @@ _SHOWN = (
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = ("unparsable", "timeout", "died", "error", "truncated", "aborted")
 """Marks of completions that were not graded or not finished."""
-_MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "unrecorded", "reused", *_ENDINGS)
-"""Reasons of a drop (each also `dropped`), and marks of groups that only the replay store has: `waiting` to be trained on, or
-`unrecorded` because the step that trained on it is lost."""
+_MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "reused", *_ENDINGS)
+"""Reasons of a drop (each also `dropped`), and marks of other groups; those that are `waiting` are in the replay-buffer."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -64,7 +63,7 @@ class Query(BaseModel):
 
 
 class GroupIndex:
-    """Groups of one run directory, complete or not, and those that only its replay store has. Thread-safe."""
+    """Groups of one run directory, complete or not, and those that wait in its replay-buffer. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
         self._replay, self._lock = replay, threading.Lock()
@@ -76,7 +75,7 @@ class GroupIndex:
         """Ids of the prompts whose text is stored."""
         self._asked = -_REPLAY_EVERY_S
         self._stored: list[tuple[Any, ...]] = []
-        """A row for each group of the replay store."""
+        """A row for each group that waits."""
         self._replay_problem = ""
 
     def search(self, query: Query, limit: int, offset: int) -> tuple[int, list[dict[str, Any]]]:
@@ -101,7 +100,6 @@ class GroupIndex:
         return None if row is None else _shown(row)
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        """Returns the newest `limit` groups of a prompt, by step."""
         query = f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
@@ -146,22 +144,19 @@ class GroupIndex:
         self._prompts.update(prompts)
 
     def _read_replay(self) -> bool:
-        """Reads the replay store now and then; returns whether its groups have changed."""
+        """Asks the replay-buffer now and then; returns whether it has."""
         if self._replay is None or time.monotonic() - self._asked < _REPLAY_EVERY_S:
             return False
         try:
-            listing = self._replay.listing()
-            self._replay_problem = ""
-        except (ServiceError, OSError) as error:
-            listing, self._replay_problem = [], f"groups that only the replay store has are not shown: {reason(error)}"
+            listing, self._replay_problem = self._replay.listing(), ""
+        except ServiceError as error:
+            listing, self._replay_problem = [], f"groups that wait are not shown: {error.message}"
         self._asked = time.monotonic()
-        if listing is not None:
-            self._stored = [_stored_row(row) for row in listing]
-        return listing is not None
+        self._stored = [_stored_row(row) for row in listing]
+        return True
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
-    """Returns the SQL condition and its parameters."""
     terms = ["1"]
     values: list[Any] = []
     for column, least, most in (
@@ -216,11 +211,9 @@ def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | Non
 
 
 def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the row of a group that no step of the run directory has."""
-    mark = "unrecorded" if row["state"] == "consumed" else "waiting"
     return (
         *(None, None, row["id"], row["prompt_id"], row["position"], row["version"], None, row["mean_reward"], "[]"),
-        *(row["correct"], row["completions"], None, "[]", None, None, _marked([mark]), False, None, None),
+        *(row["correct"], row["completions"], None, "[]", None, None, _marked(["waiting"]), False, None, None),
     )
 
 
