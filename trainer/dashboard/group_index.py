@@ -14,6 +14,7 @@ from common.errors import ServiceError
 from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.replay import Replay, reason
 from trainer.observe.group_files import LINES
+from trainer.observe.run_dir import ATTEMPTS, run_ids
 
 _REPLAY_EVERY_S = 2.0
 _ROWS_AT_ONCE = 1000
@@ -67,7 +68,7 @@ class GroupIndex:
     """Groups of one run directory, complete or not, and those that only its replay store has. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
-        self._replay, self._lock = replay, threading.Lock()
+        self._replay, self._lock, self._run_dir = replay, threading.Lock(), run_dir
         self._lines = JsonlReader(run_dir / LINES)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -151,12 +152,14 @@ class GroupIndex:
             return False
         try:
             listing = self._replay.listing()
-            self._replay_problem = ""
+            own = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir)) if listing else ()
+            lacking = "" if own or not listing else f"{ATTEMPTS} is missing, so which of them are this run's is not known"
         except (ServiceError, OSError) as error:
-            listing, self._replay_problem = [], f"groups that only the replay store has are not shown: {reason(error)}"
+            listing, own, lacking = [], (), reason(error)
+        self._replay_problem = lacking and f"groups that only the replay store has are not shown: {lacking}"
         self._asked = time.monotonic()
-        if listing is not None:
-            self._stored = [_stored_row(row) for row in listing]
+        if listing is not None:  # a store that several runs share has their groups too
+            self._stored = [_stored_row(row) for row in listing if row["id"].startswith(own)]
         return listing is not None
 
 

@@ -17,6 +17,7 @@ from common.sections import ModelSection, TrainerSection
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
+from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -40,6 +41,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     ConfigError when the model cannot be loaded or its head cannot be separated from its body.
     """
     source = str(path or config.name)
+    checkpoint.check_model(Path(source))
     whole = config.model_copy(update={"name": _base_of(source)})
     model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
     if is_adapter(source):
