@@ -167,7 +167,8 @@ class Run:
         self.identity = identity(config)
         self.clock = StageClock(metrics.took)
         self.critic = value_function(config, self.ranks, services.critic, loop, run_id)
-        self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress)
+        vocabulary = policy.model.get_input_embeddings().num_embeddings
+        self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress, vocabulary)
         self.weights = PublishedWeights(publisher, self.clock, in_background=config.trainer.max_staleness > 0)
         self.evaluator = ServedEvaluator(config, services, prompter, loop)
 

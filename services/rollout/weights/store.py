@@ -219,7 +219,9 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
     directory = Path(manifest.directory)
     if (problem := await asyncio.to_thread(_differs, directory, manifest.files)) is None:
         return directory
-    text = "%s cannot be read here, weights %d are downloaded instead: %s; is the trainer's run_dir a volume mounted at that path?"
+    text = (
+        "%s cannot be read here, weights %d are downloaded instead: %s; is the trainer's run_dir a volume mounted at that path?"
+    )
     log.error(text, directory, manifest.version, problem)
     return None
 
