@@ -23,7 +23,7 @@ from pydantic import Field
 
 from common import wire
 from common.errors import InvalidInput, TooLarge
-from common.schemas import Float32, Group, Int32, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
+from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.replay import sampling
@@ -250,9 +250,7 @@ class ReplayBuffer:
 
 def _row(group: Group, where: str) -> GroupRow:
     """Returns the row of a group. Raises InvalidInput for one that cannot be stored or shown again."""
-    _check_tokens(group.prompt_token_ids, f"{where}.prompt_token_ids")
     for i, completion in enumerate(group.completions):
-        _check_tokens(completion.token_ids, f"{where}.completions[{i}].token_ids")
         if abs(completion.reward) > MAX_REWARD:
             raise InvalidInput(
                 "the reward does not fit in float32",
@@ -289,12 +287,3 @@ def _row(group: Group, where: str) -> GroupRow:
         created=group.created_at,
         data=data,
     )
-
-
-def _check_tokens(ids: Int32, field: str) -> None:
-    """Raises InvalidInput for what is no token in any vocabulary; the trainer knows that of its model."""
-    if len(ids) and ids.min() < 0:
-        place = int(ids.argmin())
-        raise InvalidInput(
-            "a token id is below 0", field=f"{field}[{place}]", value=int(ids[place]), remedy="send the tokenizer's ids"
-        )

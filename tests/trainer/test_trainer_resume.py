@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.config import Config, load
 from common.errors import ConfigError
@@ -125,8 +125,9 @@ def test_what_may_change_does(config: Config) -> None:
 
 def test_a_model_of_the_hub_is_its_name_and_configuration(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     local = Path(config.model.name)
+    tokenizer = AutoTokenizer.from_pretrained(local)
     monkeypatch.setattr("trainer.policy.identity.cached_file", lambda *_: str(local / "config.json"))
-    monkeypatch.setattr("trainer.policy.identity.load_tokenizer", lambda _, load=checkpoint_tokenizer(local): load)
+    monkeypatch.setattr("trainer.policy.identity.load_tokenizer", lambda _: tokenizer)
     facts = []
     for name in ("org/one", "org/one", "org/two"):
         config.model.name = name
@@ -134,12 +135,6 @@ def test_a_model_of_the_hub_is_its_name_and_configuration(config: Config, monkey
     assert facts[0] == facts[1]
     assert facts[0][1] != facts[2][1]
     assert facts[0][0].startswith("org/one (")
-
-
-def checkpoint_tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 @pytest.mark.parametrize(

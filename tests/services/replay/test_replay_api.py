@@ -11,7 +11,6 @@ from msgspec.msgpack import Ext
 
 from common import wire
 from common.clients import ReplayClient
-from common.errors import InvalidInput
 from common.schemas import SampleRequest, TakeRequest
 from services.replay.buffer import join
 from tests.support.replay_groups import MakeGroup
@@ -276,14 +275,3 @@ async def test_flush_moves_everything_into_the_file(client: ReplayClient, make_g
     assert log.stat().st_size > 0
     await client.flush()
     assert log.stat().st_size == 0
-
-
-async def test_token_ids_that_no_vocabulary_has_are_named(client: ReplayClient, make_group: MakeGroup) -> None:
-    prompt, answer = make_group("a"), make_group("b")
-    prompt.prompt_token_ids[1] = -7
-    answer.completions[1].token_ids[2] = -1
-    for group, field, value in ((prompt, "prompt_token_ids[1]", "-7"), (answer, "completions[1].token_ids[2]", "-1")):
-        with pytest.raises(InvalidInput, match="below 0") as error:
-            await client.add([make_group("fine"), group])
-        assert (error.value.field, error.value.value) == (f"groups[1].{field}", value)
-    assert (await client.stats())["groups"] == 0
