@@ -103,6 +103,8 @@ def test_the_same_model_elsewhere_is_the_same_model(own: Config, tmp_path: Path)
         ("lora", "rank", 4),
         ("algorithm", "advantage", "gae"),
         ("", "seed", 7),
+        ("data", "source", "math"),
+        ("data", "num_samples", 9),
     ],
 )
 def test_settings_that_the_checkpoint_depends_on_are_refused(config: Config, section: str, name: str, value: object) -> None:
@@ -180,7 +182,8 @@ def test_lines_that_are_missing_before_a_resume_are_named(config: Config, tmp_pa
     Recorder(tmp_path, config, Console(width=200), step=5, run_id="second")
     said = capsys.readouterr().out
     assert f"{name} lacks 2 of the steps 3 to 4, which the checkpoint has" in said
-    assert said.count("warning") == 1
+    assert "evaluations.jsonl lacks step 0" in said
+    assert said.count("warning") == 2
     assert run_ids(tmp_path) == ["first", "second"]
 
 

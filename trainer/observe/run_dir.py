@@ -103,7 +103,7 @@ class Recorder:
         kept = {
             f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in ("metrics", "groups", "samples")
         }
-        _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
+        evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # without a line that a crash cut
         append_line(directory / ATTEMPTS, {"time": time.time(), "run_id": run_id, "step": step})
         self._progress: Progress | None = None
@@ -114,6 +114,8 @@ class Recorder:
             remember(self._history, line)
         for name, there in kept.items():
             self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
+        if step and config.trainer.eval_samples:
+            self._tell_gap("evaluations.jsonl", [0] if 0 not in evaluated else [])
         self._trackers = Trackers(config, directory, step, self.say, tracked)
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from common.config import Config
 from common.errors import ConfigError
 from common.sections import ModelSection
-from trainer.policy.scorer import load_tokenizer
+from trainer.policy.scorer import cannot_load, load_tokenizer
 
 log = logging.getLogger(__name__)
 Facts = dict[str, list[str]]
@@ -24,6 +24,11 @@ Facts = dict[str, list[str]]
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
+_PROMPTS = (
+    *("hub_config", "train_split", "num_samples", "prompt_field", "answer_field", "messages_field", "map"),
+    *("levels", "subjects", "curriculum"),
+)
+"""Settings that choose the prompts, in whose order a run has a position."""
 _PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — 東京 🙂"
 
 
@@ -47,11 +52,13 @@ def identity(config: Config) -> Facts:
         plain["algorithm.reference_refresh"] = "on" if algorithm.reference_refresh else "0"
     if algorithm.kl_target is not None:
         plain["algorithm.kl_coef"] = algorithm.kl_coef  # adapted ever since
+    plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
     facts = {name: [str(value), str(value)] for name, value in plain.items()}
     facts["algorithm.advantage"] = [algorithm.advantage, "critic" if algorithm.needs_critic else "no critic"]
+    facts["data.source"] = [config.data.source, _data(config.data.source)]
     facts["tokenizer of model.name"] = [model.name, _tokenizer(model)]
-    facts["model.name"] = _model(model.name, model)
-    return facts | {name: _model(other, model) if other else ["", ""] for name, other in models.items()}
+    facts["model.name"] = _model(model.name)
+    return facts | {name: _model(other) if other else ["", ""] for name, other in models.items()}
 
 
 def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
@@ -71,22 +78,32 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
             log.warning("%s was %s and is %s now; what the checkpoint holds fits both", name, was, is_now)
 
 
-def _model(name: str, config: ModelSection) -> list[str]:
+def _model(name: str) -> list[str]:
     """Identifies a model: a directory by its content, one of the hub by its name and configuration."""
     digest, directory = hashlib.sha256(), Path(name)
     shown = name
-    if not directory.is_dir():
-        digest.update(name.encode())
-        found = cached_file(name, "config.json")
-        directory = Path(found).parent
-        shown = f"{name} ({directory.name[:12]})"  # the revision
-    content = json.loads((directory / "config.json").read_text())
+    try:
+        if not directory.is_dir():
+            digest.update(name.encode())
+            directory = Path(cached_file(name, "config.json")).parent
+            shown = f"{name} ({directory.name[:12]})"  # the revision
+        content = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise cannot_load("model", name, error) from None
     digest.update(json.dumps({key: content[key] for key in sorted(content) if key not in _VOLATILE}).encode())
     if shown == name:
         for file in sorted(directory.glob("*.safetensors")):
             for part in _samples(file):
                 digest.update(part)
     return [shown, digest.hexdigest()]
+
+
+def _data(source: str) -> str:
+    """Identifies a data set: a file by its content, any other source by its name."""
+    if not Path(source).is_file():
+        return source
+    with Path(source).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _samples(file: Path) -> Iterator[bytes]:

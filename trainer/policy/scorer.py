@@ -52,7 +52,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
                 raise ValueError("it has no adapter_model.safetensors, and nothing else is read")
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise _cannot_load("adapter", source, error) from None
+            raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
 
@@ -89,7 +89,7 @@ def load_scorer(
     try:
         scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", pretrained.source, error) from None
+        raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
     if getattr(scorer.model.config, "final_logit_softcapping", None):
         message = "models that cap their logits are not supported"
@@ -103,7 +103,7 @@ def load_tokenizer(config: ModelSection) -> Any:
     try:
         return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", config.name, error) from None
+        raise cannot_load("tokenizer", config.name, error) from None
 
 
 def context_length(config: ModelSection) -> int | None:
@@ -111,12 +111,13 @@ def context_length(config: ModelSection) -> int | None:
     try:
         found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", config.name, error) from None
+        raise cannot_load("model", config.name, error) from None
     positions = getattr(found.get_text_config(), "max_position_embeddings", None)
     return None if positions is None else int(positions)
 
 
-def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
+def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
+    """The error for a model or tokenizer that cannot be loaded."""
     return ConfigError(
         f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
         field="model.name",
