@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
-_MAX_BACKOFF_S = 5.0
+_MAX_BACKOFF_S = 1.0
 _WARN_EVERY_S = 10.0
 
 

@@ -56,6 +56,7 @@ def test_a_module_of_the_documentation_runs_without_a_checkout(installed: Instal
     assert str(installed.site_packages / "rlhf_math" / "root" / "jobgroup") in done.stderr
 
 
+@pytest.mark.slow
 def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model: Path) -> None:
     """Every process of it: launcher, reward workers, router and engine under their supervisor, torchrun."""
     settings = {
