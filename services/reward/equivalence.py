@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.reward.expressions import symbols
-from services.reward.formulas import same_values
+from services.reward.formulas import same_formulas, same_values
 from services.reward.notation import tokens
 from services.reward.quantities import Value
 from services.reward.readings import read
@@ -28,7 +28,11 @@ def verdict(gold: str, answer: str) -> str:
     if given is None:
         return "unparsable"
     expected = read(gold)
-    return "right" if expected is not None and same(expected, given) else "wrong"
+    if expected is None:
+        return "wrong"
+    if any(isinstance(reading, Value) and reading.node is None for reading in (expected, given)):
+        return "right" if same_formulas(tokens(gold), tokens(answer)) else "wrong"
+    return "right" if same(expected, given) else "wrong"
 
 
 def equivalent(gold: str, answer: str) -> bool:
@@ -111,9 +115,11 @@ def _same_statement(expected: Named | Relation, given: Named | Relation) -> bool
     if isinstance(expected, Named) and isinstance(given, Named):
         if len(expected.values) == len(given.values) == 1:
             (name, value), (other, said) = expected.values[0], given.values[0]
-            return (name == other or len(name) > 1 or len(other) > 1) and same(value, said)
-        names = [[name for name, _ in statement.values] for statement in (expected, given)]
-        return names[0] == names[1] and _in_order([v for _, v in expected.values], [v for _, v in given.values])
+            if name == other or len(name) > 1 or len(other) > 1:
+                return same(value, said)
+        else:
+            names = [[name for name, _ in statement.values] for statement in (expected, given)]
+            return names[0] == names[1] and _in_order([v for _, v in expected.values], [v for _, v in given.values])
     a, b = _as_relation(expected), _as_relation(given)
     if a is None or b is None or a.operator != b.operator:
         return False

@@ -7,7 +7,7 @@ from services.reward.notation import FUNCTIONS, NotUnderstood, Token, Tokens
 
 Node = tuple[Any, ...]
 """(operator, operand, …): operands are nodes, the value of "num", or the name of "sym"."""
-_MAX_DEPTH = 60
+_MAX_DEPTH, _MAX_TOKENS = 60, 300  # a tree of expressions is walked recursively
 _PRODUCTS = tuple(map(frozenset, ("abcd", "ijklmn", "pqrs", "uvwxyz")))
 _ENDS = frozenset(
     ("+", "-", ")", "]", "}", "\\}", "|", ",", ";", "/", "\\times", ":", "!", "!!", "^", "%", "&", "\\\\", "\x04")
@@ -23,8 +23,8 @@ class Parser:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = [single for token in tokens for single in _singles(token)]
         self._i = self._depth = self._bars = 0
-        if sum(token.text == ":" for token in tokens) > 1:
-            raise NotUnderstood  # 1:2:3 is no quotient
+        if len(tokens) > _MAX_TOKENS or sum(token.text == ":" for token in tokens) > 1:  # 1:2:3 is no quotient
+            raise NotUnderstood
 
     def whole(self) -> Node:
         """Returns the expression that all the tokens are. Raises NotUnderstood."""

@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?:[.):]\s+\S|
 _WORDY = re.compile(r"[\s*_]*([A-Za-z]{2,})")
 _LABEL = re.compile(r"[\s*_]*(?:the\s+)?(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|:|=)[\s:*]*(?=\S)", re.IGNORECASE)
 _STATED = re.compile(r"\banswers?[\s*_]{0,4}(?:is|are|:|=)(?:\s?:)?[\s*_]{0,8}", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.?](?=[\s*_\"')]|$)|\n")
+_SENTENCE_END = re.compile(r"(?<!sq)(?<!cu)[.?](?=[\s*_\"')]|$)|\n")
 _CLAUSE_END = re.compile(
     r"\s*,?\s+(?:because|since|which|where|when|so|as|thus|hence|therefore|given|assuming)\b", re.IGNORECASE
 )

@@ -1,5 +1,7 @@
 """Compares two values: by their numbers, and with math-verify where these cannot decide. Runs in worker processes."""
 
+import re
+
 import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
@@ -9,6 +11,7 @@ from services.reward.quantities import Value
 from services.reward.units import ratio
 from services.reward.values import Undecided, same_value
 
+_LATEX = {"\x04": "^\\circ", "\\root": "\\sqrt", "\\lt": "<", "\\gt": ">", "\\times": "\\cdot"}
 _TOLERANCE = sympy.Rational(1, 10**30)
 
 
@@ -23,22 +26,21 @@ def same_values(expected: Value, given: Value) -> bool:
             return same_value(expected.node, node)
         except Undecided:
             pass
-    return factor == 1 and _same_formula(_latex(expected.source), _latex(given.source))
+    return factor == 1 and same_formulas(expected.source, given.source)
 
 
 def _latex(part: Tokens) -> str:
-    return " ".join(
-        {"\x04": "^\\circ", "\\root": "\\sqrt", "\\lt": "<", "\\gt": ">"}.get(token.text, token.text) for token in part
-    )
+    text = " ".join(_LATEX.get(token.text, token.text) for token in part)
+    return re.sub(r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text.replace(" { ", "{").replace(" }", "}"))
 
 
-def _same_formula(gold: str, answer: str) -> bool:
+def same_formulas(gold: Tokens, answer: Tokens) -> bool:
     """Returns whether math-verify finds two formulas equal; its verdict on numbers is checked again.
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
     """
     try:
-        expected, given = latex2sympy(gold), latex2sympy(answer)
+        expected, given = latex2sympy(_latex(gold)), latex2sympy(_latex(answer))
         same = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
         return same and _close(expected, given)
     except (MemoryError, RecursionError):  # no verdict: math-verify alone would return "wrong"

@@ -55,7 +55,7 @@ _LETTERS = {unicodedata.lookup(f"GREEK {'CAPITAL' if name[0].isupper() else 'SMA
             for name in _GREEK - {"ell", "hbar", "lambda", "Lambda"}} | {"λ": "lambda", "Λ": "Lambda"}  # fmt: skip
 _SPACING = words(
     "quad qquad displaystyle textstyle limits left right big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr middle rm "
-    "bf it boxed fbox enspace thinspace medspace thickspace negthinspace nobreakspace hfill boldmath scriptstyle"
+    "bf it boxed fbox underline enspace thinspace medspace thickspace negthinspace nobreakspace hfill boldmath scriptstyle"
 )
 _UNICODE = {
     "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "⋅": "*", "·": "*", "∙": "*",
@@ -80,6 +80,8 @@ _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ"
 _LOWERED = "₀₁₂₃₄₅₆₇₈₉₍₎ₐₙₓ"
 _DOWN = str.maketrans(_RAISED + _LOWERED, "0123456789+-()nix" + "0123456789()anx")
 _UP_RUN, _LOW_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED}]+")
+_DASH = re.compile(r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])")
+_CLOCK = re.compile(r"(?<=[0-9 ])([AaPp])\.\s?[Mm]\b\.?")
 _VULGAR = re.compile("[¼-¾⅐-⅞↉]")
 _TEXT = re.compile(
     r"\\(text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|emph|textsc)"
@@ -109,10 +111,12 @@ _DEGREE = re.compile(r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degr
 def canonical(text: str) -> str:
     """Returns the text with Unicode notations written as LaTeX."""
     if not text.isascii():
+        text = _DASH.sub("-", text)
         text = _UP_RUN.sub(lambda run: f"^{{{run.group().translate(_DOWN)}}}", text)
         text = _LOW_RUN.sub(lambda run: f"_{{{run.group().translate(_DOWN)}}}", text)
         text = _VULGAR.sub(_vulgar, text)
         text = text.translate(_TABLE)
+    text = _CLOCK.sub(r"\1m", text)
     return _JOINED.sub("", text).replace("US\\$", "$").replace("US$", "$")
 
 
@@ -247,6 +251,8 @@ def _merged(found: list[Token]) -> list[Token]:
             token = Token("op", "\\times", token.spaced)
         if token.text == "cent" and merged and merged[-1].text == "per":
             token = Token("word", "percent", merged.pop().spaced)
+        if token.text == "to" and merged and merged[-1].kind == "num" and after is not None and after.kind == "num":
+            token = Token("op", ":", token.spaced)
         merged.append(token)
     while merged and merged[-1].text == "." and merged[-1].kind == "op":
         merged.pop()

@@ -31,11 +31,15 @@ def read_value(part: Tokens) -> Value:
     if not part:
         raise NotUnderstood
     if any(token.text in _CALCULUS for token in part):
-        if factor != 1 or any(token.kind in ("word", "other") and part[i - 1].text != "{" for i, token in enumerate(part)):
+        if factor != 1 or any(_is_prose(token, part[i - 1].text) for i, token in enumerate(part)):
             raise NotUnderstood
         return Value(None, unit, part)
     node = Parser(part).whole()
     return Value(node if factor == 1 else ("*", node, ("num", factor)), unit, part)
+
+
+def _is_prose(token: Token, before: str) -> bool:
+    return token.kind == "other" or (token.kind == "word" and before != "{" and len(token.text) > 2)
 
 
 def _cardinal(part: Tokens) -> Tokens:

@@ -28,6 +28,7 @@ from services.reward.shapes import (
     without,
 )
 from services.reward.statements import name_of, read_relation
+from services.reward.units import read_unit
 
 _JOINING = ("+", "\\times", "/", "^", "_", "=")
 _LABELS = ("the", "final", "answer", "option", "choice", "is", "=", ":")
@@ -87,8 +88,10 @@ def _words(part: Tokens, depth: int) -> Reading | None:
     if not all(token.kind in ("word", "name") or token.text in "-'" for token in part):
         return None
     runs = [token.text for token in part if token.kind == "word"]
-    if len(part) == 1 and len(part[0].text) == 1:
-        return Value(("sym", part[0].text), None, part)
+    if len(part) == 1 and runs and len(runs[0]) == 1:
+        return Value(("sym", runs[0]), None, part)
+    if part[0].kind == "name" and part[0].text not in ("a", "A", "I") and read_unit(part[1:]):
+        return None
     if not runs or any(texts_of(part)[i : i + 1] == ["'"] for i in (0, 1)) or all(set(run) <= set("xyz") for run in runs):
         return None
     text = " ".join(texts_of(part)).replace(" - ", " ").replace("-", " ").lower()
@@ -247,10 +250,16 @@ def _matrix(part: Tokens, depth: int) -> Reading | None:
     if texts[:2] != ["\\begin", "{"] or texts.count("\\begin") > 1 or len(texts) < 8:
         return None
     kind = texts[2]
-    if kind not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix") or texts[-4:] != ["\\end", "{", kind, "}"]:
+    if kind not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array") or texts[-4:] != [
+        "\\end",
+        "{",
+        kind,
+        "}",
+    ]:
         return None
     rows: list[list[list[Token]]] = [[[]]]
-    for token in part[4:-4]:
+    start = texts.index("}", 4) + 1 if kind == "array" and texts[4:5] == ["{"] else 4
+    for token in part[start:-4]:
         if token.text == "\\\\":
             rows.append([[]])
         elif token.text == "&":

@@ -16,8 +16,9 @@ mass 45359237/100000: lb lbs pound; mass 45359237/1600000: oz ounce; mass 907184
 time 1: s sec second; time 1/1000: ms millisecond; time 60: min mins minute; time 3600: h hr hrs hour; time 86400: day
 time 604800: week wk; month 1: month mo; month 12: year yr; month 120: decade; month 1200: century centuries
 volume 1: L l liter litre; volume 1/1000: mL ml milliliter millilitre cc; volume 1/100: cL cl centiliter centilitre
-volume 1/10: dL dl; volume 473176473/125000000: gal gallon; cup 4: qt quart; cup 2: pt pint; cup 1: cup
-spoon 1: tsp teaspoon; spoon 3: tbsp tablespoon
+volume 1/10: dL dl; volume 473176473/125000000: gal gallon; volume 473176473/500000000: qt quart
+volume 473176473/1000000000: pint; volume 473176473/2000000000: cup; volume 473176473/32000000000: tbsp tablespoon
+volume 473176473/96000000000: tsp teaspoon
 area 1: acre; area 10000: hectare ha
 dollar 1: $ dollar usd buck; dollar 1/100: cent penny pennies ¢ c; dollar 1/20: nickel; dollar 1/10: dime; dollar 1/4: quarter
 euro 1: € euro eur; gbp 1: £ gbp; gbp 1/100: pence; yen 1: ¥ yen; rupee 1: ₹ rupee rs; peso 1: peso; yuan 1: yuan rmb
@@ -71,6 +72,7 @@ _SPEEDS = {
     "mph": ("mile", "hour"), "kph": ("km", "hour"), "kmh": ("km", "hour"), "kmph": ("km", "hour"), "mpg": ("mile", "gallon"),
     "fps": ("ft", "second"), "bpm": ("beat", "minute"), "rpm": ("revolution", "minute"),
 }  # fmt: skip
+_AFTER = words("old long tall wide high deep apart away")
 _POWERS = {"squared": 2, "cubed": 3}
 
 
@@ -161,8 +163,8 @@ def read_unit(part: Sequence[Token]) -> Unit | None:
         if word in ("cubic", "cu") and i < len(part):
             power = 3
             continue
-        if word in _ADJECTIVES:
-            if word == "old" and i == len(part) and pending:
+        if word in _ADJECTIVES | _AFTER:
+            if word in _AFTER and i == len(part) and pending:
                 continue
             if i == len(part):
                 return None
