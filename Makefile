@@ -58,9 +58,8 @@ sglang-cpu:
 	@PYTHON=$(PYTHON) bash jobgroup/sglang-cpu/install.sh .venv-sglang
 
 demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-cpu)
-	@rm -rf $(DEMO_DIR)
-	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --fail-fast --log-dir $(DEMO_DIR)/logs \
-	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) --env STATE_DIR=$(DEMO_DIR)/state \
+	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --clear $(DEMO_DIR) --log-dir $(DEMO_DIR)/logs \
+	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
 
 doctor: $(VENV)/.made

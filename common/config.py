@@ -40,6 +40,7 @@ from common.sections import (
     TrackersSection,
     TrainerSection,
 )
+from common.topology import Topology
 
 SHORT_NAMES = {
     "MODEL_NAME": ("model", "name"),
@@ -51,6 +52,8 @@ SHORT_NAMES = {
     "RUN_DIR": ("trainer", "run_dir"),
 }
 _PREFIX = "RLHF_"
+_IN_RUN_DIR = Path("RUN_DIR/state")
+"""Stands for `state` in the run directory: the state belongs to its run."""
 _RANK_OPTIONS = frozenset(
     f"--{name}"
     for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
@@ -74,7 +77,7 @@ class Config(BaseSettings):
 
     seed: Main[int] = Field(0, ge=0)
     """Seed of data order, sampling and dropout. A run repeats with the same seed."""
-    state_dir: Path = Path("state")
+    state_dir: Path = _IN_RUN_DIR
     """Directory of what services keep across a restart: data position, replay store, weights and logs."""
     max_body_mb: int = Field(256, gt=0)
     """Largest request body that a service accepts, in MB."""
@@ -92,7 +95,9 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
-        """Replaces `auto` by what it stands for, so that no reader has to know."""
+        """Replaces defaults that depend on other settings by what they stand for, so that no reader has to know."""
+        if self.state_dir == _IN_RUN_DIR:
+            self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         if self.algorithm.rollout_correction == "auto":
             correction = "truncate" if self.trainer.max_staleness else "none"
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
@@ -212,7 +217,8 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
             raise _unknown(name, word.partition("=")[0], value or None)
     path = path or env.get("RUN_CONFIG") or None
     try:
-        from_file = _from_file(Path(path)) if path else {}
+        default = {"trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}}
+        from_file = _merge(default, _from_file(Path(path)) if path else {})
         return Config(**_merge(_merge(from_file, _from_env(env)), _command_line(rest, prog)()))
     except ValidationError as error:
         raise from_validation(error) from None

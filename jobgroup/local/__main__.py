@@ -8,8 +8,10 @@ Primary tasks decide when the group ends and with which status. No process survi
 import asyncio
 import os
 import shlex
+import shutil
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 from common.cli import Parser
 from common.config import fail, packaged
 from common.errors import ConfigError
+from common.run_lock import LOCK, RunLock
 from common.security import token
 from jobgroup import scrape, spec
 from jobgroup.local.output import Screen
@@ -43,9 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         follow = f"{group.task(options.follow, '--follow').name}-0" if options.follow is not None else None
         grace_s = seconds(options.grace, "--grace")
         log_dir = _log_dir(options.log_dir, group)
-        places = choose(group)
+        with choose(group) as places, RunLock(log_dir, f"of jobgroup.local {group.name}", "--log-dir"):
+            if options.clear:
+                _clear(Path(options.clear), log_dir)
+            return _run(options, yaml, group, tasks, places, log_dir, grace_s, follow)
     except ConfigError as error:
         fail(error)
+
+
+def _run(
+    options: Namespace,
+    yaml: Path,
+    group: JobGroup,
+    tasks: list[Task],
+    places: Places,
+    log_dir: Path,
+    grace_s: float,
+    follow: str | None,
+) -> int:
     names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
     screen = Screen(names, follow)
     if yaml != Path(options.yaml):
@@ -58,11 +76,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in [*_notices(tasks, log_dir), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
-    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s, fail_fast=options.fail_fast)
-    with places.lock:
-        status = asyncio.run(runner.run())
+    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
+    status = asyncio.run(runner.run())
     screen.table(_summary(runner))
+    for run in runner.runs:  # the reason comes last
+        if run.failed is not None and run is not runner.reason:
+            screen.tail(run.failed.name, run.failed.tail, run.failed.log)
+    if runner.reason is not None and (node := runner.reason.failed) is not None:
+        screen.tail(node.name, node.tail, node.log)
     return status
+
+
+def _clear(directory: Path, log_dir: Path) -> None:
+    """Removes what is in `directory` but locks and the log folder. Raises ConfigError when a run is using it."""
+    with RunLock(directory, "that empties it", "--clear"):
+        for path in directory.resolve().iterdir():
+            if path.name == LOCK or path in (log_dir, *log_dir.parents):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 class _Environment:
@@ -103,7 +137,7 @@ def _parser() -> Parser:
     add("--log-dir", metavar="DIR", help="for one log file per node (runs/GROUP/logs/TIME when not given)")
     add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
-    add("--fail-fast", action="store_true", help="ends all when any task has failed for good (SkyPilot lets the others run on)")
+    add("--clear", metavar="DIR", help="empties this directory first, unless a run is using it")
     return parser
 
 

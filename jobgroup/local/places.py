@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from common.errors import ConfigError
 from common.topology import LocalHost, format_hosts
@@ -24,6 +25,12 @@ class Places:
     group: str
     hosts: dict[str, LocalHost]
     lock: socket.socket
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.close()
 
     def of(self, task: Task) -> list[LocalHost]:
         return [self.hosts[f"{task.name}-{rank}.{self.group}"] for rank in range(task.num_nodes)]

@@ -29,6 +29,8 @@ class TaskRun:
         self.status = 0
         self.restarts = 0
         self.nodes: list[Node] = []
+        self.failed: Node | None = None
+        """The node whose last lines say why the task failed for good."""
         self._counted = 0
         self._stopping = False
         self._began = self._ended = time.monotonic()
@@ -54,6 +56,8 @@ class TaskRun:
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
+                own = 0 < self.nodes[0].ended.result() < 128  # node 0 was not ended because another one had failed
+                self.failed = self.nodes[0] if own else failed
                 self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
                 return
             self.restarts += 1
@@ -86,14 +90,21 @@ class TaskRun:
 
     def _tell(self, failed: Node, then: str) -> None:
         self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
-        if self.state == "FAILED" or self.screen.follow is not None:
+        if self.state != "FAILED" and self.screen.follow is not None:
             self.screen.tail(failed.name, failed.tail, failed.log)
 
 
 class Runner:
     """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends and with which status.
 
-    `fail_fast` ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
+    An auxiliary that has failed for good ends it too: the primary ones would wait for it. SkyPilot lets them.
+
+    Args:
+        tasks: to run. When none of them is primary, all are.
+        environment: of node `rank` of a task.
+        screen: for output.
+        log_dir: for a log file per node.
+        grace_s: seconds between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -104,10 +115,9 @@ class Runner:
         log_dir: Path,
         *,
         grace_s: float,
-        fail_fast: bool = False,
     ) -> None:
         self._environment, self.screen, self.log_dir = environment, screen, log_dir
-        self.grace_s, self.fail_fast = grace_s, fail_fast
+        self.grace_s = grace_s
         self.runs = [TaskRun(task, self._start, screen) for task in tasks]
         some_primary = any(task.primary for task in tasks)
         self._primary = {run for run in self.runs if run.task.primary or not some_primary}
@@ -150,9 +160,16 @@ class Runner:
                 await asyncio.wait(late)
         for task in running:
             task.result()  # raises what went wrong in our own code
-        if self.fail_fast:
-            return next((run.status for run in self.runs if run.state == "FAILED"), 0)
-        return next((run.status for run in self.runs if run in self._primary and run.state == "FAILED"), 0)
+        failed = self.reason
+        return failed.status if failed else 0
+
+    @property
+    def reason(self) -> TaskRun | None:
+        """The task whose failure made the group fail, if it did: a primary one, or the auxiliary that ended it."""
+        failed = [run for run in self.runs if run.state == "FAILED"]
+        primary = [run for run in failed if run in self._primary]
+        succeeded = all(run.state == "SUCCEEDED" for run in self._primary)
+        return next(iter(primary or failed), None) if not succeeded else None
 
     async def _until_primaries_end(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
         pending = set(running)
@@ -160,7 +177,7 @@ class Runner:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
-                if running[task].state == "FAILED" and self.fail_fast:
+                if running[task].state == "FAILED" and running[task] not in self._primary:
                     return
 
     async def _stop_later(self, run: TaskRun) -> None:

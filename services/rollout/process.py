@@ -149,7 +149,7 @@ class Supervised:
     def __init__(
         self,
         name: str,
-        launch: Callable[[], list[str]],
+        launch: Callable[[], Awaitable[list[str]]],
         probe: Callable[[], Awaitable[str | None]],
         *,
         env: Mapping[str, str],
@@ -196,7 +196,7 @@ class Supervised:
         grace_s, tail, started = 0.0, "", time.monotonic()
         child: Child | None = None
         try:
-            command = self._launch()
+            command = await self._launch()
             log.info("starting %s: %s", self.name, " ".join(command))
             child = await Child.start(self.name, command, self._env, self._log_file)
             self.pid = child.pid

@@ -14,6 +14,7 @@ from common.errors import ServiceError
 from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.replay import Replay
 from trainer.observe.group_files import LINES
+from trainer.observe.run_dir import ATTEMPTS, run_ids
 
 _REPLAY_EVERY_S = 2.0
 _ROWS_AT_ONCE = 1000
@@ -66,7 +67,7 @@ class GroupIndex:
     """Groups of one run directory, complete or not, and those that wait in its replay-buffer. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
-        self._replay, self._lock = replay, threading.Lock()
+        self._replay, self._lock, self._run_dir = replay, threading.Lock(), run_dir
         self._lines = JsonlReader(run_dir / LINES)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -148,11 +149,14 @@ class GroupIndex:
         if self._replay is None or time.monotonic() - self._asked < _REPLAY_EVERY_S:
             return False
         try:
-            listing, self._replay_problem = self._replay.listing(), ""
-        except ServiceError as error:
-            listing, self._replay_problem = [], f"groups that wait are not shown: {error.message}"
+            listing = self._replay.listing()
+            own = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir)) if listing else ()
+            problem = "" if own or not listing else f"{ATTEMPTS} is missing, so which of them are this run's is not known"
+        except (ServiceError, OSError) as error:
+            listing, own, problem = [], (), error.message if isinstance(error, ServiceError) else str(error)
+        self._replay_problem = problem and f"groups that wait are not shown: {problem}"
         self._asked = time.monotonic()
-        self._stored = [_stored_row(row) for row in listing]
+        self._stored = [_stored_row(row) for row in listing if row["id"].startswith(own)]  # a shared store has other runs' too
         return True
 
 

@@ -50,6 +50,7 @@ def run(tmp_path: Path) -> RunReader:
         [trained(group(4, [1.0, 1.0])), late],
     ]
     record(tmp_path, steps)
+    (tmp_path / "attempts.jsonl").write_text('{"run_id": "group", "step": 0}\n')
     return RunReader(tmp_path)
 
 

@@ -147,7 +147,9 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
 ) -> None:
     monkeypatch.setattr("trainer.dashboard.group_index._REPLAY_EVERY_S", 0.0)
     write(tmp_path, {"step": 1, "groups": [entry(1)]})
-    store = Store(stored(1, "leased"), stored(2, "leased"), stored(3, "fresh"))
+    (tmp_path / "attempts.jsonl").write_text('{"run_id": "group", "step": 0}\n')
+    other = {**stored(4, "leased"), "id": "another-run-4"}
+    store = Store(stored(1, "leased"), stored(2, "leased"), stored(3, "fresh"), other)
     index = GroupIndex(tmp_path, store)
     assert found(index) == [2, 3, 1] or found(index) == [3, 2, 1]
     assert found(index, error="waiting") in ([2, 3], [3, 2])
