@@ -32,7 +32,7 @@ RECIPES_HELP = "; ".join(
 
 
 class AlgorithmSection(Section):
-    """How a batch becomes an update. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
+    """The update that a batch makes. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
 
     name: Main[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]] = Field(
         "grpo", description=f"The recipe: {RECIPES_HELP}."
@@ -40,7 +40,7 @@ class AlgorithmSection(Section):
     advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted", "gae"] = (
         "group_normalised"
     )
-    """How rewards become advantages: compared within the group or batch, or (`gae`) with a critic's values."""
+    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (group_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -58,7 +58,7 @@ class AlgorithmSection(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no bound."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How the losses of the batch's tokens become one number."""
+    """Reduction of the losses of the batch's tokens to one number."""
     update_epochs: Main[int] = Field(1, gt=0)
     """Passes of policy and critic over each batch."""
     mini_batches: Main[int] = Field(1, gt=0)
@@ -146,7 +146,6 @@ class AlgorithmSection(Section):
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimiser updates on one batch."""
         return self.update_epochs * self.mini_batches
 
     def _unread(self) -> dict[str, str]:

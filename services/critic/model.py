@@ -25,10 +25,8 @@ _HEADS = ("score", "classifier")
 class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """Predicts a value for every completion token: that of the state before the token.
 
-    Args:
-        module: a model for token classification with one number per token.
-        packing: `trainer.packing`; ConfigError for `on` where the model does not permit it.
-        low_precision: compute the body in bfloat16 by autocast; FSDP2 casts a sharded model itself.
+    `low_precision` computes the body in bfloat16 by autocast; FSDP2 casts a sharded model itself. Raises ConfigError for
+    `trainer.packing` on where the model does not permit it.
     """
 
     def __init__(self, module: Any, packing: Packing = "auto", low_precision: bool = False) -> None:

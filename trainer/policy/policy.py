@@ -30,6 +30,7 @@ from trainer.algorithms.losses import (
 )
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import TrainerState
+from trainer.policy.identity import check_same, identity
 from trainer.policy.lora import adapter_contents, adapter_tensors, load_policy, merged_tensors
 from trainer.policy.reference import score_batch, score_tokens
 from trainer.policy.scorer import computes_low
@@ -82,14 +83,13 @@ class Policy:
         self.scorer = load_policy(config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        adam = (settings.optimizer, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
-        self.optimizer = Optimizer(self.model, *adam)
+        self.optimizer = Optimizer(self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
 
     @classmethod
     def resume(cls, config: Config, ranks: Ranks, run_dir: Path) -> "tuple[Policy, TrainerState | None, Path | None]":
         """Returns the policy, from rank 0's newest checkpoint in `run_dir` if any, and that checkpoint's state and path.
 
-        Only rank 0 has to see the checkpoint. Raises ConfigError when it is damaged.
+        Only rank 0 has to see the checkpoint. Raises ConfigError when it is damaged or of another run.
         """
         checkpoints = run_dir / "checkpoints"
         if ranks.first and not config.trainer.resume:
@@ -98,6 +98,9 @@ class Policy:
         if path is None:
             return cls(config, ranks), None, None
         state = checkpoint.load_state(ranks.broadcast(checkpoint.read_state(path) if ranks.first else b""), path)
+        check_same(state.identity, identity(config), path)
+        if changed := ranks.broadcast(checkpoint.changed_file(path).encode() if ranks.first else b"").decode():
+            raise checkpoint.has_changed(changed, path)
         policy = cls(config, ranks, path)
         try:
             load_optimizer(policy.optimizer, path, ranks)
@@ -105,7 +108,9 @@ class Policy:
             raise
         except Exception as error:  # damage can lead to any error
             raise checkpoint.cannot_resume(error, path) from None
-        policy.step, policy.kl_coef = state.step, state.kl_coef
+        policy.step = state.step
+        if config.algorithm.kl_target is not None:  # it is adapted; else the setting counts
+            policy.kl_coef = state.kl_coef
         return policy, state, path
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:

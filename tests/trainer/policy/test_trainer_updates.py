@@ -1,6 +1,5 @@
 """Several updates on a batch, the reference model, KL in the reward, and reuse without correction."""
 
-import copy
 from pathlib import Path
 
 import numpy as np
@@ -194,30 +193,6 @@ def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[
 
     assert coefficient(1e-9) > 0.1
     assert coefficient(10.0) < 0.1
-
-
-def test_muon_updates_hidden_matrices_and_adamw_the_rest(config: Config, groups: list[Group], tmp_path: Path) -> None:
-    changed = config.model_copy(deep=True)
-    changed.trainer.optimizer = "muon"
-    adamw, muon = Policy(config, Ranks()), Policy(changed, Ranks())
-    before = parameters(adamw)
-    for policy in (adamw, muon):
-        policy.update(whole(groups, config))
-    for name, value in parameters(muon).items():
-        hidden = value.ndim == 2 and "embed" not in name
-        assert torch.equal(value, parameters(adamw)[name]) != hidden, name
-        if hidden:  # a step of about the same size
-            sizes = [(moved - before[name]).square().mean().sqrt() for moved in (value, parameters(adamw)[name])]
-            assert 0.1 < sizes[0] / sizes[1] < 10, name
-    resumed = Policy(changed, Ranks())
-    resumed.model.load_state_dict(muon.model.state_dict())
-    resumed.optimizer.load_state_dict(copy.deepcopy(muon.optimizer.state_dict()))  # else both would share it
-    resumed.step = muon.step
-    for policy in (muon, resumed):
-        policy.update(whole(groups, config))
-    assert not differ(parameters(muon), parameters(resumed))
-    with pytest.raises(ConfigError, match=r"another kind.*trainer\.optimizer"):
-        adamw.optimizer.empty_state(muon.optimizer.state_dict())
 
 
 def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: Config, groups: list[Group]) -> None:
