@@ -30,15 +30,19 @@ import logging, sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
-logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+for name in ("api", "errors.error_handler"):
+    logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
 try:
     main()
 except SignalException as end:
     sys.exit(128 + end.sigval)
 except ChildFailedError as end:
     rank, failure = end.get_first_failure()
+    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"  # other ranks have spoken since
     if failure.exitcode < 0:
         print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+    elif several and failure.error_file_data:
+        print(f"rank {rank}: {failure.message}", file=sys.stderr)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
 """torchrun, except that its last lines are those of the rank that failed first, and its status is that rank's, or 128 plus the
