@@ -287,7 +287,7 @@ class RewardClient(Client):
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""
-        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).results)
+        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).rewards)
         return [[next(graded) for _ in batch] for batch in batches]
 
 

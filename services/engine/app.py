@@ -16,7 +16,7 @@ from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, Sequence
 from services.engine.openai import ChatBody, CompletionBody, chat_answer, completion_answer
 from services.engine.protocol import GenerateBody, answer
-from services.engine.requests import abort_unfinished, all_done, finish, read_body, reply
+from services.engine.requests import abort_unfinished, all_done, finish, make_jobs, read_body, reply
 from services.http.app import create_app
 from services.http.openapi import JSON, OBJECT, described
 
@@ -53,7 +53,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     async def generate(request: Request) -> Response:
         """SGLang's native call on token ids. One prompt with n = 1 gives an object, anything else a list."""
         body = await read_body(request, GenerateBody)
-        jobs = body.jobs(engine.model)
+        jobs = await make_jobs(request, body.jobs, engine.model)
         if body.stream:
             return _stream(engine, jobs)
         await finish(request, engine, jobs)
@@ -63,14 +63,16 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     @app.post("/v1/completions", **described(CompletionBody, OBJECT))
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
-        jobs = (await read_body(request, CompletionBody)).jobs(engine.model)
+        body = await read_body(request, CompletionBody)
+        jobs = await make_jobs(request, body.jobs, engine.model)
         await finish(request, engine, jobs)
         return reply(completion_answer(jobs, engine.model))
 
     @app.post("/v1/chat/completions", **described(ChatBody, OBJECT))
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions, through the tokenizer's chat template."""
-        jobs = (await read_body(request, ChatBody)).jobs(engine.model)
+        body = await read_body(request, ChatBody)
+        jobs = await make_jobs(request, body.jobs, engine.model)
         await finish(request, engine, jobs)
         return reply(chat_answer(jobs, engine.model))
 

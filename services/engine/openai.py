@@ -3,14 +3,24 @@
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from jinja2 import TemplateError
 from pydantic import ConfigDict, Field
 
+from common.schemas import MAX_NAMES, AtMost, Columns, Text
+from common.wire import MAX_JSON_ITEMS
 from services.engine.jobs import GenerationJob, Sequence
 from services.engine.model import Model
-from services.engine.protocol import BadRequest, SamplingFields, SharedFields, check_prompt, encode, refuse_unsupported
+from services.engine.protocol import (
+    MAX_PROMPTS,
+    BadRequest,
+    SamplingFields,
+    SharedFields,
+    check_prompt,
+    encode,
+    refuse_unsupported,
+)
 
 _REFUSED = (
     "stream",
@@ -58,13 +68,15 @@ class CompletionBody(_OpenAIBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "2 + 3 =", "max_tokens": 4}]})
 
-    prompt: str | list[Any]
+    prompt: Text | Annotated[list[Any], AtMost(MAX_JSON_ITEMS)]
     logprobs: int | None = Field(None, ge=0, le=1)
 
     def jobs(self, model: Model) -> list[GenerationJob]:
         """Returns one job per prompt. Raises BadRequest."""
         several = isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
         prompts = self.prompt if several else [self.prompt]
+        if len(prompts) > MAX_PROMPTS:
+            raise BadRequest(f"there are {len(prompts)} prompts", field="prompt", remedy=f"send at most {MAX_PROMPTS}")
         limit = 16 if self.max_tokens is None else self.max_tokens
         encoded = [encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return [self._job(prompt, model, limit, self.logprobs is not None) for prompt in encoded]
@@ -77,7 +89,7 @@ class ChatBody(_OpenAIBody):
         json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}]}
     )
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Annotated[list[Columns], Field(min_length=1), AtMost(MAX_NAMES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
 

@@ -7,10 +7,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
+from common.schemas import MAX_NAMES, AtMost, Columns, Text
+from common.wire import MAX_JSON_ITEMS
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 
 MAX_N = 1024
+MAX_PROMPTS = 4096
+"""Prompts of one request."""
+_Flags = Annotated[list[bool], AtMost(MAX_PROMPTS)]
+_Names = Annotated[list[str], AtMost(MAX_PROMPTS)]
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([], ""),
     "frequency_penalty": (0,),
@@ -72,8 +78,8 @@ class SharedFields(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    stop: str | Annotated[list[str], AtMost(64)] | None = None
+    stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -133,8 +139,8 @@ class SamplingFields(SharedFields):
 
 def _parse_sampling(raw: Any) -> SamplingFields:
     """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported parameter."""
-    if not isinstance(raw, dict):
-        raise BadRequest("sampling_params is not an object", field="sampling_params", value=raw)
+    if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
+        raise BadRequest("sampling_params is no object, or a very large one", field="sampling_params", value=raw)
     left = dict(raw)
     for name, neutral in _NEUTRAL.items():
         if (value := left.pop(name, None)) is not None and value not in neutral:
@@ -156,14 +162,14 @@ class GenerateBody(BaseModel):
         },
     )
 
-    text: str | list[str] | None = None
-    input_ids: list[Any] | None = None
-    sampling_params: dict[str, Any] | list[Any] | None = None
-    return_logprob: bool | list[bool] | None = None
+    text: Text | Annotated[list[Text], AtMost(MAX_PROMPTS)] | None = None
+    input_ids: Annotated[list[Any], AtMost(MAX_JSON_ITEMS)] | None = None
+    sampling_params: Columns | Annotated[list[Any], AtMost(MAX_PROMPTS)] | None = None
+    return_logprob: bool | _Flags | None = None
     logprob_start_len: int | None = Field(None, ge=-1)
-    rid: Annotated[str, Field(min_length=1, max_length=200)] | list[str] | None = None
+    rid: Annotated[str, Field(min_length=1, max_length=200)] | _Names | None = None
     stream: bool | None = None
-    lora_path: str | list[str | None] | None = None
+    lora_path: str | Annotated[list[str | None], AtMost(MAX_PROMPTS)] | None = None
 
     @property
     def is_batch(self) -> bool:
@@ -192,11 +198,13 @@ class GenerateBody(BaseModel):
             raise BadRequest("give either text or input_ids", field="input_ids", value=self.input_ids)
         found: list[Any]
         if self.text is not None:
-            found = [encode(model, text) for text in ([self.text] if isinstance(self.text, str) else self.text)]
+            texts = [self.text] if isinstance(self.text, str) else self.text
+            found = [encode(model, text) for text in texts]
         else:
             found = list(self.input_ids or []) if self.is_batch else [self.input_ids]
-        if not found:
-            raise BadRequest("the batch is empty", field="text", value=self.text, remedy="send at least one prompt")
+        if not 0 < len(found) <= MAX_PROMPTS:
+            reason = "the batch is empty" if not found else f"the batch has {len(found)} prompts"
+            raise BadRequest(reason, field="text", value=self.text, remedy=f"send 1 to {MAX_PROMPTS} prompts")
         return [check_prompt(prompt, model) for prompt in found]
 
     @staticmethod

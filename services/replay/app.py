@@ -15,6 +15,8 @@ from common import wire
 from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import (
+    MAX_LISTED,
+    AtMost,
     Group,
     GroupIds,
     Groups,
@@ -58,13 +60,13 @@ _GROUPS = struct_schema(Groups) | {"examples": [{"groups": [_EXAMPLE]}]}
 class AddExperiences(Wire):
     """Body of `POST /add`."""
 
-    experiences: list[Experience] = Field(min_length=1)
+    experiences: Annotated[list[Experience], Field(min_length=1), AtMost(MAX_LISTED)]
 
 
 class Experiences(Wire):
     """Answer of `POST /sample`."""
 
-    experiences: list[Experience]
+    experiences: Annotated[list[Experience], AtMost(MAX_LISTED)]
 
 
 class SampleExperiences(Wire):
