@@ -4,6 +4,7 @@ An array is raw little-endian bytes in msgpack, 4 a number, and a list of number
 and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
 """
 
+import gc
 import json
 import re
 import reprlib
@@ -103,10 +104,15 @@ def parse_json(body: bytes) -> Any:
         raise TooLarge(f"a JSON body has at most {MAX_JSON_BYTES} bytes", field="body", value=len(body), remedy=remedy)
     if 2 * len(body) > MAX_JSON_ITEMS and _json_items(body) > MAX_JSON_ITEMS:
         raise TooLarge(f"the body has more than {MAX_JSON_ITEMS} items", field="body", value=len(body), remedy=remedy)
+    collects = gc.isenabled()
+    gc.disable()  # while a million lists are made, the collector would look at all of them again and again
     try:
         return orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
     except orjson.JSONDecodeError as error:
         raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _json_items(body: bytes) -> int:

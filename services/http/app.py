@@ -13,23 +13,24 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
 from common import VERSION, watchdog, wire
 from common.errors import ConfigError, NotReady, ServiceError
 from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
-from services.http.admission import BODIES_AT_ONCE, Admission, Load, TokenAuth
+from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
 from services.http.errors import add_error_handlers
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)
-_SURROGATE, _NOT_FINITE = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile(rb"NaN|Infinity")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SMALL_BYTES = 64 << 10
 """A body of less is read in the event loop, a larger one in a thread."""
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
@@ -84,7 +85,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.load = load
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(TokenAuth, open_paths=open_paths)  # runs before Admission: a body without a token is not read
+    app.add_middleware(CallerAuth, open_paths=open_paths)  # runs before Admission: a body without a token is not read
     app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
@@ -127,9 +128,9 @@ class _JsonRequest(Request):
             return await read_json(self)
         except ServiceError as error:
             body = await self.body()
-            if len(body) < SMALL_BYTES and _NOT_FINITE.search(body) and not _SURROGATE.search(body):
+            if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
                 with contextlib.suppress(ValueError, RecursionError):
-                    return json.loads(body)  # so that the validation names the field that is NaN
+                    return json.loads(body.decode())  # so that the validation names a field that is NaN or infinite
             self.refusal = error
             raise
 

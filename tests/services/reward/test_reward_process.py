@@ -66,9 +66,8 @@ class Server:
     def start_hanging_request(self) -> socket.socket:
         body = httpx.Request("POST", "http://x", json={"items": [HANG] * 10}).read()
         client = socket.create_connection((self.http.base_url.host, self.http.base_url.port or 0))
-        head = (
-            f"POST /batch_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
+        head = "POST /batch_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         until(lambda: self.unfinished() == 10)
         return client
