@@ -121,12 +121,13 @@ class FreeingReplay(ReplayClient):
     collector: Collector
     stored = 0
 
-    async def add(self, groups: list[Any]) -> None:
-        await super().add(groups)
+    async def add(self, groups: list[Any]) -> int:
+        added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
             del self.collector.waiting[group.position]
         self.collector.free(len(groups))
+        return added
 
 
 def resident_mb() -> float:

@@ -296,9 +296,10 @@ class ReplayClient(Client):
 
     _headers = {"content-type": wire.MSGPACK, "accept": wire.MSGPACK}  # noqa: RUF012
 
-    async def add(self, groups: list[Group]) -> None:
-        """Stores groups; durable when this returns. Adding an id again changes nothing."""
-        await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
+    async def add(self, groups: list[Group]) -> int:
+        """Stores groups and returns how many are new; durable when this returns. Adding an id again changes nothing."""
+        answer = await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
+        return int(answer.json()["added"])
 
     async def take(self, request: TakeRequest) -> TakenGroups:
         """Returns `count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""

@@ -388,6 +388,8 @@ class TakeRequest(Wire):
     """Seconds to wait for `count` groups; with fewer, none are handed out."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """A retry with the same id gets the same answer, so a new request makes a new id."""
+    run_id: Annotated[str, StringConstraints(max_length=128)] = ""
+    """The run that takes, with which its request ids begin. It ends leases of other requests: strays, as one run trains."""
 
 
 class SampleRequest(Wire):

@@ -164,8 +164,8 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     file = log_dir / "api_token"
     try:
         file.unlink(missing_ok=True)
-        with file.open("x", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
-            out.write(value)
+        file.touch(0o600, exist_ok=False)
+        file.write_text(value, encoding="ascii")
     except OSError as error:
         return [f"API_TOKEN of this run: {value} ({file} cannot be written: {error.strerror})"]
     return [

@@ -80,10 +80,11 @@ def test_validation_stops_at_the_first_error_and_before_the_first_item_of_too_ma
         return value
 
     Number = Annotated[int, AfterValidator(count)]
-    for kind, wrong, many in (
+    cases: list[tuple[Any, Any, Any]] = [
         (Annotated[list[Number], AtMost(1000)], [-1] * 1000, [1] * 1001),
         (Annotated[dict[str, Number], AtMost(1000)], {str(i): -1 for i in range(1000)}, {str(i): 1 for i in range(1001)}),
-    ):
+    ]
+    for kind, wrong, many in cases:
         seen = 0
         with pytest.raises(ValidationError) as caught:
             TypeAdapter(kind).validate_python(wrong)

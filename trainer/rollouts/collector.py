@@ -47,7 +47,7 @@ _MAX_DRAW = 256
 """Limit of prompts in one call to the data-server."""
 _MAX_GRADE = 1024
 """Limit of answers in one call to the reward-server, unless one group has more: a JSON body is bounded."""
-_MAX_STORE = 32
+MAX_STORE = 32
 """Limit of groups in one call to the replay-buffer."""
 _MAX_REMEMBERED = 1024
 """Limit of dropped groups that wait for the log."""
@@ -109,7 +109,7 @@ class Collector:
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
         self._grade_batched = RequestBatcher(services.reward.grade_all, _MAX_GRADE, len)
-        self._store_batched = RequestBatcher(self._store, _MAX_STORE)
+        self._store_batched = RequestBatcher(self._store, MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
         """Collects `groups` groups in all, each in its own task. Never returns; raises the error that stops the run."""
