@@ -67,7 +67,11 @@ async def test_a_pause_that_no_agent_asked_for_ends(both: Cluster) -> None:
         await engine.pause()
         await engine.pause()
         assert await engine.is_paused()
-    assert isinstance(await served(both.nodes[0]), int | None)  # the request waits until the agent has resumed the engine
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
+        assert (await engine.request("POST", "/generate", json=body)).is_success, (
+            "it waits until the agent has resumed the engine"
+        )
+        assert not await engine.is_paused()
 
 
 async def test_published_version_is_served_by_every_engine_through_the_router(both: Cluster, rollout: RolloutClient) -> None:
