@@ -7,6 +7,7 @@ service's process. Every connection resolves its name anew, so a task that came 
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -135,6 +136,7 @@ class Client:
                     method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
                 )
             except _NETWORK_ERRORS as error:
+                self._check_trust(error)
                 reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
@@ -163,6 +165,19 @@ class Client:
             request=logs.request_id(),
         )
 
+    def _check_trust(self, error: BaseException | None) -> None:
+        """Raises ServiceError for a certificate that is not trusted, which a retry does not change."""
+        while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+            error = error.__cause__ or error.__context__
+        if error is not None:
+            raise ServiceError(
+                f"the certificate of {self.service} is refused: {error.verify_message}",
+                code="certificate",
+                field="TLS_CA",
+                value=self.base_url,
+                remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task (SECURITY.md)",
+            ) from None
+
     def _is_passing(self, response: httpx.Response) -> bool:
         """Whether a retry may succeed."""
         return response.status_code in _RETRIED_STATUSES
@@ -186,10 +201,11 @@ class Client:
             raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
 
     async def unhealthy_reason(self) -> str | None:
-        """Asks `/health` once: None for 200, else the reason. Raises ServiceError for a wrong token, which stays wrong."""
+        """Asks `/health` once: None for 200, else the reason. Raises ServiceError for a wrong token or certificate."""
         try:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
+            self._check_trust(error)
             return str(error) or type(error).__name__
         if response.is_success:
             return None

@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from common.security import authorization, trusted
-from common.topology import ROLLOUT, Topology
+from common.topology import ROLLOUT, TORCHRUN_PORT, TRAINER, Topology
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Check, Result, expect, fail, ok, warn
 from jobgroup.scrape import SECTIONS
@@ -46,6 +46,11 @@ def check_ports(plan: Plan) -> Iterator[Result]:
             fix = "nothing for jobgroup.local, whose nodes have addresses of their own; for this service alone end it"
             yield warn(title, f"on 127.0.0.1 {problem}", fix)
         taken = taken or bool(problem)
+    trainer = next((job for job in plan.here if job.name == TRAINER), None)
+    if plan.topology is None and trainer and (problem := _taken("", TORCHRUN_PORT)):
+        fix = "end it; nothing for jobgroup.local, where every run has a port of its own"
+        yield fail(f"port {TORCHRUN_PORT} of torchrun", problem, fix)
+        taken = True
     if wanted and not taken:
         yield ok("ports", f"free: {', '.join(dict.fromkeys(str(port) for _, _, port in wanted))}")
 

@@ -83,4 +83,4 @@ class CallerCheck:
             return bool(ipaddress.ip_address(name.strip("[]")))
         except ValueError:
             server = scope.get("server")  # in this process, the name that the client was given
-            return bool(server) and name == server[0]
+            return server is not None and name == server[0]

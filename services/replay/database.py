@@ -200,8 +200,9 @@ class Database:
             raise InvalidInput("a number does not fit in 64 bits", field="body", remedy="send smaller numbers") from None
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            kind = getattr(error, "sqlite_errorname", type(error).__name__)
             raise StorageFailed(
-                f"the replay store could not be used, nothing was changed: {error}",
+                f"the replay store could not be used, nothing was changed: {error} ({kind})",
                 field="state_dir",
                 value=str(self.path),
                 remedy="free disk space or lower replay.capacity" if full else "check the disk and the log of this service",

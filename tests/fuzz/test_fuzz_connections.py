@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 SERVICE = """
 import sys
-from fastapi import Request
+from fastapi import Request, Response
 from services.http import connections
 from services.http.app import create_app, read_json, serve
 from common.schemas import GroupIds
@@ -43,6 +43,10 @@ async def packed(request: Request) -> int:
 @app.get("/much")
 def much() -> str:
     return "x" * 50_000_000
+
+@app.get("/large")
+def large() -> Response:
+    return Response(b"x" * 150_000_000)
 
 serve(app, "127.0.0.1", int(sys.argv[1]))
 """
@@ -350,3 +354,17 @@ def test_idle_connections_are_bounded_and_go_away(small: Small) -> None:
         assert refused.startswith(b"HTTP/1.1 503") or refused == b"", refused[:100]
         until(lambda: open_connections(small) == 0)
     assert small.healthy()
+
+
+def test_clients_that_read_nothing_of_large_answers_hold_little_memory(small: Small) -> None:
+    before, clients = small.memory_mb(), []
+    for _ in range(6):
+        client = small.connect()
+        client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.recv(1000)
+        clients.append(client)
+    assert small.memory_mb() < before + 900, "six answers of 150 MB, each twice in memory while it is sent"
+    with suppress(ConnectionError):
+        assert len(whole_answer(clients[-1])) > 140_000_000, "the newest is served"
+    for client in clients:
+        client.close()
