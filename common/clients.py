@@ -170,8 +170,9 @@ class Client:
         while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
             error = error.__cause__ or error.__context__
         if error is not None:
+            why = getattr(getattr(error, "certificate_error", error), "verify_message", "") or error
             raise ServiceError(
-                f"the certificate of {self.service} is refused: {error.verify_message}",
+                f"the certificate of {self.service} is refused: {why}",
                 code="certificate",
                 field="TLS_CA",
                 value=self.base_url,
