@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,13 @@ class ReplayBuffer:
     """
 
     def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity, self.lease_s, self.clock = config.capacity, config.lease_s, clock
+        self.capacity, self.lease_s = config.capacity, config.lease_s
         self.store = Store(path)
-        # The monotonic clock starts anew with every process, so every lease gets its full length again.
-        self.store.renew_leases(self.clock() + self.lease_s)
+        # The monotonic clock starts anew with every process: ours goes on where every lease has its full length again. Writing
+        # the leases instead would fail on a full disk.
+        first = self.store.next_expiry()
+        ahead = 0.0 if first is None else first - self.lease_s - clock()
+        self.clock: Callable[[], float] = lambda: clock() + ahead
         self._index = sampling.ReuseIndex(self.store.consumed_rows())
         self._answers: sampling.AnswerIndex | None = None
         """Made by the first `sample_experiences`."""
@@ -191,7 +195,8 @@ class ReplayBuffer:
         return unpack_groups([self.store.blob(group_id)])[0]
 
     def stats(self) -> dict[str, Any]:
-        self.store.expire(self.clock())
+        with suppress(StorageFailed):  # on a full disk leases stay, and the rest can be read
+            self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 
     def clear(self) -> None:

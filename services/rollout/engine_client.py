@@ -137,7 +137,6 @@ class EngineClient(Client):
         self.changing = asyncio.Lock()
 
     async def weight_version(self) -> str:
-        """Returns the version that the engine serves."""
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
 
     async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
@@ -160,7 +159,6 @@ class EngineClient(Client):
         await self.confirm(version)
 
     async def pause(self) -> None:
-        """Pauses all requests."""
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def is_paused(self) -> bool:
@@ -171,7 +169,6 @@ class EngineClient(Client):
             return False
 
     async def resume(self) -> None:
-        """Resumes all requests."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
