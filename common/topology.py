@@ -9,6 +9,7 @@ Callers get names, not addresses: after a recovery the name is the same and its 
 """
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -162,21 +163,35 @@ class Topology:
             )
         return self.local_hosts[name]
 
+    @property
+    def torchrun_port(self) -> int:
+        """The port of torchrun's rendezvous, which listens on every interface: runs beside each other here need their own."""
+        return TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
+
     def torchrun(self, arguments: list[str]) -> list[str]:
         """Returns the command that runs `arguments` (as after `torchrun`) on every node of this task, a process per GPU.
 
         Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts: after a recovery it is the new one.
         """
-        # torchrun listens on every interface, so runs beside each other on one machine need different ports: 127.N.… gets + N.
-        port = TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
         return [
             *(sys.executable, "-c", _TORCHRUN),
             *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
             *("--nproc-per-node", str(max(1, self.gpus_per_node))),
             *("--master-addr", self.node_ips[0]),
-            *("--master-port", str(port)),
+            *("--master-port", str(self.torchrun_port)),
             *arguments,
         ]
+
+
+def _check_port(port: int) -> None:
+    """Ends the process when torchrun could not listen: it would say so in a traceback."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        reason = f"torchrun cannot listen on port {port}: {error.strerror}"
+        remedy = f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's trainer"
+        print(f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _main(argv: list[str]) -> None:
@@ -184,6 +199,8 @@ def _main(argv: list[str]) -> None:
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit("usage: python -m common.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)")
     topology = Topology.from_env()
+    if topology.node_rank == 0:
+        _check_port(topology.torchrun_port)
     os.environ.update(topology.loopback_env())
     command = topology.torchrun(argv[1:])
     os.execv(command[0], command)  # noqa: S606 - the same process, so signals reach torchrun
