@@ -106,7 +106,7 @@ class AlgorithmSection(Section):
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
         for name, reason in section._unread().items():
             if name in data and getattr(section, name) != defaults[name]:
-                raise ValueError(f"algorithm.{name} is set but not read: {reason}")
+                raise ValueError(f"algorithm.{name} is set but not read, since {reason}: leave it out")
         return section
 
     @property

@@ -25,6 +25,8 @@ DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER = (
     "ppo-trainer",
 )
 TORCHRUN_PORT = 29500
+WRONG_SETTING = 78
+"""Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: starting it again would not help."""
 _TORCHRUN = """
 import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,6 +37,11 @@ except SignalException as end:
     sys.exit(128 + end.sigval)
 """
 """torchrun, except that a signal ends it with the usual status instead of a traceback. This package never imports torch."""
+
+
+def setting_status() -> int:
+    """Returns the exit status of a wrong setting: `WRONG_SETTING` in a job group, else 2."""
+    return WRONG_SETTING if os.environ.get("SKYPILOT_JOBGROUP_NAME") else 2
 
 
 @dataclass(frozen=True)

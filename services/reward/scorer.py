@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
 from common.errors import ConfigError, InvalidInput, TooLarge
+from common.hub import check_model
 from common.observe import Metrics
 from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from common.sections import RewardSection
@@ -98,6 +99,7 @@ class RewardScorer:
                 )
                 self._hosts[name] = ThreadHost(judge, None, _CONCURRENT_CALLS)
             elif name == "reward_model":  # a process of its own: the server never loads torch
+                check_model(config.reward_model_name, "reward.reward_model_name")
                 arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
                 model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
                 spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)

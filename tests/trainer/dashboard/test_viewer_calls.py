@@ -21,11 +21,11 @@ from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
 from tests.support.recorded_groups import group, record, trained, write_lines
 from trainer.background import LoopThread
-from trainer.cli.tiny_model import make_tokenizer
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.replay import LiveReplay, Replay, StoredReplay
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
+from trainer.tiny_base import make_tokenizer
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00\x1b[31m</script>\"'\U0001f600\u200b"
 
