@@ -6,8 +6,10 @@ Every program reads the whole configuration and uses its own sections; an unknow
 """
 
 import difflib
+import json
 import os
 import sys
+import time
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +52,7 @@ SHORT_NAMES = {
     "STATE_DIR": ("state_dir",),
     "RUN_DIR": ("trainer", "run_dir"),
 }
+_VARIABLES = (*SHORT_NAMES, "RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
 _PREFIX = "RLHF_"
 _FORM = "write --section.name VALUE; --help lists the settings that matter most"
 _RANK_OPTIONS = frozenset(
@@ -206,15 +209,16 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     path = path or env.get("RUN_CONFIG") or None
     try:
         from_file = _from_file(Path(path)) if path else {}
-        return Config(**_merge(_merge(from_file, _from_env(env)), _command_line(rest, prog)()))
+        words = _command_line(rest, prog)() if rest else {}
+        return Config(**_merge(_merge(from_file, _from_env(env)), words))
     except ValidationError as error:
         raise from_validation(error) from None
     except ConfigError:
         raise
     except Exception as error:  # argparse's own complaints, as pydantic-settings wraps them
         option, _, reason = str(error).rpartition(": ")
-        field = option.rpartition("argument ")[2] or None
-        raise ConfigError(f"the command line cannot be read: {reason}", field=field, remedy=_FORM) from None
+        reason = "it has no value" if reason == "expected one argument" else f"the command line cannot be read: {reason}"
+        raise ConfigError(reason, field=option.rpartition("argument ")[2] or None, remedy=_FORM) from None
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
@@ -289,8 +293,10 @@ def packaged(path: Path, folder: str = ".") -> Path:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    last_words(f"error: {error}")
+    """Prints the error and exits; under torchrun, leaves it where torchrun looks for the reason of a rank."""
+    last_words(text := f"error: {error}")
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
     raise SystemExit(status)
 
 
@@ -311,16 +317,33 @@ def from_validation(error: ValidationError) -> ConfigError:
     return ConfigError(message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy)
 
 
+def misspelt(variable_name: str) -> str:
+    """Returns the variable that was probably meant; empty for one that exists, or that is not like any of ours."""
+    if variable_name in _VARIABLES:
+        return ""
+    if variable_name.startswith(_PREFIX):
+        name = variable_name.removeprefix(_PREFIX).lower().replace("__", ".")
+        return "" if name in names() else " or ".join(map(variable, _near(name))) or "RLHF_SECTION__FIELD"
+    meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
+    leaf = variable_name.lower()
+    return " or ".join(meant or [variable(name) for name in names() if "_" in leaf and name.rpartition(".")[2] == leaf])
+
+
+def _near(name: str) -> list[str]:
+    """Returns the settings that a name that does not exist may mean."""
+    leaves = {setting: setting.rpartition(".")[2] for setting in names()}
+    near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
+    near = near or [setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]]
+    return near or [setting for setting, leaf in leaves.items() if difflib.get_close_matches(name, [leaf], cutoff=0.8)]
+
+
 def _unknown(name: str, field: str, value: object = None) -> ConfigError:
     """Returns the error for a setting that does not exist, or no longer does. `field` is how the user wrote it."""
     if name in REMOVED:
         return ConfigError(f"there is no setting {name} any more", field=field, value=value, remedy=REMOVED[name])
-    name, written = name.replace("-", "_"), (variable if field.startswith(_PREFIX) else lambda setting: setting)
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.8)
-    near = near or [setting for setting in names() if setting.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = near or [setting for setting in names() if difflib.get_close_matches(name, [setting.rpartition(".")[2]], cutoff=0.8)]
-    option = "--" if field.startswith("--") else ""
-    hint = f"did you mean {' or '.join(option + written(setting) for setting in near)}? " if near else ""
+    near = _near(name := name.replace("-", "_"))
+    written = map(variable, near) if field.startswith(_PREFIX) else ("--" * field.startswith("--") + each for each in near)
+    hint = f"did you mean {' or '.join(written)}? " if near else ""
     return ConfigError(f"there is no setting {name}", field=field, value=value, remedy=f"{hint}--help-all lists every one")
 
 

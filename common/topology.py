@@ -28,15 +28,27 @@ TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: starting it again would not help."""
 _TORCHRUN = """
+import logging
 import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+from common.logs import last_words
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 try:
-    main()
+    getattr(main, "__wrapped__", main)()
 except SignalException as end:
     sys.exit(128 + end.sigval)
+except ChildFailedError as end:
+    rank, failure = end.get_first_failure()
+    if failure.exitcode < 0:
+        last_words(f"error: rank {rank} has ended: {failure.message}")
+    elif failure.error_file_data["message"] == failure.message:
+        last_words(failure.message)
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
-"""torchrun, except that a signal ends it with the usual status instead of a traceback. This package never imports torch."""
+"""torchrun, except that it ends with the status of the rank that failed first, and with its reason, as `fail` wrote it, in the
+place of a traceback. This package never imports torch."""
 
 
 def setting_status() -> int:

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with places.lock:
         status = asyncio.run(runner.run(setup=options.setup))
     screen.table(_summary(runner))
+    if (failed := runner.decisive) and failed.reason:
+        screen.say(f"{failed.task.name}: {failed.reason}", loud=True)
     return status
 
 

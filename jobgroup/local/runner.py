@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from common.topology import WRONG_SETTING
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
@@ -28,6 +29,8 @@ class TaskRun:
         self.state: State = "PENDING"
         self.status = 0
         self.restarts = 0
+        self.reason = ""
+        """The last error that the failed node wrote, or its last line."""
         self.nodes: list[Node] = []
         self._counted = 0
         self._stopping = False
@@ -55,7 +58,10 @@ class TaskRun:
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
-                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
+                lines = [line.decode(errors="replace").strip() for line in failed.tail if line.strip()]
+                self.reason = next((line for line in reversed(lines) if "error: " in line), lines[-1] if lines else "")
+                wrong = ": a setting is wrong, so all ends" if self.status == WRONG_SETTING else ""
+                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts{wrong}")
                 return
             self.restarts += 1
             self._tell(failed, f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})")
@@ -78,6 +84,8 @@ class TaskRun:
         return None
 
     def _may_restart(self) -> bool:
+        if self.status == WRONG_SETTING:
+            return False
         if self.status in self.task.restart_codes:
             return True
         self._counted += 1
@@ -101,7 +109,8 @@ class Runner:
         screen: for output.
         log_dir: for a log file per node.
         grace_s: seconds between SIGTERM and SIGKILL.
-        fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
+        fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on. A task with a wrong
+            setting (`WRONG_SETTING`) is not restarted and always ends everything.
     """
 
     def __init__(
@@ -160,9 +169,13 @@ class Runner:
                 await asyncio.wait(late)
         for task in running:
             task.result()  # raises what went wrong in our own code
-        if self.fail_fast:
-            return next((run.status for run in self.runs if run.state == "FAILED"), 0)
-        return next((run.status for run in self.runs if run in self._primary and run.state == "FAILED"), 0)
+        return self.decisive.status if self.decisive else 0
+
+    @property
+    def decisive(self) -> TaskRun | None:
+        """The failed task whose status is that of the group; None for a success."""
+        failed = [run for run in self.runs if run.state == "FAILED"]
+        return next((run for run in failed if self.fail_fast or run in self._primary or run.status == WRONG_SETTING), None)
 
     async def _until_primaries_end(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
         pending = set(running)
@@ -170,7 +183,7 @@ class Runner:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
-                if running[task].state == "FAILED" and self.fail_fast:
+                if running[task].state == "FAILED" and (self.fail_fast or running[task].status == WRONG_SETTING):
                     return
 
     async def _stop_later(self, run: TaskRun) -> None:

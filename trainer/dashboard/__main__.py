@@ -40,12 +40,12 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Serves the page until it is stopped. Raises ConfigError for a missing directory or an unusable port."""
     arguments = parser().parse_args(argv)
+    if not 0 < arguments.port < 65536:
+        raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="give one from 1 to 65535")
     store: Path | None = arguments.replay_store
     if store is not None and (not store.is_file() or len(arguments.run_dir) > 1):
         wrong = "it belongs to one run" if store.is_file() else "there is no such file"
         raise ConfigError(wrong, field="--replay-store", value=str(store), remedy="name one run and its replay.db")
-    if not 0 < arguments.port < 65536:
-        raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="1 to 65535")
     app = create_dashboard_app([RunReader(directory, replay_store=store) for directory in arguments.run_dir])
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)

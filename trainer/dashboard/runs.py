@@ -50,6 +50,9 @@ class RunReader:
             raise ConfigError(
                 "there is no such run directory", field="RUN_DIR", value=str(directory), remedy="name one, as runs/NAME"
             )
+        if not live and not any((directory / name).exists() for name in ("config.json", "metrics.jsonl")):
+            remedy = "name the directory that a run wrote, as runs/NAME: it has a config.json"
+            raise ConfigError("this is no run directory", field="RUN_DIR", value=str(directory), remedy=remedy)
         self.directory, self.live = directory, live
         self._replay_store = replay_store
         self._lock = threading.Lock()
