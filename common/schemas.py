@@ -117,6 +117,10 @@ class RewardResult(Wire):
     status: RewardStatus
     components: dict[str, float | None] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
+    verified: bool = True
+    """Whether `correct` is a verdict: of a function that verifies, or a reward of 0 or 1. Else it is a reward above 0.5."""
+    reason: str = ""
+    """Why there is no reward: what went wrong in the reward function, with its file and line."""
 
 
 class BatchRewardResult(Wire):
@@ -251,6 +255,8 @@ class Completion(Struct, forbid_unknown_fields=True):
     """(version, start, end) spans over the tokens: which weights sampled which tokens."""
     reward: _Finite = 0.0
     correct: bool = False
+    verified: bool = True
+    """As in `RewardResult`."""
     status: RewardStatus = "ok"
     extracted_answer: _Chars | None = None
     components: dict[Annotated[str, Meta(max_length=512)], _Finite | None] = {}

@@ -210,6 +210,7 @@ class RewardScorer:
         reward, correct = whole.value, whole.correct
         if item.finish_reason == "length" and self.config.require_stop and reward is not None:
             reward, correct = 0.0, False
+        verified = correct is not None or reward in (0.0, 1.0)
         if correct is None:
             correct = reward is not None and reward > 0.5
         return RewardResult(
@@ -219,6 +220,8 @@ class RewardScorer:
             correct=correct and reward is not None,
             status=whole.status,
             components=whole.components,
+            verified=verified,
+            reason=whole.reason,
         )
 
     def _on_restart(self) -> None:

@@ -103,8 +103,14 @@ class OnlineRLTrainer:
         rounds = max(self._rounds + 1, math.ceil(done / per_round))
         settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds)
         target = console() if self.config.verbose else Console(quiet=True)
-        with self._config_field_names():
-            self._checkpoint = train_in_process(settings, target, problems=self._problems, rewards=self._rewards)
+        try:
+            with self._config_field_names():
+                self._checkpoint = train_in_process(settings, target, problems=self._problems, rewards=self._rewards)
+        except ConfigError:
+            if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: all of it is this call's
+                remove_run(self.output_dir)
+                self._began = False
+            raise
         self._rounds = rounds
         return self._result(self._checkpoint)
 
@@ -154,14 +160,15 @@ class OnlineRLTrainer:
 
     @contextmanager
     def _config_field_names(self) -> Iterator[None]:
-        """Renames the field of an error about the model to that of `TrainerConfig`."""
+        """Renames the field of an error about the model or the reward function to that of the Python API."""
         try:
             yield
         except ConfigError as error:
-            if error.field != "model.name":
+            if error.field not in ("model.name", "reward.functions"):
                 raise
             reference = error.value == self.config.ref_model_name_or_path != self.config.model_name_or_path
             field = "ref_model_name_or_path" if reference else "model_name_or_path"
+            field = field if error.field == "model.name" else "reward_fn"
             raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from None
 
     def _result(self, saved: Path) -> TrainResult:

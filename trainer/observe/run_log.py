@@ -95,6 +95,7 @@ class RecordedRun(RunLog):
             cpu_seconds=self._cpu.lap(),
             update=asdict(update.metrics),
             critic=asdict(critic) if critic else None,
+            verified=all(completion.verified for completion in completions),
             alarms=alarms(update.metrics, float(np.mean(ages)), self._config),
         )
 

@@ -213,10 +213,11 @@ class Collector:
         for completion, result in zip(completions, results, strict=True):
             completion.reward, completion.correct = math.nan if result.reward is None else result.reward, result.correct
             completion.status, completion.extracted_answer = result.status, result.extracted_answer
+            completion.verified = result.verified
             completion.components = result.components
         for result in results:
             if result.reward is None:
-                raise _Failed("reward", f"an answer could not be graded: {result.status}")
+                raise _Failed("reward", f"an answer could not be graded: {result.reason or result.status}")
 
     async def _store(self, groups: list[Group]) -> list[None]:
         await self._services.replay.add(groups)
