@@ -1,11 +1,13 @@
 """`torchrun … -m trainer`: one process per GPU (or per node on CPUs) of the ppo-trainer task."""
 
+import os
 import signal
 
+from common import VERSION
 from common.config import fail, load, program
 from common.errors import ConfigError, ServiceError
 from common.hub import check_models
-from common.logs import last_words
+from common.logs import last_words, wants_json
 from common.topology import Topology, setting_status
 from trainer.trackers.thread import prompt_exit
 
@@ -16,6 +18,8 @@ def main() -> None:
     try:
         config, topology = load(prog=program("trainer")), Topology.from_env()
         check_models(config)
+        if not wants_json() and os.environ.get("RANK", "0") == "0":
+            print(f"ppo-trainer {VERSION}: loading torch and {config.model.name} …", flush=True)
         from trainer.process import run  # heavy: torch and transformers
 
         run(config, topology)

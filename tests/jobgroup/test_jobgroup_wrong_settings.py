@@ -48,14 +48,6 @@ def test_a_wrong_setting_of_any_task_ends_the_group_at_once(local: "LocalRun", w
     assert local.marked() == []
 
 
-def test_another_error_is_restarted_and_its_last_line_is_the_last_one_here(local: "LocalRun") -> None:
-    text = GROUP.replace("run: sleep 600", "run: |\n  echo 'error: no water'; echo later; exit 3").replace(
-        "primary_tasks: [main]\n", ""
-    )
-    status, out, _ = local.run(text.replace(f"{PYTHON} -m services.replay", "exit 0"))
-    assert (status, out.rstrip().splitlines()[-1].endswith("main: error: no water")) == (3, True), out
-
-
 def test_a_misspelt_variable_is_refused_before_anything_starts(local: "LocalRun") -> None:
     for word, meant in (("MAX_STEP=3", "MAX_STEPS"), ("RLHF_TRAINER__LERNING_RATE=1", "RLHF_TRAINER__LEARNING_RATE")):
         status, out, error = local.run(GROUP, "--env", word)

@@ -19,7 +19,7 @@ from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
 from trainer.api.evaluator import EvaluationResults, ModelEvaluator
 from trainer.api.output import check_output, remove_run
-from trainer.api.settings import TrainerConfig
+from trainer.api.settings import FIELDS, TrainerConfig
 from trainer.cli.export import export
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
@@ -160,15 +160,15 @@ class OnlineRLTrainer:
 
     @contextmanager
     def _config_field_names(self) -> Iterator[None]:
-        """Renames the field of an error about the model or the reward function to that of the Python API."""
+        """Renames the field of an error to that of the Python API."""
         try:
             yield
         except ConfigError as error:
-            if error.field not in ("model.name", "reward.functions"):
-                raise
             reference = error.value == self.config.ref_model_name_or_path != self.config.model_name_or_path
-            field = "ref_model_name_or_path" if reference else "model_name_or_path"
-            field = field if error.field == "model.name" else "reward_fn"
+            names = {**FIELDS, "reward.functions": "reward_fn"} | (
+                {"model.name": "ref_model_name_or_path"} if reference else {}
+            )
+            field = names.get(error.field or "", error.field)
             raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from None
 
     def _result(self, saved: Path) -> TrainResult:

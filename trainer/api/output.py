@@ -4,11 +4,12 @@ import shutil
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.run_lock import RunLock
 from common.storing import make_directory
 
 _CONTENT = (
     *("checkpoints", "weights", "model", "base", "state", "trackers", "groups"),
-    *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl"),
+    *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl"),
 )
 
 
@@ -22,9 +23,10 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
 
 
 def remove_run(directory: Path) -> None:
-    """Removes the run in `directory`, together with its curves."""
-    for path in [directory / name for name in (*_CONTENT, "curves.png")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    """Removes the run in `directory`, together with its curves. Raises ConfigError while it is running."""
+    with RunLock(directory, "that empties it", "output_dir"):
+        for path in [directory / name for name in (*_CONTENT, "curves.png")]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ _SETTINGS = {
     "trackers.run_name": "run_name",
 }
 """The field of `TrainerConfig` that each of these settings of the system has the value of."""
-_FIELDS = _SETTINGS | {"trackers.names": "report_to", "algorithm.clip_high": "clip_range"}
+FIELDS = _SETTINGS | {"trackers.names": "report_to", "algorithm.clip_high": "clip_range"}
 _DEFAULTS = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 """Defaults that differ from the system's; `TrainerConfig.settings` may set them."""
 
@@ -143,7 +143,6 @@ class TrainerConfig(BaseModel):
 
     @property
     def problems_per_step(self) -> int:
-        """Problems per step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
 
     def total_steps(self, problems: int) -> int:
@@ -177,9 +176,9 @@ class TrainerConfig(BaseModel):
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
             message = error.message
-            for name in filter(message.count, sorted(_FIELDS, key=len, reverse=True)):
-                message = message.replace(name, _FIELDS[name])
-            field = _FIELDS.get(error.field or "", error.field)
+            for name in filter(message.count, sorted(FIELDS, key=len, reverse=True)):
+                message = message.replace(name, FIELDS[name])
+            field = FIELDS.get(error.field or "", error.field)
             raise ConfigError(
                 f"the settings do not fit: {message}", field=field, value=error.value, remedy=error.remedy
             ) from None

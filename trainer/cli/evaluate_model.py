@@ -35,6 +35,8 @@ _WORDS = {
     "dataset": "--dataset",
     "data.source": "--dataset",
     "data.num_samples": "--num-samples",
+    "sampling.system_prompt": "--system-prompt",
+    "model.name": "--model",
 }
 """The argument for every name that the Python API and the loaders use."""
 

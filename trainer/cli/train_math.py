@@ -109,6 +109,8 @@ def _train(arguments: dict[str, Any]) -> None:
     held_out = arguments["eval_samples"]
     test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
 
+    if config.verbose:
+        print(f"{len(train)} training problems; loading torch and {config.model_name_or_path} …", flush=True)
     from services.reward.functions import MathRewardFunction
     from trainer.api.online import OnlineRLTrainer  # heavy: torch and transformers
 

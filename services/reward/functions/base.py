@@ -5,7 +5,7 @@ import json
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from common.schemas import RewardStatus
 
 _MAX_REASON_CHARS, _MAX_FRAMES = 500, 8
 _HERE = Path(__file__).resolve().parents[1]
+_LARGEST = 3e38  # of a float32, in which the trainer computes
 Message = dict[str, str]
 """`{"role": …, "content": …}`"""
 
@@ -36,9 +37,28 @@ class Score:
     reason: str = ""
     """Why there is no value."""
 
+    def __post_init__(self) -> None:
+        """Makes plain numbers of the values; one that is no number of a float32 is an error."""
+        value = _number(self.value)
+        if value is None and self.status in ("ok", "unparsable"):
+            object.__setattr__(self, "status", "error")
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "components", {name: _number(part) for name, part in self.components.items()})
+
 
 class WrongScores(InvalidInput):
     """A reward function returned something else than a number for each completion; other completions would not help."""
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None for anything else, and beyond a float32."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # also what a user's own type raises
+        return None
+    return number if abs(number) <= _LARGEST else None
 
 
 class RewardFunction(ABC):
@@ -80,35 +100,21 @@ class RewardFunction(ABC):
         Raises WrongScores when it does not return a number for every completion.
         """
         values: Any = self(completions, **kwargs)
-        if problem := _wrong(values, len(completions)):
+        if inspect.iscoroutine(values):
+            values.close()
+            problem = "is a coroutine: define it with def, not async def"
+        elif isinstance(values, Iterable) and not isinstance(values, str | bytes | dict):
+            values = list(values)
+            problem = "" if len(values) == len(completions) else f"returned {len(values)} scores"
+        else:
+            problem = f"returned {'None' if values is None else f'a {type(values).__name__}'}"
+        if problem:
             raise WrongScores(
                 f"the reward function {self.name} {problem} for {len(completions)} completions",
                 field=self.name,
                 remedy="return a list with one number for each completion, NaN for one that has no score",
             )
-        return [
-            Score(float(value)) if value is not None and math.isfinite(value) else Score(None, "error", reason=f"it is {value}")
-            for value in values
-        ]
-
-
-def _wrong(values: Any, count: int) -> str:
-    """Returns what is wrong with the scores that a function returned; empty when they are numbers (or None)."""
-    if inspect.iscoroutine(values):
-        values.close()
-        return "is a coroutine: define it with def, not async def"
-    if values is None or isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
-        return f"returned {'None' if values is None else f'a {type(values).__name__}'}"
-    if len(values) != count:
-        return f"returned {len(values)} scores"
-    for value in values:
-        try:
-            fits = value is None or (not isinstance(value, str | bytes) and float(value) is not None)
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            return f"returned {shorten(repr(value), 80)}, which is no number"
-    return ""
+        return [Score(value, reason="" if _number(value) is not None else f"{value!r:.80} is no number") for value in values]
 
 
 def reason_of(error: Exception) -> str:

@@ -1,6 +1,8 @@
 """Typical mistakes over all programs: each is answered with field, value and remedy in the words of the program, status 2."""
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,11 +89,11 @@ MISTAKES = [
     ("local", f"{GROUP} --follow trainer", "--follow|trainer|ppo-trainer"),
     ("local", f"{GROUP} --num-nodes rollout=2", "--num-nodes|rollout|rollout-server"),
     ("local", f"{GROUP} --grace soon", "--grace|soon|10s"),
-    ("local", f"{GROUP} --fail-fastt", "--fail-fastt|did you mean --fail-fast?"),
+    ("local", f"{GROUP} --graces 3s", "--graces|3s|did you mean --grace?"),
     ("doctor", "nothing.yaml", "YAML|nothing.yaml|rlhf-math-jobgroup.yaml"),
     ("doctor", "--task trainer", "--task|trainer|ppo-trainer"),
     ("doctor", "--gpus 8", "--gpus|8|--gpu-memory-gb"),
-    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|'big'|such as 80"),
+    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give a number"),
     ("trainer", "--trainer.lerning_rate 1", "--trainer.lerning_rate|1|did you mean --trainer.learning_rate?"),
     ("trainer", "--learning-rate 1", "--learning-rate|--trainer.learning_rate"),
     ("trainer", "--algorithm.name gropo", "algorithm.name|gropo|did you mean grpo?"),
@@ -158,3 +160,27 @@ def test_a_mistake_in_the_python_api_is_answered_with_its_field(fields: dict[str
     assert caught.value.remedy
     for part in told.split("|"):
         assert part in str(caught.value)
+
+
+MODULES = """
+trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard services.data
+services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor
+"""
+LIGHT = """
+import runpy, sys
+for module in sys.argv[1:]:
+    for word in ("--help", "--nonsense"):
+        sys.argv = [module, word]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            assert end.code == (0 if word == "--help" else 2), (module, word, end.code)
+    assert not {"torch", "transformers"} & set(sys.modules), module
+"""
+
+
+@pytest.mark.process
+def test_help_and_wrong_arguments_of_every_program_do_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT, *MODULES.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(MODULES.split())
