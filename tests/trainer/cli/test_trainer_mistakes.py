@@ -163,8 +163,8 @@ def test_a_mistake_in_the_python_api_is_answered_with_its_field(fields: dict[str
 
 
 MODULES = """
-trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard services.data
-services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor
+trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard
+services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor
 """
 LIGHT = """
 import runpy, sys
