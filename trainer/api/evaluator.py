@@ -190,7 +190,7 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
     greedy, sampled = [answers[0] for answers in found], [answers[1:] for answers in found]
     graded = [result for _, result in greedy if result.reward is not None]
     if not graded:
-        raise GenerationFailed(f"no answer could be graded: {greedy[0][1].status}", code="not_graded")
+        raise GenerationFailed(f"no answer could be graded: {greedy[0][1].reason or greedy[0][1].status}", code="not_graded")
     right, count = sum(result.correct for result in graded), len(graded)
     tokens = [written.tokens for written, _ in greedy if written.tokens is not None]
     cut = [written.finish_reason == "length" for written, _ in greedy]
