@@ -48,7 +48,9 @@ def test_equality_is_symmetric_and_every_gold_is_its_own_answer() -> None:
         if row["correct"] and boxed(row["answer"], row["gold"]) != "right" and "(C) 12" not in row["answer"]
     ]
     assert not one_way, "\n".join(map(str, one_way))
-    other = [(gold, form) for gold in {row["gold"] for row in rows} for form in FORMS if graded(gold, form.format(gold)) != "right"]
+    other = [
+        (gold, form) for gold in {row["gold"] for row in rows} for form in FORMS if graded(gold, form.format(gold)) != "right"
+    ]
     assert not other, "\n".join(map(str, other))
 
 
@@ -110,7 +112,8 @@ def test_what_is_not_understood_is_unparsable_and_never_cut(answer: str) -> None
 
 
 @pytest.mark.parametrize(
-    "piece", ["(", "x_", "1 cm ", "\\frac", "√", "2^", "\\text{a}", "1,", "x=", "±", "\\{", "a b ", "1<", "\\sin", "[1,", "-", "é"]
+    "piece",
+    ["(", "x_", "1 cm ", "\\frac", "√", "2^", "\\text{a}", "1,", "x=", "±", "\\{", "a b ", "1<", "\\sin", "[1,", "-", "é"],
 )
 def test_long_answers_are_read_in_bounded_time(piece: str) -> None:
     started = time.process_time()
@@ -129,7 +132,9 @@ def test_real_math500_golds_are_their_own_answers_in_every_form_and_no_others() 
     pairs = random.Random(0).sample(list(combinations(golds, 2)), 3000)
     equal = {pair for pair in pairs if "right" in (boxed(*pair), boxed(*reversed(pair)))}
     true = {("(-2,1)", "-2,1"), ("-2,1", "1,-2"), ("10,\\!080", "10080"), ("15", "15\\mbox{ cm}^2"), ("5", "x=5")}
-    unlike = [pair for pair in equal - true if "circ" not in pair[1] and pair[1].replace("{", "").replace(" ", "") not in pair[0]]
+    unlike = [
+        pair for pair in equal - true if "circ" not in pair[1] and pair[1].replace("{", "").replace(" ", "") not in pair[0]
+    ]
     assert len(equal) < 12, equal
     assert not [pair for pair in unlike if pair not in {("2 \\sqrt{5}", "2\\sqrt{5}"), ("\\frac14", "\\frac{1}{4}")}]
 
