@@ -7,7 +7,7 @@ SEED ?= 0
 ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
 SOAK_MINUTES ?= 30
-JOBS ?= 2
+JOBS ?= 3
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
@@ -29,7 +29,7 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the tests that start no process; at most two minutes'
-	@echo 'make test            lint, types and tests; at most ten minutes on two cores [JOBS=2]'
+	@echo 'make test            lint, types and tests; at most ten minutes on two cores [JOBS=3]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
@@ -58,9 +58,8 @@ sglang-cpu:
 	@PYTHON=$(PYTHON) bash jobgroup/sglang-cpu/install.sh .venv-sglang
 
 demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-cpu)
-	@rm -rf $(DEMO_DIR)
-	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --fail-fast --log-dir $(DEMO_DIR)/logs \
-	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) --env STATE_DIR=$(DEMO_DIR)/state \
+	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --clear $(DEMO_DIR) --log-dir $(DEMO_DIR)/logs \
+	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
 
 doctor: $(VENV)/.made
@@ -72,7 +71,7 @@ lint: $(VENV)/.made
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# A file's tests share their fixtures, so a file stays in one process.
+# A file's tests share their fixtures, so a file stays in one process. Many tests wait: three processes keep two cores busy.
 PYTEST = OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: lint $(BASE)/config.json

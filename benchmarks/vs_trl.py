@@ -65,7 +65,7 @@ def whole(steps: int, seed: int, directory: Path) -> Run:
     own = {"RUN_CONFIG": _CONFIG, "SEED": seed, "MAX_STEPS": steps, "RUN_DIR": directory, "STATE_DIR": directory / "state"}
     empty = dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), "")
     words = [word for name, value in {**fixed, **own, **empty}.items() for word in ("--env", f"{name}={value}")]
-    command = ["-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--fail-fast", "--log-dir", str(directory / "logs")]
+    command = ["-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(directory / "logs")]
     _run([sys.executable, *command, *words, "--env", "OMP_NUM_THREADS=1"], directory, threads=1)
     return _ours(directory)
 

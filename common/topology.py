@@ -26,15 +26,23 @@ DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER = (
 )
 TORCHRUN_PORT = 29500
 _TORCHRUN = """
-import sys
+import logging, sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 try:
     main()
 except SignalException as end:
     sys.exit(128 + end.sigval)
+except ChildFailedError as end:
+    rank, failure = end.get_first_failure()
+    if failure.exitcode < 0:
+        print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
-"""torchrun, except that a signal ends it with the usual status instead of a traceback. This package never imports torch."""
+"""torchrun, except that its last lines are those of the rank that failed first, and its status is that rank's, or 128 plus the
+signal. This package never imports torch."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,6 @@ class Topology:
         return self._local(name).address
 
     def url(self, task: str, port: int, node: int = 0) -> str:
-        """Returns the base URL of a port of a node of `task`."""
         shift = self._local(f"{task}-{node}.{self.group}").port_shift if self.local_hosts else 0
         return f"{tls().scheme}://{self.host(task, node)}:{port + shift}"
 

@@ -1,8 +1,11 @@
 """Saves a model and its optimiser. They are copied to CPU memory first, so that training continues meanwhile."""
 
 import json
+import os
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ from learning.sharding import full, local, named_tensors
 
 _MAX_FILE_BYTES = 4 << 30
 _STATE = "state"
+_CHUNK_BYTES = 1 << 22
+Files = dict[str, list[int]]
+"""Size and CRC-32 of files by their names in a directory."""
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process, as intended
 
 
@@ -37,7 +43,6 @@ class Contents:
 
     @classmethod
     def of(cls, model: Any) -> "Contents":
-        """Describes a transformers model."""
         tensors = named_tensors(model)
         files = split_state_dict_into_shards_factory(
             dict(tensors),
@@ -83,7 +88,6 @@ class Snapshot:
         return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
 
     def write_files(self, directory: Path) -> None:
-        """Writes texts and weights."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts.items():
             (directory / name).write_text(text)
@@ -99,9 +103,36 @@ class Snapshot:
             dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
 
     def write(self, directory: Path) -> None:
-        """Writes everything, on one rank alone."""
         self.write_files(directory)
         self.write_state(directory)
+
+
+def checksums(directory: Path) -> Files:
+    """Returns the checksums of all files in `directory`."""
+    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    return dict(_read_all(directory, names))
+
+
+def damaged(directory: Path, files: Files) -> str | None:
+    """Returns the first of `files` that is not as it was written."""
+    return next((name for name, found in _read_all(directory, list(files)) if found != list(files[name])), None)
+
+
+def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int]]]:
+    """Reads files several at a time; CRC-32 is nearly three times as fast as SHA-256, and finds what a disk does."""
+
+    def read(name: str) -> tuple[str, list[int]]:
+        size = crc = 0
+        try:
+            with (directory / name).open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        except OSError:  # missing, or a sector that cannot be read
+            return name, [-1, 0]
+        return name, [size, crc]
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        yield from threads.map(read, names)
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
@@ -155,7 +186,6 @@ def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns configuration, and the index if there are several files."""
     model.config.architectures = [type(model).__name__]
     texts = {"config.json": model.config.to_json_string()}
     if getattr(model, "generation_config", None) is not None:

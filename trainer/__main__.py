@@ -4,7 +4,6 @@ import gc
 import logging
 import signal
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
@@ -59,18 +58,18 @@ def run(config: Config, topology: Topology) -> None:
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     torch.manual_seed(config.seed)
-    run_dir = settings.run_dir or Path("runs") / (topology.group or "local")
+    assert settings.run_dir is not None, "`load` sets it"
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
     ranks = Ranks.from_env(patience, settings.device, settings.shard_size)
     setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs", service=names.TRAINER, rank=ranks.rank)
     place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(names.TRAINER)} ({ranks.device})"
     model, algorithm = config.model.name, config.algorithm.name
-    log.info("ppo-trainer %s starts: %s, model=%s algorithm=%s run_dir=%s", VERSION, place, model, algorithm, run_dir)
+    log.info("ppo-trainer %s starts: %s, model=%s algorithm=%s run_dir=%s", VERSION, place, model, algorithm, settings.run_dir)
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
     with watchdog.stalls(), ranks, Liveness(ranks, topology, settings.lost_after_s), ExitStack() as stack:
-        training = Run.build(config, ranks, run_dir, topology.group or "local", JobGroupBackend(topology), stack)
+        training = Run.build(config, ranks, settings.run_dir, topology.group or "local", JobGroupBackend(topology), stack)
         gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
         train(training)
         training.finish()
@@ -88,7 +87,7 @@ class JobGroupBackend:
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
-        config, topology, recorder = opening.config, self._topology, opening.recorder
+        config, topology = opening.config, self._topology
         services = _clients(config, topology, opening)
         self._config, self._board = config, (board := WeightBoard(opening.run_dir / "weights"))
         health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
@@ -97,8 +96,8 @@ class JobGroupBackend:
         bind = topology.bind(names.TRAINER, config.trainer.port)
         opening.stack.enter_context(server := BackgroundServer(app, *bind))
         opening.stack.callback(board.close)
-        recorder.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
-        recorder.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
+        opening.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
+        opening.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
         return services, self._publisher(opening, services)
 
     def agents(self) -> list[Client]:
@@ -123,7 +122,7 @@ class JobGroupBackend:
             broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
             opening.stack.callback(broadcaster.close)
         publisher = Publisher(
-            *(board, opening.static_files, run_id, timeout_s, fence, opening.recorder.say),
+            *(board, opening.static_files, run_id, timeout_s, fence, opening.say),
             published=opening.metrics.published,
             shared=sync == "shared",
             broadcaster=broadcaster,

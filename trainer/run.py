@@ -12,10 +12,12 @@
 No part knows the run, and rollouts, weights, evaluator and log do not know one another.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,14 +30,16 @@ from common.clients import Client, wait_healthy
 from common.config import Config
 from common.logs import set_run
 from common.observe import Metrics
+from common.run_lock import RunLock
 from common.topology import TRAINER
 from learning.ranks import Ranks
 from trainer.background import LoopThread
 from trainer.observe.prometheus import TrainerMetrics
-from trainer.observe.run_dir import Recorder
+from trainer.observe.run_dir import Recorder, tell
 from trainer.observe.run_log import RecordedRun, RunLog
 from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
+from trainer.policy.identity import Facts, identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
@@ -62,7 +66,8 @@ class Opening:
     tokenizer: Any
     static_files: list[Path]
     """Config and tokenizer files that make published weights a complete version."""
-    recorder: Recorder
+    say: Callable[[str], None]
+    """Shows a line to the user."""
     metrics: TrainerMetrics
     registry: Metrics
     """The trainer's `/metrics` page."""
@@ -104,6 +109,10 @@ class Run:
     log: RunLog = field(default_factory=RunLog)
     clock: StageClock = field(default_factory=StageClock)
     run_id: str = ""
+    lock: RunLock | None = None
+    """Rank 0's, of the run directory."""
+    identity: Facts = field(default_factory=dict)
+    """Rank 0's: what every attempt has in common."""
     total_steps: int = 0
     flush: Callable[[], None] = lambda: None
     """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
@@ -115,49 +124,56 @@ class Run:
         The run's id begins with `name`; `stack` closes everything. Raises ConfigError, or another ServiceError with the reason
         why the run cannot begin.
         """
+        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
+        lock = None
         if ranks.first:
             check(config.trackers)
+            lock = stack.enter_context(RunLock(run_dir, run_id))
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
         reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints
         checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
-        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
-        run = cls(config, ranks, policy, reference, value_function(config, ranks), checkpoints, Rollouts(ranks), run_id=run_id)
+        critic, rollouts = value_function(config, ranks), Rollouts(ranks)
+        run = cls(config, ranks, policy, reference, critic, checkpoints, rollouts, run_id=run_id, lock=lock)
         watchdog.at("waiting for the services and the first publishing")
         known = policy.step > 0 or (config.trainer.resume and checkpoints.directory.is_dir())
-        if ranks.first:
-            run._build_rank_zero(run_dir, state, backend, stack)
+        metrics = run._build_rank_zero(run_dir, state, backend, stack) if ranks.first else None
+        run.critic.restore(saved)
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
-        if ranks.first:  # the next attempt knows by the directory that the stored experience is this run's
-            checkpoints.directory.mkdir(exist_ok=True)
+        if metrics is not None:  # from here on nothing is refused: lines of lost steps may go
+            recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
+            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step)
+            checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is this run's
         run.evaluator.prepare()
         run.weights.push(policy).result()
         if policy.step == 0:
             run._evaluate(config.trainer.eval_pass_samples)
-        run.critic.restore(saved)
         return run
 
-    def _build_rank_zero(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> None:
-        """Replaces the default parts by rank 0's; waits until the services are ready."""
+    def _build_rank_zero(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> TrainerMetrics:
+        """Replaces the default parts by rank 0's, but for the log; waits until the services are ready."""
         config, policy, run_id = self.config, self.policy, self.run_id
         set_run(run_id)
         metrics = TrainerMetrics(registry := Metrics(TRAINER))
-        recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked))
-        recorder.say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
+        say = partial(tell, backend.console)
+        if caution := config.algorithm.caution:
+            say(f"warning: {caution}", level=logging.WARNING)
+        say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
         loop = stack.enter_context(LoopThread())
         tokenizer = load_tokenizer(config.model)
         static = static_files(config, policy.model, tokenizer, run_dir / "model")
-        opening = Opening(config, run_dir, run_id, policy, tokenizer, static, recorder, metrics, registry, loop, stack)
+        opening = Opening(config, run_dir, run_id, policy, tokenizer, static, say, metrics, registry, loop, stack)
         services, publisher = backend.start(opening)
-        loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, recorder.say))
+        loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, say))
         prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(policy.model, tokenizer))
         progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
+        self.identity = identity(config)
         self.clock = StageClock(metrics.took)
         self.critic = value_function(config, self.ranks, services.critic, loop, run_id)
-        self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress)
+        vocabulary = policy.model.get_input_embeddings().num_embeddings
+        self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress, vocabulary)
         self.weights = PublishedWeights(publisher, self.clock, in_background=config.trainer.max_staleness > 0)
         self.evaluator = ServedEvaluator(config, services, prompter, loop)
-        self.log = RecordedRun(config, recorder, metrics, self.clock, policy.step)
 
         def flush() -> None:
             agents = backend.agents()
@@ -166,6 +182,7 @@ class Run:
                 loop.call(client.close())
 
         self.flush = flush
+        return metrics
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -180,8 +197,13 @@ class Run:
                 self.weights.close()
 
     def begin_step(self) -> None:
-        """Seeds what is random in the step, dropout for example. Raises CheckpointFailed when the last one was not written."""
+        """Seeds what is random in the step, dropout for example.
+
+        Raises CheckpointFailed when the last one was not written, ServiceError when another run took the run directory.
+        """
         self.checkpoints.check()
+        if self.lock is not None:
+            self.lock.check()
         torch.manual_seed((self.policy.seed * 4096 + self.ranks.rank) % 2**63)
         watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
 
@@ -210,7 +232,8 @@ class Run:
         alone, step, progress = self.checkpoints.alone, self.policy.step, self.rollouts.progress
         parts = self.policy.snapshots(alone) | self.reference.snapshots(alone) | self.critic.snapshots(alone)
         accuracy = self.evaluator.last.accuracy if self.evaluator.last and self.evaluator.last.step == step else None
-        state = TrainerState(step, progress.position, self.run_id, self.policy.kl_coef, progress.finished, accuracy)
+        kl_coef, finished = self.policy.kl_coef, progress.finished
+        state = TrainerState(step, progress.position, self.run_id, kl_coef, finished, accuracy, self.identity)
         return self.checkpoints.save(state, parts)
 
     def finish(self) -> Path:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from common.errors import ConfigError
 from common.topology import LocalHost, format_hosts
@@ -25,12 +26,16 @@ class Places:
     hosts: dict[str, LocalHost]
     lock: socket.socket
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.close()
+
     def of(self, task: Task) -> list[LocalHost]:
-        """Returns the addresses of a task's nodes, by rank."""
         return [self.hosts[f"{task.name}-{rank}.{self.group}"] for rank in range(task.num_nodes)]
 
     def text(self) -> str:
-        """Formats `JOBGROUP_HOSTS`, which `common.topology` reads."""
         return format_hosts(self.hosts)
 
 

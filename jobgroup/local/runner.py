@@ -29,13 +29,14 @@ class TaskRun:
         self.status = 0
         self.restarts = 0
         self.nodes: list[Node] = []
+        self.failed: Node | None = None
+        """The node whose last lines say why the task failed for good."""
         self._counted = 0
         self._stopping = False
         self._began = self._ended = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Seconds that it ran, restarts included."""
         return (time.monotonic() if self.state == "RUNNING" else self._ended) - self._began
 
     async def run(self) -> None:
@@ -55,6 +56,8 @@ class TaskRun:
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
+                own = 0 < self.nodes[0].ended.result() < 128  # node 0 was not ended because another one had failed
+                self.failed = self.nodes[0] if own else failed
                 self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
                 return
             self.restarts += 1
@@ -62,7 +65,6 @@ class TaskRun:
         self._finish("CANCELLED")
 
     def stop(self) -> None:
-        """Ends the task: SIGTERM to every node, SIGKILL after the grace."""
         self._stopping = True
         for node in self.nodes:
             node.stop()
@@ -88,12 +90,14 @@ class TaskRun:
 
     def _tell(self, failed: Node, then: str) -> None:
         self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
-        if self.state == "FAILED" or not self.screen.merged:
+        if self.state != "FAILED" and self.screen.follow is not None:
             self.screen.tail(failed.name, failed.tail, failed.log)
 
 
 class Runner:
-    """A job group: starts all tasks at once; the primary ones decide when it ends and with which status.
+    """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends and with which status.
+
+    An auxiliary that has failed for good ends it too: the primary ones would wait for it. SkyPilot lets them.
 
     Args:
         tasks: to run. When none of them is primary, all are.
@@ -101,7 +105,6 @@ class Runner:
         screen: for output.
         log_dir: for a log file per node.
         grace_s: seconds between SIGTERM and SIGKILL.
-        fail_fast: ends everything as soon as any task has failed for good; SkyPilot lets the others run on.
     """
 
     def __init__(
@@ -112,10 +115,9 @@ class Runner:
         log_dir: Path,
         *,
         grace_s: float,
-        fail_fast: bool = False,
     ) -> None:
         self._environment, self.screen, self.log_dir = environment, screen, log_dir
-        self.grace_s, self.fail_fast = grace_s, fail_fast
+        self.grace_s = grace_s
         self.runs = [TaskRun(task, self._start, screen) for task in tasks]
         some_primary = any(task.primary for task in tasks)
         self._primary = {run for run in self.runs if run.task.primary or not some_primary}
@@ -124,10 +126,10 @@ class Runner:
         self._signal: int | None = None
         self._defect: BaseException | None = None
 
-    async def run(self, *, setup: bool = False) -> int:
+    async def run(self) -> int:
         """Runs everything, leaves no process behind, and returns the exit status for the shell."""
         launcher.adopt_orphans()
-        main = asyncio.create_task(self._main(setup))
+        main = asyncio.create_task(self._main())
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, main)
@@ -143,9 +145,7 @@ class Runner:
         finally:
             launcher.end_descendants()
 
-    async def _main(self, setup: bool) -> int:
-        if setup and (status := await self._setup()):
-            return status
+    async def _main(self) -> int:
         running = {asyncio.create_task(run.run()): run for run in self.runs}
         try:
             await self._until_primaries_end(running)
@@ -160,9 +160,16 @@ class Runner:
                 await asyncio.wait(late)
         for task in running:
             task.result()  # raises what went wrong in our own code
-        if self.fail_fast:
-            return next((run.status for run in self.runs if run.state == "FAILED"), 0)
-        return next((run.status for run in self.runs if run in self._primary and run.state == "FAILED"), 0)
+        failed = self.reason
+        return failed.status if failed else 0
+
+    @property
+    def reason(self) -> TaskRun | None:
+        """The task whose failure made the group fail, if it did: a primary one, or the auxiliary that ended it."""
+        failed = [run for run in self.runs if run.state == "FAILED"]
+        primary = [run for run in failed if run in self._primary]
+        succeeded = all(run.state == "SUCCEEDED" for run in self._primary)
+        return next(iter(primary or failed), None) if not succeeded else None
 
     async def _until_primaries_end(self, running: Mapping[asyncio.Task[None], TaskRun]) -> None:
         pending = set(running)
@@ -170,39 +177,21 @@ class Runner:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
-                if running[task].state == "FAILED" and self.fail_fast:
+                if running[task].state == "FAILED" and running[task] not in self._primary:
                     return
 
     async def _stop_later(self, run: TaskRun) -> None:
         await asyncio.sleep(run.task.termination_delay_s)
         run.stop()
 
-    async def _setup(self) -> int:
-        """Runs the tasks' `setup` one after the other, as they share this machine's environment."""
-        for run in self.runs:
-            if run.task.setup:
-                name = f"{run.task.name}-setup"
-                node = self._node(name, run.task, 0, run.task.setup)
-                try:
-                    status = await node.ended
-                finally:
-                    node.stop()
-                if status:
-                    self.screen.say(f"{name} ended with status {status}", loud=True)
-                    self.screen.tail(name, node.tail, node.log)
-                    return status
-        return 0
-
     def _start(self, task: Task, rank: int) -> Node:
-        return self._node(f"{task.name}-{rank}", task, rank, task.run)
-
-    def _node(self, name: str, task: Task, rank: int, script: str) -> Node:
+        name = f"{task.name}-{rank}"
         log = self.log_dir / f"{name}.log"
         if log not in self._logs:  # a restart goes on in the file; what an earlier run left goes
             log.unlink(missing_ok=True)
             self._logs.add(log)
         env = self._environment(task, rank)
-        node = Node(name, script, env, task.workdir, log, self.screen, grace_s=self.grace_s)
+        node = Node(name, task.run, env, task.workdir, log, self.screen, grace_s=self.grace_s)
         self._nodes = [node, *(other for other in self._nodes if not other.ended.done())]
         return node
 

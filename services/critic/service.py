@@ -11,6 +11,7 @@ from common.errors import Conflict, InvalidInput, NotFound
 from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
 from common.storing import storing
 from learning.ranks import Ranks
+from learning.saving import checksums, damaged
 from services.critic.critic import Critic
 
 log = logging.getLogger(__name__)
@@ -79,10 +80,10 @@ class CriticService:
             shutil.rmtree(left_over)
         partial = target.with_suffix(".partial")
         serial = 1 + max(map(_serial, self._directory.glob("step_*")), default=0)
-        owner = {"run_id": request.run_id, "step": request.step, "serial": serial}
         try:
             with storing("the critic's checkpoint", target, "state_dir"):
                 critic.save(partial)
+                owner = {"run_id": request.run_id, "step": request.step, "serial": serial, "files": checksums(partial)}
                 (partial / _OWNER).write_text(json.dumps(owner))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -96,7 +97,6 @@ class CriticService:
         return self.status()
 
     def status(self) -> CriticStatus:
-        """Returns the critic's run and step."""
         critic = self._critic
         return CriticStatus(run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters)
 
@@ -119,7 +119,10 @@ class CriticService:
     def _find(self, step: int, saved_by: str | None) -> Path:
         path = self._path(step)
         try:
-            owner = json.loads((path / _OWNER).read_text())["run_id"]
+            about = json.loads((path / _OWNER).read_text())
+            owner = about["run_id"]
+            if (changed := damaged(path, about["files"])) is not None:
+                raise ValueError(f"{changed} has changed since it was written")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
             remedy = "remove the trainer's checkpoint of that step to go on from the one before"

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,13 @@ class ReplayBuffer:
     """
 
     def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity, self.lease_s, self.clock = config.capacity, config.lease_s, clock
+        self.capacity, self.lease_s = config.capacity, config.lease_s
         self.store = Store(path)
-        # The monotonic clock starts anew with every process, so every lease gets its full length again.
-        self.store.renew_leases(self.clock() + self.lease_s)
+        # The monotonic clock starts anew with every process: ours goes on where every lease has its full length again. Writing
+        # the leases instead would fail on a full disk.
+        first = self.store.next_expiry()
+        ahead = 0.0 if first is None else first - self.lease_s - clock()
+        self.clock: Callable[[], float] = lambda: clock() + ahead
         self._index = sampling.ReuseIndex(self.store.consumed_rows())
 
     def close(self) -> None:
@@ -190,7 +194,8 @@ class ReplayBuffer:
         return unpack_groups([self.store.blob(group_id)])[0]
 
     def stats(self) -> dict[str, Any]:
-        self.store.expire(self.clock())
+        with suppress(StorageFailed):  # on a full disk leases stay, and the rest can be read
+            self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 
     def clear(self) -> None:
@@ -212,12 +217,12 @@ class ReplayBuffer:
         reward to 1.1 at the highest.
         """
         groups, lone = self.store.rewards()
-        per_group = [np.frombuffer(rewards, "<f4").astype(np.float64) for _, rewards in groups]
-        rewards = np.concatenate([*per_group, np.array([reward for _, reward in lone])])
+        of_groups = np.frombuffer(b"".join(blob for _, blob in groups), "<f4").astype(np.float64)
+        rewards = np.concatenate([of_groups, np.array([reward for _, reward in lone])])
         span = float(np.ptp(rewards)) if len(rewards) else 0.0
         weights = (rewards - rewards.min()) / span + _LOWEST_WEIGHT if prioritized and span else np.ones_like(rewards)
         included = sampling.inclusion(sampling.probabilities(weights, 1.0), count)
-        starts = np.cumsum([0, *(len(item) for item in per_group)])
+        starts = np.cumsum([0, *(len(blob) // 4 for _, blob in groups)])
         found = []
         for slot in sampling.draw(included, np.random.default_rng(seed)).tolist():
             if slot >= starts[-1]:

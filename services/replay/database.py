@@ -1,5 +1,12 @@
-"""The SQLite file of the replay buffer: its layout, its opening, and transactions that are on disk when they end."""
+"""The SQLite file of the replay buffer: its layout, its opening, and transactions that are on disk when they end.
 
+SQLite reads its log up to the first damaged page and forgets the rest without a word. So a file beside it, `replay.db.count`,
+holds how many changes and groups were acknowledged. A store that has fewer is not opened.
+"""
+
+import contextlib
+import json
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -9,8 +16,13 @@ from pathlib import Path
 from common.errors import ConfigError, InvalidInput, ServiceError
 from common.storing import StorageFailed
 
+log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
 """Groups since the file was made: stored; added again; too old when taken; removed to make room; dropped by reset_fresh."""
+_CHANGES = "changes"
+"""The counter of transactions that changed something."""
+_COUNT_BYTES = 128
+"""Size of the file of counts, always the same: writing it again needs no space on a full disk."""
 _LAYOUT = 2
 _WAL_PAGES = 8192
 
@@ -84,6 +96,8 @@ class Database:
 
     committed: dict[str, tuple[int, int]]
     """`totals()` after the last transaction; any thread may read it."""
+    _count_file: int | None = None
+    """Descriptor of the file of acknowledged changes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,18 +105,20 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 self._create()
+                self._count_path.unlink(missing_ok=True)  # that of a store which was moved away
             self.db = _connect(path)
             try:
                 self._check()
                 self.db.execute(_SAMPLES)
                 self.committed = self.totals()
+                self._compare_counts()
             except BaseException:
                 self.db.close()
                 raise
         except sqlite3.Error as error:
             raise self._unusable(str(error)) from None
         except OSError as error:
-            raise ConfigError(f"the replay store cannot be made: {error}", field="state_dir", value=str(path)) from None
+            raise self._unusable(str(error)) from None
 
     def _create(self) -> None:
         """Creates the file under another name, then renames it, so that it is never incomplete."""
@@ -137,15 +153,56 @@ class Database:
             raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")
 
     def _unusable(self, why: str) -> ConfigError:
-        in_use = "locked" in why
+        in_use, full = "locked" in why, "full" in why or "No space" in why
+        trouble = "is in use by another process" if in_use else "cannot be made" if full else "cannot be read"
+        remedy = "end the other process" if in_use else "restore the file from a copy, or move it away to start empty"
         return ConfigError(
-            f"the replay store {'is in use by another process' if in_use else 'cannot be read'}: {why}",
+            f"the replay store {trouble}: {why}",
             field="state_dir",
             value=str(self.path),
-            remedy="end the other process" if in_use else "restore the file from a copy, or move it away to start empty",
+            remedy="free disk space" if full else remedy,
         )
 
+    @property
+    def _count_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.count")
+
+    def _compare_counts(self) -> None:
+        """Raises ConfigError when the store has fewer changes than were acknowledged; counts them from now on."""
+        if not self.db.execute("SELECT 1 FROM counters WHERE name = ?", (_CHANGES,)).fetchone():
+            self.db.execute("INSERT INTO counters VALUES (?, 0)", (_CHANGES,))
+        try:
+            kept = json.loads(self._count_path.read_bytes()) if self._count_path.exists() else {}
+            changes, added = int(kept.get(_CHANGES, 0)), int(kept.get("added", 0))
+        except (ValueError, AttributeError, TypeError):
+            raise self._unusable(f"{self._count_path.name} is damaged; without that file nothing is compared") from None
+        if (lost := changes - int(self.counter(_CHANGES))) > 0:
+            groups = added - int(self.counter("added"))
+            with contextlib.suppress(OSError):  # closing a store removes its log
+                wal = self.path.with_name(f"{self.path.name}-wal")
+                wal.with_suffix(".db-wal-damaged").hardlink_to(wal)
+            raise self._unusable(
+                f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of {added} groups: its log was "
+                f"damaged or cut, or the file is an older copy; remove {self._count_path.name} to go on without them"
+            )
+        with contextlib.suppress(OSError):  # a full disk: what was stored can be read
+            self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._keep_counts()
+
+    def _keep_counts(self) -> None:
+        """Writes down what is acknowledged. It is not synced: after a power failure it may say too little, never too much."""
+        if self._count_file is None:
+            return
+        counts = {_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))}
+        try:
+            os.pwrite(self._count_file, json.dumps(counts).encode().ljust(_COUNT_BYTES), 0)
+        except OSError as error:
+            log.warning("%s cannot be written, a loss in the log would not be noticed: %s", self._count_path, error)
+
     def close(self) -> None:
+        if self._count_file is not None:
+            os.close(self._count_file)
+            self._count_file = None
         self.db.close()
 
     def checkpoint(self) -> None:
@@ -183,10 +240,15 @@ class Database:
         """Runs a transaction, which is on disk when it ends. Raises StorageFailed, with nothing changed."""
         with self.errors():
             try:
+                before = self.db.total_changes
                 self.db.execute("BEGIN IMMEDIATE")
                 yield
+                if changed := self.db.total_changes != before:
+                    self.count(_CHANGES, 1)
                 self.db.execute("COMMIT")
                 self.committed = self.totals()
+                if changed:
+                    self._keep_counts()
             except BaseException:
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")

@@ -166,12 +166,6 @@ class Store(Reading):
             blobs = [self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0] for row in rows]
             return Lease(blobs, self.evicted_for(request.request_id))
 
-    def renew_leases(self, until: float) -> None:
-        """Sets the end of every lease."""
-        if self.next_expiry() is not None:
-            with self.transaction():
-                self.db.execute("UPDATE groups SET lease_until = ? WHERE request_id IS NOT NULL", (until,))
-
     def expire(self, now: float) -> None:
         """Returns groups whose lease has ended to the fresh ones."""
         with self.transaction():

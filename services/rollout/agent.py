@@ -100,7 +100,7 @@ class Agent:
         metrics.gauge("rollout_in_traffic", "1 when the router sends requests here").set_function(lambda: self._registered)
 
     def _supervised_router(self) -> Supervised:
-        def launch() -> list[str]:
+        async def launch() -> list[str]:
             listen(*self._topology.bind(ROLLOUT, self._config.rollout.router_port)).close()
             return router_command(self._config, self._topology)
 
@@ -127,7 +127,6 @@ class Agent:
         return None if self._registered else "the router does not list this engine as healthy yet"
 
     def report(self) -> WorkerReport:
-        """Returns the report to the trainer."""
         serves, received = self.state.serves, self._follower.received
         return WorkerReport(
             name=self.name,
@@ -143,7 +142,6 @@ class Agent:
         )
 
     def status(self) -> AgentStatus:
-        """Returns the answer of `GET /status`."""
         return AgentStatus(
             report=self.report(),
             wanted=None if self.state.wanted is None else self.state.wanted.version,
@@ -208,12 +206,12 @@ class Agent:
         except (ServiceError, TimeoutError) as error:
             log.warning("could not deregister this engine from the router: %s", str(error) or "no answer")
 
-    def _launch_engine(self) -> list[str]:
+    async def _launch_engine(self) -> list[str]:
         # Fails when another process listens on the port, which would answer in the engine's place.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
         newest = self._follower.newest
-        if newest is not None and not self._store.hold(newest[1]):  # the trainer's directory, which it may remove at any time
-            newest = None
+        if newest is not None:  # but not the trainer's directory, which it may remove at any time
+            newest = newest if self._store.hold(newest[1]) and await self._store.verify(*newest) else None
         self._started_with = newest
         model, label = self._config.model.name, BASE_VERSION
         if newest is not None and newest[0].kind == "model":

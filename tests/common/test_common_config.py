@@ -60,7 +60,7 @@ def test_the_long_name_wins_over_the_short_one() -> None:
 def test_lists_and_unset_values(tmp_path: Path) -> None:
     assert load([], {"RLHF_ROLLOUT__ENGINE_ARGS": '["--a", "b c"]'}).rollout.engine_args == ["--a", "b c"]
     assert load(in_file(tmp_path, "trainer: {adam_betas: [0.8, 0.9], max_steps: null}"), {}).trainer.adam_betas == (0.8, 0.9)
-    assert load(in_file(tmp_path, ""), {}) == Config()
+    assert load(in_file(tmp_path, ""), {}) == load([], {})
 
 
 def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:
@@ -214,3 +214,16 @@ def test_one_option_of_a_section_keeps_what_the_file_and_the_environment_say_of_
     path.write_text("trainer: {learning_rate: 0.25, weight_decay: 0.5}\n")
     config = load(["--config", str(path), "--trainer.max_steps", "3"], {"RLHF_TRAINER__WEIGHT_DECAY": "0.75"})
     assert (config.trainer.learning_rate, config.trainer.weight_decay, config.trainer.max_steps) == (0.25, 0.75, 3)
+
+
+def test_the_state_belongs_to_its_run_unless_it_is_set() -> None:
+    group = {"SKYPILOT_JOBGROUP_NAME": "math"}
+    for env, run_dir, state_dir in (
+        ({}, "runs/local", "runs/local/state"),
+        (group, "runs/math", "runs/math/state"),
+        ({**group, "RUN_DIR": "there"}, "there", "there/state"),
+        ({"RUN_DIR": "there", "STATE_DIR": "here"}, "there", "here"),
+    ):
+        config = load([], env)
+        assert (str(config.trainer.run_dir), str(config.state_dir)) == (run_dir, state_dir)
+    assert str(Config().state_dir) == "runs/local/state"

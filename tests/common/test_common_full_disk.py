@@ -24,6 +24,7 @@ from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
+from services.replay.buffer import ReplayBuffer
 from services.rollout.weights.store import TrainerClient, WeightStore
 from trainer.observe.run_dir import Recorder, read_lines
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
@@ -90,6 +91,28 @@ async def test_the_replay_buffer(disk: Disk) -> None:
     again = create_replay_app(ReplaySection(), disk.path)
     async with again.router.lifespan_context(again):
         assert again.state.worker.buffer.stats()["groups"] == 2
+
+
+async def test_a_replay_buffer_starts_on_a_full_disk_while_leases_are_out(disk: Disk) -> None:
+    path = disk.path / "replay" / "replay.db"
+    before = ReplayBuffer(ReplaySection(), path)
+    before.add([group("a"), group("b")])
+    before.take(TakeRequest(count=1, request_id="r"))
+    before.close()
+    disk.fill()
+    app = create_replay_app(ReplaySection(), disk.path)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), ReplayClient("replay-buffer", "http://r", transport=transport) as client:
+        stats = await client.stats()
+        assert (stats["fresh"], stats["leased"]) == (1, 1)
+        assert (await client.group("a")).id == "a"
+        with pytest.raises(ServiceError, match=r"HTTP 507.*nothing was changed.*free disk space"):
+            await refused(client)
+        disk.free()
+        assert (await client.stats())["leased"] == 1
+        await client.add([group("c")])
+        taken = await client.take(TakeRequest(count=2, request_id="other"))
+        assert {each.id for each in taken.groups} == {"b", "c"}
 
 
 async def refused(client: ReplayClient) -> None:

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
 from common.topology import DATA, REWARD, ROLLOUT, LocalHost, Topology, format_hosts, parse_hosts
+from tests.support.paths import ROOT
 
 CLUSTER = {
     "SKYPILOT_JOBGROUP_NAME": "rlhf-math",
@@ -123,3 +125,21 @@ def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "usage: python -m common.topology torchrun" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("script", "status", "last"),
+    [
+        ("import sys; sys.exit('the reason')", 1, "the reason"),
+        ("import os, sys; print('the reason', file=sys.stderr); sys.stderr.flush(); os._exit(2)", 2, "the reason"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
+    ],
+)
+def test_the_last_line_of_torchrun_is_the_reason_and_its_status_the_rank_s(
+    tmp_path: Path, script: str, status: int, last: str
+) -> None:
+    (tmp_path / "rank.py").write_text(script)
+    command = [sys.executable, "-m", "common.topology", "torchrun", str(tmp_path / "rank.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last)

@@ -1,4 +1,6 @@
-"""The real job group while its processes are killed: it goes on, from the newest checkpoint where need be."""
+"""The real job group while its processes are killed: it goes on, from the newest checkpoint where need be.
+
+One node of each; `test_e2e_critic` and the chaos tests have several."""
 
 import os
 import signal
@@ -15,7 +17,7 @@ from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-STEPS = 14
+STEPS = 10
 pytestmark = pytest.mark.process
 
 
@@ -34,6 +36,7 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(tmp_path / "logs")]
+    command += ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]
     environment = {**os.environ, "E2E_MARK": mark}
@@ -49,7 +52,7 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
             os.kill(chosen(marked(mark, what)), signal.SIGKILL)
 
         kill("-m services.reward", 2)
-        kill("-m services.engine", 4)
+        kill("-m services.engine", 3)
         kill("-u -m trainer", 6, max)
         status = group.wait(timeout=400)
     text = output.read_text()

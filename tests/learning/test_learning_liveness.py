@@ -76,8 +76,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("part", ["step", "wait"])
+@pytest.mark.parametrize(
+    ("part", "lost"),
+    [
+        ("step", 0),
+        ("wait", 1),
+        pytest.param("step", 1, marks=pytest.mark.slow),
+        pytest.param("wait", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_node_ends_the_other_with_its_name(nodes: Nodes, part: str, lost: int) -> None:
     """In a collective, whose own error is a stack of another library, and while rank 0 waits for something else."""
     nodes.start(part, limit_s=60)
@@ -91,7 +98,7 @@ def test_a_killed_node_ends_the_other_with_its_name(nodes: Nodes, part: str, los
     assert f"exitcode  : {LOST}" in text or lost == 0  # torchrun's own report; without node 0 it has errors of its own
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
     """What a node without power or network looks like: no connection is closed, nothing more is said."""
     nodes.start("step", limit_s=3)

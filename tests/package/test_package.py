@@ -56,6 +56,7 @@ def test_a_module_of_the_documentation_runs_without_a_checkout(installed: Instal
     assert str(installed.site_packages / "rlhf_math" / "root" / "jobgroup") in done.stderr
 
 
+@pytest.mark.slow
 def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model: Path) -> None:
     """Every process of it: launcher, reward workers, router and engine under their supervisor, torchrun."""
     settings = {
@@ -67,9 +68,7 @@ def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model
     settings |= {"NUM_EPOCHS": "", "BATCH_SIZE": "2", "MAX_STEPS": "1", "RLHF_TRAINER__EVAL_EVERY": "0"}
     words = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
     nodes = ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
-    done = installed.run(
-        "rlhf-local", "rlhf-math-jobgroup.yaml", *nodes, *words, "--fail-fast", "--log-dir", "logs", timeout_s=400
-    )
+    done = installed.run("rlhf-local", "rlhf-math-jobgroup.yaml", *nodes, *words, "--log-dir", "logs", timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     root = installed.site_packages / "rlhf_math" / "root"
     assert f"running {root / 'jobgroup' / 'rlhf-math-jobgroup.yaml'}" in done.stdout + done.stderr

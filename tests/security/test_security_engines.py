@@ -40,7 +40,13 @@ class Node:
     logs: Path
 
 
-@pytest.fixture(params=["embedded behind sglang-router", "embedded behind smg", "sglang behind sglang-router"])
+@pytest.fixture(
+    params=[
+        "embedded behind sglang-router",
+        pytest.param("embedded behind smg", marks=pytest.mark.slow),
+        "sglang behind sglang-router",
+    ]
+)
 def node_config(request: pytest.FixtureRequest, tmp_path: Path) -> Config:
     engine, _, router = request.param.split()
     if engine == "sglang" and not sglang_is_installed():

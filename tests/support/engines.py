@@ -180,7 +180,7 @@ def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | Non
 
 
 needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason="smg is not installed: pip install -e '.[smg]'")
-ROUTERS = ["sglang-router", pytest.param("smg", marks=needs_smg)]
+ROUTERS = ["sglang-router", pytest.param("smg", marks=[needs_smg, pytest.mark.slow])]
 """Values of `rollout.router`."""
 
 

@@ -13,6 +13,7 @@ from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
@@ -116,6 +117,7 @@ def save(
     """A complete checkpoint of the policy and a refreshed `reference`. A collective."""
     checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
     parts = policy.snapshots(checkpoints.alone) | (reference.snapshots(checkpoints.alone) if reference else {})
-    path = checkpoints.save(TrainerState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy), parts)
+    same = identity(policy.config)
+    path = checkpoints.save(TrainerState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy, identity=same), parts)
     checkpoints.wait()
     return path

@@ -47,6 +47,7 @@ def make_run(directory: Path, steps: int, **more: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = {"state_dir": str(directory / "state"), "trainer": {"max_staleness": 0, "batch_size": 32}}
     (directory / "config.json").write_text(json.dumps(config))
+    write(directory / "attempts.jsonl", [{"time": 1.8e9, "run_id": "group", "step": 0}])
     write(directory / "metrics.jsonl", [line(step, **more) for step in range(1, steps + 1)])
     write(directory / "evaluations.jsonl", [evaluation(0, 0.25), evaluation(steps, 0.9)])
     return directory

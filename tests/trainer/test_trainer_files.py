@@ -86,7 +86,7 @@ def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path
     (tmp_path / "step_000099.partial").mkdir()
     assert checkpoint.newest(tmp_path) == complete
     (complete / "trainer_state.json").write_bytes(b"garbage")
-    with pytest.raises(ConfigError, match="cannot be resumed from"):
+    with pytest.raises(ConfigError, match="cannot be used"):
         checkpoint.load_state(checkpoint.read_state(complete), complete)
 
 

@@ -61,9 +61,15 @@ def stored(directory: Path) -> set[tuple[int, str, str]]:
     return {(g.position, g.prompt_id, str([c.token_ids.tolist() for c in g.completions])) for g in groups}
 
 
-def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(base_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moments",
+    [pytest.param((MOMENTS[0], MOMENTS[3], MOMENTS[5]), id="three"), pytest.param(MOMENTS, id="all", marks=pytest.mark.slow)],
+)
+def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(
+    base_model: Path, tmp_path: Path, moments: tuple[str, ...]
+) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    assert train(base_model, tmp_path, MOMENTS) == [" 0", *(f"{moment} -9" for moment in MOMENTS), " 0"]
+    assert train(base_model, tmp_path, moments) == [" 0", *(f"{moment} -9" for moment in moments), " 0"]
     assert [line["step"] for line in told(broken, "metrics")] == list(range(1, STEPS + 1))
     for a, b in zip(told(unbroken, "metrics"), told(broken, "metrics"), strict=True):
         for name in ("reward", "accuracy", "zero_variance_groups", "staleness", "completion_tokens", "truncated", "dropped"):

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.run_lock import RunLock
 from common.schemas import Prompt
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
@@ -27,7 +28,7 @@ from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 from trainer.rollouts.prompts import Prompter
 
 _RUN_DIRECTORIES = ("checkpoints", "weights", "model", "base", "state", "trackers", "groups")
-_RUN_FILES = ("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl")
+_RUN_FILES = ("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl")
 """Content of a run directory, which `overwrite_output_dir` removes together with the curves."""
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint beside the model."""
@@ -173,11 +174,12 @@ class OnlineRLTrainer:
             message = "there is a run in the output directory already"
             remedy = "call train(resume_from_checkpoint=True), set overwrite_output_dir=True, or name another directory"
             raise ConfigError(message, field="output_dir", value=str(self.output_dir), remedy=remedy)
-        for path in [*there, self.output_dir / "curves.png"]:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        with RunLock(self.output_dir, "that empties it", "output_dir"):
+            for path in [*there, self.output_dir / "curves.png"]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")

@@ -2,7 +2,7 @@
 
 The directory has `config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and `groups/`
 (groups of each step: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group per step),
-`curves.png`, `checkpoints/` and `weights/`.
+`attempts.jsonl` (a line per start), `curves.png`, `checkpoints/` and `weights/`.
 """
 
 import io
@@ -34,6 +34,7 @@ from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
+ATTEMPTS = "attempts.jsonl"
 _AGAIN_AFTER = 20
 """Steps until the same alarm or hint is logged again; `metrics.jsonl` has every one."""
 
@@ -82,25 +83,39 @@ class StepRecord:
 class Recorder:
     """Writes the run directory and prints to the console.
 
-    The run continues after `step`: later lines of an earlier attempt are removed. `tracked` counts records for trackers.
+    The run continues after `step`: later lines of an earlier attempt are removed, and what the earlier ones lack is named.
+    `tracked` counts records for trackers; `run_id` names this attempt.
     """
 
     def __init__(
-        self, directory: Path, config: Config, console: Console, step: int = 0, tracked: Counter | None = None
+        self,
+        directory: Path,
+        config: Config,
+        console: Console,
+        step: int = 0,
+        tracked: Counter | None = None,
+        run_id: str = "",
     ) -> None:
         self.directory, self.console, self._config = directory, console, config
         with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        for name in ("metrics", "groups", "samples"):
-            _keep_before(directory / f"{name}.jsonl", step + 1)
-        _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
+        kept = {
+            f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in ("metrics", "groups", "samples")
+        }
+        evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
+        _keep_before(directory / ATTEMPTS, sys.maxsize)  # without a line that a crash cut
+        append_line(directory / ATTEMPTS, {"time": time.time(), "run_id": run_id, "step": step})
         self._progress: Progress | None = None
         self._total = 0
         self._warned: dict[str, int] = {}
         self._history: list[Mapping[str, Any]] = []
         for line in read_lines(directory / "metrics.jsonl"):
             remember(self._history, line)
+        for name, there in kept.items():
+            self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
+        if step and config.trainer.eval_samples:
+            self._tell_gap("evaluations.jsonl", [0] if 0 not in evaluated else [])
         self._trackers = Trackers(config, directory, step, self.say, tracked)
 
     def __enter__(self) -> Self:
@@ -111,9 +126,14 @@ class Recorder:
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Writes text to the console and the log; only to the log when logs are JSON."""
-        log.log(level, "%s", text, extra=SHOWN)
-        if structured() is None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        tell(self.console, text, level)
+
+    def _tell_gap(self, name: str, lost: list[int]) -> None:
+        """Names the steps before a resume that a file lacks. Training does not depend on it; curves and report do."""
+        if lost:
+            which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
+            text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
+            self.say(f"warning: {text}; training goes on, curves, report and dashboard lack them", logging.WARNING)
 
     def _show(self, table: Table) -> None:
         text = io.StringIO()
@@ -130,7 +150,6 @@ class Recorder:
         self._progress = None
 
     def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
-        """Records a step that was trained on these groups."""
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         remember(self._history, asdict(record))
         record.hints = hints(self._history, self._config)
@@ -150,7 +169,6 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Records an evaluation."""
         _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # by an attempt that was killed
         answers = [answer.__dict__ for answer in evaluation.answers]
         self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
@@ -180,6 +198,18 @@ class Recorder:
 
     def _append(self, name: str, content: dict[str, Any]) -> None:
         append_line(self.directory / f"{name}.jsonl", content)
+
+
+def tell(console: Console, text: str, level: int = logging.INFO) -> None:
+    """Writes text to the console and the log; only to the log when logs are JSON."""
+    log.log(level, "%s", text, extra=SHOWN)
+    if structured() is None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def run_ids(directory: Path) -> list[str]:
+    """Returns the ids of all attempts of the run in `directory`, with which the ids of its groups begin."""
+    return [line["run_id"] for line in read_lines(directory / ATTEMPTS)]
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:
@@ -236,15 +266,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _keep_before(path: Path, step: int) -> None:
-    """Removes the lines from `step` on and a cut last line, atomically."""
+def _keep_before(path: Path, step: int) -> set[int]:
+    """Removes the lines from `step` on and a cut last line, atomically; returns the steps of the others."""
     if not path.exists():
-        return
+        return set()
     kept = [line for line in read_lines(path) if line["step"] < step]
     partial = path.with_name(f"{path.name}.partial")
     with storing_run(path):
         partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
         partial.replace(path)
+    return {line["step"] for line in kept}
 
 
 def storing_run(path: Path) -> AbstractContextManager[None]:

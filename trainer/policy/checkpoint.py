@@ -5,7 +5,8 @@ the prompt stream and what else a run needs, `state/` the optimiser (torch.distr
 `critic/` and `reference/` the other models that the run has changed.
 
 A rename is atomic on a disk, but not on a mounted bucket, which moves or uploads file by file in any order. So
-`trainer_state.json` is written last and lists every other file with its size: a checkpoint that lacks one does not count.
+`trainer_state.json` is written last and lists every other file with size and checksum. A checkpoint that lacks a file or a
+part of one does not count; one with a file that has changed since is refused.
 """
 
 import json
@@ -14,6 +15,7 @@ import re
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,11 +26,11 @@ import torch.distributed as dist
 
 from common.errors import ConfigError, ServiceError
 from learning.ranks import Ranks
-from learning.saving import Snapshot
+from learning.saving import Files, Snapshot, checksums, damaged
 
 log = logging.getLogger(__name__)
 _STATE = "trainer_state.json"
-_FORMAT = 3
+_FORMAT = 4
 _BEST = "best"
 _LAST_WRITE_S = 30.0
 
@@ -52,6 +54,8 @@ class TrainerState:
     """Later positions that are finished too."""
     accuracy: float | None = None
     """Accuracy of the evaluation at this step, if there was one."""
+    identity: dict[str, list[str]] = field(default_factory=dict)
+    """What the run had in common with its earlier attempts (`trainer.policy.identity`)."""
 
 
 class Checkpoints:
@@ -150,8 +154,8 @@ class Checkpoints:
 
     def _complete(self, written: Path, target: Path, state: TrainerState) -> None:
         """Gives the directory its name and removes old checkpoints."""
-        files = {str(path.relative_to(written)): path.stat().st_size for path in written.rglob("*") if path.is_file()}
-        (written / _STATE).write_text(json.dumps({"format": _FORMAT, "files": files, **asdict(state)}))
+        content = {"format": _FORMAT, "files": checksums(written), **asdict(state)}
+        (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
         shutil.rmtree(target, ignore_errors=True)
         written.rename(target)
         every = _all(self.directory)
@@ -195,14 +199,38 @@ def newest(directory: Path) -> Path | None:
 
 
 def _lacking(path: Path) -> str | None:
-    """Returns a file that is not as `trainer_state.json` lists it, or that file itself; `load_state` finds other damage."""
-    try:
-        files = json.loads((path / _STATE).read_text())["files"].items()
-    except FileNotFoundError:
+    """Returns a file that is not there or shorter than `trainer_state.json` says, or that file itself if it is missing."""
+    if not (path / _STATE).is_file():
         return _STATE
-    except (ValueError, KeyError, TypeError, AttributeError):
+    try:
+        files = _parse((path / _STATE).read_bytes())["files"]
+    except ValueError:  # `load_state` says so
         return None
-    return next((name for name, size in files if not (path / name).is_file() or (path / name).stat().st_size != size), None)
+    return next((name for name, (size, _) in files.items() if not _is_whole(path / name, size)), None)
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size >= size
+
+
+def _crc(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """Returns the content of `trainer_state.json`. Raises ValueError when it has changed or is of another format."""
+    content = json.loads(body)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError("another format")
+    if content.pop("crc", None) != _crc(content):
+        raise ValueError(f"{_STATE} has changed since it was written")
+    return content
+
+
+def changed_file(path: Path, chosen: Callable[[str], bool] = lambda _: True) -> str:
+    """Reads the `chosen` files of a checkpoint; returns one whose content is not what was written, or an empty text."""
+    files: Files = _parse((path / _STATE).read_bytes())["files"]
+    return damaged(path, {name: sums for name, sums in files.items() if chosen(name)}) or ""
 
 
 def _name_best(checkpoint: Path) -> None:
@@ -231,10 +259,8 @@ def read_state(path: Path) -> bytes:
 def load_state(body: bytes, path: Path) -> TrainerState:
     """Parses the trainer's state. Raises ConfigError naming `path` when it is damaged or of another format."""
     try:
-        content = json.loads(body)
-        if content.pop("format") != _FORMAT:
-            raise ValueError("another format")
-        content.pop("files", None)
+        content = _parse(body)
+        del content["format"], content["files"]
         return TrainerState(**content)
     except Exception as error:  # damage can lead to any error
         raise cannot_resume(error, path) from None
@@ -242,12 +268,30 @@ def load_state(body: bytes, path: Path) -> TrainerState:
 
 def cannot_resume(error: Exception, path: Path) -> ConfigError:
     """The error for a checkpoint that is damaged or of another format."""
+    before = next((other for other in reversed(_all(path.parent)) if other < path and _lacking(other) is None), None)
     return ConfigError(
-        f"the checkpoint cannot be resumed from: {type(error).__name__} {error}".splitlines()[0],
+        f"the checkpoint cannot be used: {type(error).__name__} {error}".splitlines()[0],
         field="trainer.run_dir",
         value=str(path),
-        remedy="remove that directory to go on from the one before, or start with --trainer.resume false",
+        remedy=f"restore it from a copy; or remove it to go on from {before.name if before else 'the beginning'}; or set "
+        "trainer.resume false",
     )
+
+
+def check_model(path: Path) -> None:
+    """Raises ConfigError when `path` is a checkpoint whose model or tokenizer has changed since it was written."""
+    if (path / _STATE).is_file():
+        try:
+            changed = changed_file(path, lambda name: "/" not in name)
+        except ValueError:  # another version's; the model's own reader judges
+            return
+        if changed:
+            raise has_changed(changed, path)
+
+
+def has_changed(name: str, path: Path) -> ConfigError:
+    """The error for a file of a checkpoint whose content is not what was written."""
+    return cannot_resume(ValueError(f"{name} has changed since it was written: its checksum differs"), path)
 
 
 def _accuracy(path: Path) -> float | None:

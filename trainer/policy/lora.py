@@ -108,7 +108,7 @@ def _peft_config(config: Config, model: Any) -> Any:
 def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: Config) -> None:
     """Raises ConfigError when the checkpoint's adapter is not like this run's."""
     own = model.peft_config["default"]
-    settings = {"r": "lora.rank", "lora_alpha": "lora.alpha", "base_model_name_or_path": "model.name"}
+    settings = {"r": "lora.rank", "lora_alpha": "lora.alpha"}
     differing = [name for name in settings if saved[name] != getattr(own, name)]
     if set(saved["target_modules"]) != set(own.target_modules):
         settings["target_modules"] = "lora.target_modules"

@@ -17,6 +17,7 @@ from common.sections import ModelSection, TrainerSection
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
+from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -40,6 +41,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     ConfigError when the model cannot be loaded or its head cannot be separated from its body.
     """
     source = str(path or config.name)
+    checkpoint.check_model(Path(source))
     whole = config.model_copy(update={"name": _base_of(source)})
     model = load_scorer(whole, Ranks(device_kind="cpu"), TrainerSection()).model
     if is_adapter(source):
@@ -50,7 +52,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
                 raise ValueError("it has no adapter_model.safetensors, and nothing else is read")
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise _cannot_load("adapter", source, error) from None
+            raise cannot_load("adapter", source, error) from None
     assert isinstance(model, nn.Module)
     return model
 
@@ -87,7 +89,7 @@ def load_scorer(
     try:
         scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", pretrained.source, error) from None
+        raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
     if getattr(scorer.model.config, "final_logit_softcapping", None):
         message = "models that cap their logits are not supported"
@@ -101,7 +103,7 @@ def load_tokenizer(config: ModelSection) -> Any:
     try:
         return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", config.name, error) from None
+        raise cannot_load("tokenizer", config.name, error) from None
 
 
 def context_length(config: ModelSection) -> int | None:
@@ -109,12 +111,13 @@ def context_length(config: ModelSection) -> int | None:
     try:
         found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _cannot_load("model", config.name, error) from None
+        raise cannot_load("model", config.name, error) from None
     positions = getattr(found.get_text_config(), "max_position_embeddings", None)
     return None if positions is None else int(positions)
 
 
-def _cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
+def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
+    """The error for a model or tokenizer that cannot be loaded."""
     return ConfigError(
         f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
         field="model.name",

@@ -23,8 +23,8 @@ the one that is updated on it.
 import asyncio
 import logging
 import math
+import secrets
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,7 +94,7 @@ class _Failed(Exception):
 
 
 class Collector:
-    """Fills the replay buffer. All methods run in the event loop of the clients. `run_id` makes request ids unique."""
+    """Fills the replay buffer. All methods run in the event loop of the clients. Ids of groups begin with `run_id`."""
 
     def __init__(
         self, config: Config, services: Services, prompter: Prompter, clock: StageClock, run_id: str, cursor: PromptCursor
@@ -163,7 +163,7 @@ class Collector:
         """Collects one group, from prompt to replay buffer; when it fails, another group takes its slot."""
         position, prompt, epoch = drawn
         group = Group(
-            id=str(uuid.uuid4()),
+            id=f"{self._run_id}-{position}-{secrets.token_hex(4)}",  # a position may be tried more than once
             prompt_id=prompt.id,
             prompt=prompt.prompt,
             ground_truth=prompt.ground_truth,

@@ -11,13 +11,14 @@ from functools import partial
 from common import watchdog
 from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Group, SampleRequest, TakeRequest
+from common.logs import SHOWN
+from common.schemas import Group, TakeRequest
 from common.wire import decode_groups, encode_groups
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
 from trainer.rollouts.collector import CollectFailed, Collector, Drops
-from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, PRIORITY_EXPONENT, load_priority
+from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
@@ -66,7 +67,10 @@ class Rollouts:
 
 
 class ServedRollouts(Rollouts):
-    """Rank 0's rollouts, over the services, from `progress` on. `run_id` makes request ids unique to this attempt."""
+    """Rank 0's rollouts, over the services, from `progress` on.
+
+    `run_id` makes request ids unique to this attempt; `vocabulary` is the number of the model's tokens.
+    """
 
     def __init__(
         self,
@@ -78,10 +82,11 @@ class ServedRollouts(Rollouts):
         loop: LoopThread,
         run_id: str,
         progress: PromptProgress,
+        vocabulary: int = 2**31,
     ) -> None:
         super().__init__(ranks)
         self._config, self._services, self._clock, self._loop, self._run_id = config, services, clock, loop, run_id
-        self._cursor = PromptCursor(progress)
+        self._cursor, self._vocabulary = PromptCursor(progress), vocabulary
         self._collector = Collector(config, services, prompter, clock, run_id, self._cursor)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
@@ -111,7 +116,16 @@ class ServedRollouts(Rollouts):
                 remedy="lower it or raise trainer.num_epochs",
             )
         reuses, position = self._config.replay.reuse_ratio > 0, self._cursor.progress.position
-        stored = 0 if known else self._loop.call(replay.stats())["groups"]
+        stats = self._loop.call(replay.stats())
+        stored = 0 if known else stats["groups"]
+        if stats["added"] < step * self._fresh_per_step:
+            log.warning(
+                "warning: the replay-buffer has stored %d groups since it was made, and this run trained on %d: %s was removed "
+                "or replaced; training goes on%s",
+                *(stats["added"], step * self._fresh_per_step, self._config.state_dir / "replay"),
+                ", reuse begins with an empty buffer" if reuses else ", nothing that is still needed is lost",
+                extra=SHOWN,
+            )
         if stored and reuses:
             raise ConfigError(
                 f"the replay buffer holds {stored} groups of another run, which this run would reuse",
@@ -148,9 +162,25 @@ class ServedRollouts(Rollouts):
         groups = [TrainingGroup(group) for group in self._fresh(max(0, step - self._config.trainer.max_staleness))]
         if reuse := self._config.trainer.batch_size - len(groups):
             groups += self._reused(reuse, step)
+        for item in groups:
+            self._check_tokens(item.group)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(_encode(groups))
         return groups
+
+    def _check_tokens(self, group: Group) -> None:
+        """Raises CollectFailed for tokens that the model does not have, which would end the update in an IndexError."""
+        lists = {"prompt_token_ids": group.prompt_token_ids}
+        lists |= {f"completions[{i}].token_ids": completion.token_ids for i, completion in enumerate(group.completions)}
+        for name, ids in lists.items():
+            if len(ids) and not 0 <= (wrong := int(ids.min() if ids.min() < 0 else ids.max())) < self._vocabulary:
+                raise CollectFailed(
+                    f"group {group.id} has a token that is not in the model's vocabulary of {self._vocabulary}",
+                    field=name,
+                    value=wrong,
+                    remedy="look who added that group: the engines serve another model, or another program uses the "
+                    "replay-buffer; a run that is started again drops the groups that it has not trained on",
+                )
 
     def _fresh(self, min_version: int) -> list[Group]:
         """Takes fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
@@ -231,19 +261,11 @@ class ServedRollouts(Rollouts):
 
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
         """Samples up to `count` earlier groups by priority, with importance weights (arXiv:1511.05952)."""
-        settings, low = self._config.replay, IMPORTANCE_EXPONENT
-        request = SampleRequest(
-            count=count,
-            min_version=max(0, step - settings.max_reuse_staleness),
-            priority_exponent=PRIORITY_EXPONENT,
-            importance_exponent=low + (1 - low) * step / self._total_steps,
-            max_times_sampled=settings.max_times_sampled,
-            seed=self._config.seed * 1_000_003 + step,
-            request_id=f"{self._run_id}-sample-{self._batches}",
-        )
+        request_id = f"{self._run_id}-sample-{self._batches}"
+        request = reuse_request(self._config, count, step, self._total_steps, request_id)
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        weights = sampled.weights.tolist() if settings.corrected else [1.0] * len(sampled.groups)
+        weights = sampled.weights.tolist() if self._config.replay.corrected else [1.0] * len(sampled.groups)
         return [TrainingGroup(group, weight, reused=True) for group, weight in zip(sampled.groups, weights, strict=True)]
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:

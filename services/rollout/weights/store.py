@@ -1,7 +1,8 @@
 """Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model directories.
 
-A directory `v000012` always holds every file of its version with the right size and SHA-256: it is filled under another name,
-synced to disk and then renamed. Unchanged files are hard links to an earlier version.
+A directory `v000012` gets its name when it holds every file of its version with the right size and SHA-256, synced to disk.
+Unchanged files are hard links to an earlier version. Whatever this process has not written itself, and whatever an engine
+starts from, is read and compared with the manifest again: disks and kills damage files.
 """
 
 import asyncio
@@ -75,7 +76,6 @@ class TrainerClient(Client):
             raise
 
     async def report(self, report: WorkerReport) -> None:
-        """Reports to the trainer what this node serves."""
         await self.request("POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5)
 
     async def verify(self, version: int, sums: WeightChecksums, deadline_s: float) -> WeightVerdict:
@@ -122,6 +122,8 @@ class WeightStore:
         for leftover in self.directory.glob("*.partial"):
             shutil.rmtree(leftover)
         self._stored = self._scan()
+        self._inherited = {path for _, path in self._stored}
+        """What an earlier process left, until it is verified."""
         self._held: Path | None = None
 
     def hold(self, path: Path | None) -> bool:
@@ -131,6 +133,16 @@ class WeightStore:
         """
         self._held = path if any(path == stored for _, stored in self._stored) else None
         return self._held is not None
+
+    async def verify(self, manifest: WeightManifest, path: Path) -> bool:
+        """Reads a stored version; removes it, and says so, when it is not what the manifest says."""
+        problem = await asyncio.to_thread(_differs, path, manifest.files)
+        if problem is None:
+            self._inherited.discard(path)
+            return True
+        log.error("the weights in %s are damaged and not used, they are downloaded again: %s", path, problem)
+        self._forget(path)
+        return False
 
     def _scan(self) -> list[tuple[WeightManifest, Path]]:
         """Returns the complete versions, the newest last."""
@@ -151,8 +163,8 @@ class WeightStore:
 
         Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed, and changes nothing.
         """
-        for known, path in self._stored:
-            if known == manifest and path.is_dir():
+        for known, path in list(self._stored):
+            if known == manifest and (path not in self._inherited or await self.verify(known, path)):
                 return path
         # An engine may reload an evicted adapter by its path, so no other run may use that path.
         run = hashlib.sha256(manifest.run_id.encode()).hexdigest()[:12]
@@ -164,7 +176,7 @@ class WeightStore:
             with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: the download is retried"):
                 partial.mkdir()
                 for file in manifest.files:
-                    if not self._link(file, partial / file.name):
+                    if not await asyncio.to_thread(self._link, file, partial / file.name):
                         await _download(trainer, manifest.version, file, partial / file.name)
                 (partial / _MANIFEST).write_text(manifest.model_dump_json())
                 _sync(partial / _MANIFEST, partial)
@@ -185,6 +197,8 @@ class WeightStore:
         for manifest, path in reversed(self._stored):
             for known in manifest.files:
                 if (known.sha256, known.size) == (file.sha256, file.size):
+                    if path in self._inherited and _differs(path, [known]):
+                        continue
                     with contextlib.suppress(OSError):  # no hard links here, or too many: download instead
                         target.hardlink_to(path / known.name)
                         return True
@@ -192,6 +206,7 @@ class WeightStore:
 
     def _forget(self, path: Path) -> None:
         self._stored = [entry for entry in self._stored if entry[1] != path]
+        self._inherited.discard(path)
         if path.exists():
             shutil.rmtree(path)
 
@@ -203,14 +218,17 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
     directory = Path(manifest.directory)
     if (problem := await asyncio.to_thread(_differs, directory, manifest.files)) is None:
         return directory
-    log.error("%s cannot be read here, weights %d are downloaded instead: %s", directory, manifest.version, problem)
+    text = (
+        "%s cannot be read here, weights %d are downloaded instead: %s; is the trainer's run_dir a volume mounted at that path?"
+    )
+    log.error(text, directory, manifest.version, problem)
     return None
 
 
 def _differs(directory: Path, files: list[WeightFile]) -> str | None:
     """Returns how the files differ from the manifest, or None."""
     if not directory.is_dir():
-        return "there is no such directory; is the trainer's run_dir on a volume mounted at the same path?"
+        return "there is no such directory"
     for file in files:
         try:
             if (size := (directory / file.name).stat().st_size) != file.size:
@@ -224,7 +242,6 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
 
 
 async def _download(trainer: TrainerClient, version: int, file: WeightFile, target: Path) -> None:
-    """Downloads a file, with a few attempts."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             await trainer.download(version, file, target)
@@ -238,7 +255,6 @@ async def _download(trainer: TrainerClient, version: int, file: WeightFile, targ
 
 
 def _sync(*paths: Path) -> None:
-    """Syncs files and directories to disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

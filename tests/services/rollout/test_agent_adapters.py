@@ -100,7 +100,7 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
         await check(cluster, rollout, "b", 1)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluster: Cluster, shared: bool) -> None:
     [node] = cluster.nodes
     await until(node.healthy, "node healthy", cluster)  # type: ignore[arg-type]

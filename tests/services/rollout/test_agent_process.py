@@ -50,9 +50,10 @@ async def probe():
     return None if time.monotonic() - began < 3 else "timeout"
 async def main():
     async def up(): pass
+    async def launch(): return command
     timing = Timing(probe_s=0.05, hang_s=5.2)
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    await Supervised("child", lambda: command, probe, env={}, log_file=folder / "log", timing=timing, on_up=up,
+    await Supervised("child", launch, probe, env={}, log_file=folder / "log", timing=timing, on_up=up,
                      on_down=lambda reason: (folder / "down").write_text(reason)).run()
 asyncio.run(main())
 """
@@ -91,7 +92,7 @@ class Rig:
             on_down=self.downs.append,
         )
 
-    def launch(self) -> list[str]:
+    async def launch(self) -> list[str]:
         self.flag.unlink(missing_ok=True)
         return [sys.executable, "-c", self.code, str(self.flag)]
 

@@ -193,6 +193,7 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait_for_another(both: Cluster) -> None:
     publisher = both.publisher("after", "distributed")
     new = both.weights()
@@ -207,6 +208,7 @@ def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait
     assert "broadcast of weights 1 failed" not in node.output.read_text()[said:]  # it is over: nobody would send
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     publisher = both.publisher("hung", "distributed")
     publisher.publish(both.weights().items(), 1)

@@ -45,7 +45,6 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         "sharded": {"settings": settings},
         "replicated": {"settings": replicated},
         "offload": {"settings": offload},
-        "compiled": {"settings": arguments(policy_dir, compile=True, activation_checkpointing=True)},
         "from_one": {"settings": settings, "resume": "one", "updates": 1},
         "saves": {"settings": settings, "save": "two", "updates": 2},
         "saves_replicated": {"settings": replicated, "save": "two_replicated", "updates": 2},
@@ -69,6 +68,14 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         path = newest(directory / name / "checkpoints")
         assert path is not None
         AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_compiled_layers_make_the_same_update(policy_dir: Path, directory: Path, one: One) -> None:
+    settings = arguments(policy_dir, compile=True, activation_checkpointing=True)
+    run_cases(2, directory, {"compiled": {"settings": settings}})
+    one.check(directory, "compiled", 2)
 
 
 @pytest.mark.process

@@ -1,0 +1,161 @@
+"""A lock on a directory, so that one run at a time writes to it.
+
+The kernel's lock on the file `.lock` (flock) ends with its process, however that ends, and is all that counts on one machine.
+It may not reach other machines, and some file systems have none. So the holder also writes a heartbeat into the file: whoever
+finds the file of a holder elsewhere watches it for `_STALE_S` seconds and takes it over if it does not change.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from common.errors import ConfigError, ServiceError
+from common.storing import storing
+
+log = logging.getLogger(__name__)
+LOCK = ".lock"
+_BEAT_S, _STALE_S, _SETTLE_S = 5.0, 30.0, 1.0
+_SIZE = 512
+"""Bytes of the file, always the same: writing them again needs no space on a full disk."""
+
+
+class RunLock:
+    """Holds `directory` for `run` while inside.
+
+    Args:
+        directory: is made if needed.
+        run: a name for whoever comes second.
+        field: the setting of the directory, for errors.
+
+    Raises ConfigError at once, or after `_STALE_S` seconds of watching another machine, when another run has the directory.
+    """
+
+    def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
+        self._path, self._field = directory / LOCK, field
+        self._own: dict[str, Any] = {
+            "run": run,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "machine": _machine(),
+            "token": secrets.token_hex(8),
+            "beat": 0,
+        }
+        self._ended = threading.Event()
+        self._thief: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        with storing(LOCK, self._path, self._field):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._acquire()
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._beating.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._beating.join()
+        if self._thief is None:
+            os.ftruncate(self._file, 0)  # nobody has to watch for a heartbeat
+        os.close(self._file)
+
+    def check(self) -> None:
+        """Raises ServiceError when another run took the directory, because this one had stopped for too long."""
+        if self._thief is not None:
+            raise ServiceError(
+                f"this process stood still, and {_who(self._thief)} took over its directory",
+                code="run_taken_over",
+                field=self._field,
+                value=str(self._path.parent),
+                remedy="leave the directory to that run",
+            )
+
+    def _acquire(self) -> None:
+        locked, before = self._flock(), self._read()
+        alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
+        if locked is False or (before and not alone and self._lives(before)):
+            raise self._in_use(self._read() or before)
+        self._write()
+        if before and not alone:
+            time.sleep(_SETTLE_S)  # two that waited may take it over in the same moment: the last one has it
+            if (now := self._read()).get("token") != self._own["token"]:
+                raise self._in_use(now)
+
+    def _flock(self) -> bool | None:
+        """Returns whether this process has the kernel's lock now; None where the file system has none."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+            return None
+        return True
+
+    def _lives(self, holder: dict[str, Any]) -> bool:
+        """Watches the heartbeat of a holder that the kernel's lock does not reach."""
+        log.warning("%s has %s: watching its heartbeat for %.0f s", _who(holder), self._path.parent, _STALE_S)
+        end = time.monotonic() + _STALE_S
+        while time.monotonic() < end:
+            time.sleep(min(0.2, _STALE_S))
+            if (now := self._read()) != holder:
+                return bool(now)
+        return False
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            if (found := self._read()) and found.get("token") != self._own["token"]:
+                self._thief = found
+                return
+            self._own["beat"] += 1
+            self._write()
+
+    def _read(self) -> dict[str, Any]:
+        """Returns who has the directory; empty when nobody has."""
+        try:
+            found = json.loads(os.pread(self._file, _SIZE, 0))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _write(self) -> None:
+        try:
+            os.pwrite(self._file, json.dumps(self._own).encode().ljust(_SIZE), 0)
+        except OSError as error:  # the kernel's lock holds without it
+            log.warning("the heartbeat in %s cannot be written: %s", self._path, error)
+
+    def _in_use(self, holder: dict[str, Any]) -> ConfigError:
+        return ConfigError(
+            f"{_who(holder)} is using this directory",
+            field=self._field,
+            value=str(self._path.parent),
+            remedy="end that run, or give this one a directory of its own",
+        )
+
+
+def _who(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "another run"
+    return f"run {holder.get('run')} (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')})"
+
+
+def _machine() -> str:
+    """Identifies the running kernel: all its processes share its locks, in containers too."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,143 @@
+"""One run at a time has a directory, whatever becomes of the others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import run_lock
+from common.errors import ConfigError, ServiceError
+from common.run_lock import LOCK, RunLock
+from tests.support.paths import ROOT
+
+HOLDER = """
+import sys; from pathlib import Path; from common.run_lock import RunLock
+with RunLock(Path(sys.argv[1]), "first"): print("held", flush=True); sys.stdin.read()
+"""
+
+
+@contextmanager
+def another(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock until it is ended."""
+    command = [sys.executable, "-c", HOLDER, str(directory)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, stopped: bool) -> None:
+    with another(tmp_path / "run") as process:
+        if stopped:  # it is alive, though it cannot say so
+            process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match=rf"run first \(process {process.pid} on .*, since 2.* is using") as error:
+            RunLock(tmp_path / "run", "second").__enter__()
+    assert (error.value.field, error.value.value) == ("trainer.run_dir", str(tmp_path / "run"))
+
+
+@pytest.mark.process
+def test_a_killed_run_leaves_the_directory_at_once(tmp_path: Path) -> None:
+    with another(tmp_path) as process:
+        process.kill()
+        process.wait()
+        with RunLock(tmp_path, "second"):
+            assert json.loads((tmp_path / LOCK).read_bytes())["run"] == "second"
+    assert (tmp_path / LOCK).read_bytes() == b""
+
+
+def test_the_same_process_cannot_have_a_directory_twice(tmp_path: Path) -> None:
+    with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
+        RunLock(tmp_path, "second").__enter__()
+    with RunLock(tmp_path, "third"):
+        pass
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_BEAT_S", 0.05), ("_STALE_S", 1.0), ("_SETTLE_S", 0.2)):
+        monkeypatch.setattr(run_lock, name, value)
+
+
+@pytest.fixture(params=["elsewhere", "no flock"])
+def unreachable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's lock does not reach the other: it is on another machine, or the file system has none."""
+    if request.param == "no flock":
+
+        def refuse(*_: Any) -> None:
+            raise OSError(95, "Operation not supported")
+
+    else:
+        names = iter(f"machine {i}" for i in range(10))
+        monkeypatch.setattr(run_lock, "_machine", lambda: next(names))
+
+        def refuse(*_: Any) -> None:
+            pass
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+
+@pytest.mark.usefixtures("quick", "unreachable")
+def test_a_run_that_no_lock_reaches_is_known_by_its_heartbeat(tmp_path: Path) -> None:
+    with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
+        RunLock(tmp_path, "second").__enter__()
+    with RunLock(tmp_path, "third"):  # the first said that it had ended: nobody waits for it
+        pass
+
+
+@pytest.mark.usefixtures("quick", "unreachable")
+def test_a_run_whose_heart_stopped_is_taken_over_and_says_so_when_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_BEAT_S", 1e6)
+    with RunLock(tmp_path, "stopped") as first, RunLock(tmp_path, "second") as second:
+        second.check()
+        first.check()
+        monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
+        first._beat()  # it wakes
+        with pytest.raises(ServiceError, match=r"stood still, and run second \(process .* took over"):
+            first.check()
+
+
+@pytest.mark.usefixtures("quick", "unreachable")
+def test_of_two_that_wait_one_gets_the_directory(tmp_path: Path) -> None:
+    dead = {"run": "dead", "host": "h", "pid": 1, "since": "s", "machine": "m", "token": "t", "beat": 3}
+    (tmp_path / LOCK).write_text(json.dumps(dead).ljust(512))
+    said: list[str] = []
+    ended = threading.Event()
+
+    def try_it(name: str) -> None:
+        try:
+            with RunLock(tmp_path, name):
+                said.append("has it")
+                ended.wait(60)
+        except ConfigError as error:
+            said.append(str(error))
+            ended.set()
+
+    threads = [threading.Thread(target=try_it, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == "has it" or said[1] == "has it"
+    assert sum("is using this directory" in text for text in said) == 1
+
+
+def test_a_damaged_lock_file_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_bytes(os.urandom(100))
+    with RunLock(tmp_path, "run"):
+        pass

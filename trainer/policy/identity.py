@@ -1,0 +1,130 @@
+"""What a run has in common with its checkpoints, whatever else is set anew when it is resumed.
+
+These are the settings on which the state in a checkpoint depends, or which it would silently override. Models are compared by
+their content, so that a directory may move.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from common.config import Config
+from common.errors import ConfigError
+from common.sections import ModelSection
+from trainer.policy.scorer import cannot_load, load_tokenizer
+
+log = logging.getLogger(__name__)
+Facts = dict[str, list[str]]
+"""For every setting, its value as shown and as compared."""
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_VOLATILE = ("transformers_version", "_name_or_path")
+"""Entries of `config.json` that say nothing about the model."""
+_PROMPTS = (
+    *("hub_config", "train_split", "num_samples", "prompt_field", "answer_field", "messages_field", "map"),
+    *("levels", "subjects", "curriculum"),
+)
+"""Settings that choose the prompts, in whose order a run has a position."""
+_PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — 東京 🙂"
+
+
+def identity(config: Config) -> Facts:
+    """Returns what every attempt of this run must have in common. Raises ConfigError for a model that cannot be read."""
+    algorithm, model = config.algorithm, config.model
+    plain: dict[str, object] = {
+        "seed": config.seed,
+        "sampling.group_size": config.sampling.group_size,
+        "trainer.batch_size": config.trainer.batch_size,
+        "replay.reuse_ratio": config.replay.reuse_ratio,
+        "lora.rank": config.lora.rank,
+    }
+    models = {}
+    if algorithm.needs_critic:
+        plain["critic.location"] = config.critic.location
+        models["critic.model"] = config.critic.model
+    if algorithm.kl_coef > 0:
+        models["model.reference"] = model.reference
+        plain["algorithm.reference_refresh"] = "on" if algorithm.reference_refresh else "0"
+    if algorithm.kl_target is not None:
+        plain["algorithm.kl_coef"] = algorithm.kl_coef  # adapted ever since
+    plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
+    facts = {name: [str(value), str(value)] for name, value in plain.items()}
+    facts["algorithm.advantage"] = [algorithm.advantage, "critic" if algorithm.needs_critic else "no critic"]
+    facts["data.source"] = [config.data.source, _data(config.data.source)]
+    facts["tokenizer of model.name"] = [model.name, _tokenizer(model)]
+    facts["model.name"] = _model(model.name)
+    return facts | {name: _model(other) if other else ["", ""] for name, other in models.items()}
+
+
+def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
+    """Raises ConfigError for a run that is not the one of the checkpoint."""
+    for name in sorted(before.keys() & now.keys(), key=list(now).index):
+        (was, content), (is_now, same) = before[name], now[name]
+        if content != same:
+            if was == is_now:
+                was, is_now = f"{was} with the content {content[:12]}", f"{is_now} with the content {same[:12]}"
+            raise ConfigError(
+                f"the checkpoint {checkpoint} is of a run with {name} {was or 'unset'}, this one has {is_now or 'none'}",
+                field=name,
+                value=is_now,
+                remedy=f"set it to {was or 'nothing'} again, or begin anew: another run directory, or trainer.resume false",
+            )
+        if was != is_now:
+            log.warning("%s was %s and is %s now; what the checkpoint holds fits both", name, was, is_now)
+
+
+def _model(name: str) -> list[str]:
+    """Identifies a model: a directory by its content, one of the hub by its name and configuration."""
+    digest, directory = hashlib.sha256(), Path(name)
+    shown = name
+    try:
+        if not directory.is_dir():
+            digest.update(name.encode())
+            directory = Path(cached_file(name, "config.json")).parent
+            shown = f"{name} ({directory.name[:12]})"  # the revision
+        content = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise cannot_load("model", name, error) from None
+    digest.update(json.dumps({key: content[key] for key in sorted(content) if key not in _VOLATILE}).encode())
+    if shown == name:
+        for file in sorted(directory.glob("*.safetensors")):
+            for part in _samples(file):
+                digest.update(part)
+    return [shown, digest.hexdigest()]
+
+
+def _data(source: str) -> str:
+    """Identifies a data set: a file by its content, any other source by its name."""
+    if not Path(source).is_file():
+        return source
+    with Path(source).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    """Yields the header of a safetensors file and samples of its tensors: reading all of a large model would take minutes."""
+    size = file.stat().st_size
+    yield f"{file.name} {size}".encode()
+    with file.open("rb") as stream:
+        header = stream.read(8)
+        yield header + stream.read(min(size, int.from_bytes(header, "little")))
+        first = stream.tell()
+        for i in range(_SAMPLES):
+            stream.seek(first + (size - first) * i // _SAMPLES)
+            yield stream.read(_SAMPLE_BYTES)
+
+
+def _tokenizer(config: ModelSection) -> str:
+    """Identifies a tokenizer by its vocabulary, chat template and what it makes of a text."""
+    tokenizer: Any = load_tokenizer(config)
+    facts = [
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer.chat_template,
+        tokenizer.eos_token_id,
+        tokenizer(_PROBE).input_ids,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
