@@ -94,9 +94,9 @@ def _gold(ground_truth: str, field: str) -> str:
 class MathRewardFunction(DetailedRewardFunction):
     r"""1.0 for a completion whose final answer is that of `ground_truth`, else 0.0.
 
-    The final answer is the last balanced `\boxed{}` or `####` line, else the last number; `<think>` does not count. Numbers
-    and fractions are compared exactly, everything else by math-verify in worker processes, which start when they are first
-    needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
+    The final answer is the last balanced `\boxed{}` or `####` line, else X of "the answer is X", else the last number;
+    `<think>` does not count. Numbers are compared exactly, everything else in worker processes, which start when they are
+    first needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
 
     Args:
         workers: processes.
