@@ -97,8 +97,8 @@ def services_app() -> web.Application:
         items = orjson.loads(await request.read())["items"]
         result = {"reward": 1.0, "extracted_answer": "12", "ground_truth": "12", "correct": True, "status": "ok"}
         result["components"] = {"math": 1.0}
-        means = {"rewards": [1.0] * len(items), "mean_reward": 1.0, "accuracy": 1.0}
-        return web.Response(body=orjson.dumps(means | {"results": [result] * len(items)}), content_type="application/json")
+        body = {"rewards": [result] * len(items), "mean_reward": 1.0, "accuracy": 1.0}
+        return web.Response(body=orjson.dumps(body), content_type="application/json")
 
     async def add(request: web.Request) -> web.Response:
         nonlocal stored
@@ -121,12 +121,13 @@ class FreeingReplay(ReplayClient):
     collector: Collector
     stored = 0
 
-    async def add(self, groups: list[Any]) -> None:
-        await super().add(groups)
+    async def add(self, groups: list[Any]) -> int:
+        added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
             del self.collector.waiting[group.position]
         self.collector.free(len(groups))
+        return added
 
 
 def resident_mb() -> float:

@@ -7,6 +7,7 @@ service's process. Every connection resolves its name anew, so a task that came 
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -129,6 +130,7 @@ class Client:
                     method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
                 )
             except _NETWORK_ERRORS as error:
+                self._check_trust(error)
                 reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
@@ -157,6 +159,20 @@ class Client:
             request=logs.request_id(),
         )
 
+    def _check_trust(self, error: BaseException | None) -> None:
+        """Raises ServiceError for a certificate that is not trusted, which a retry does not change."""
+        while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+            error = error.__cause__ or error.__context__
+        if error is not None:
+            why = getattr(getattr(error, "certificate_error", error), "verify_message", "") or error
+            raise ServiceError(
+                f"the certificate of {self.service} is refused: {why}",
+                code="certificate",
+                field="TLS_CA",
+                value=self.base_url,
+                remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task (SECURITY.md)",
+            ) from None
+
     def _is_passing(self, response: httpx.Response) -> bool:
         """Whether a retry may succeed."""
         return response.status_code in _RETRIED_STATUSES
@@ -180,10 +196,11 @@ class Client:
             raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
 
     async def unhealthy_reason(self) -> str | None:
-        """Asks `/health` once: None for 200, else the reason. Raises ServiceError for a wrong token, which stays wrong."""
+        """Asks `/health` once: None for 200, else the reason. Raises ServiceError for a wrong token or certificate."""
         try:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
+            self._check_trust(error)
             return str(error) or type(error).__name__
         if response.is_success:
             return None
@@ -279,7 +296,7 @@ class RewardClient(Client):
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""
-        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).results)
+        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).rewards)
         return [[next(graded) for _ in batch] for batch in batches]
 
 
@@ -288,9 +305,10 @@ class ReplayClient(Client):
 
     _headers = {"content-type": wire.MSGPACK, "accept": wire.MSGPACK}  # noqa: RUF012
 
-    async def add(self, groups: list[Group]) -> None:
-        """Stores groups; durable when this returns. Adding an id again changes nothing."""
-        await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
+    async def add(self, groups: list[Group]) -> int:
+        """Stores groups and returns how many are new; durable when this returns. Adding an id again changes nothing."""
+        answer = await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
+        return int(answer.json()["added"])
 
     async def take(self, request: TakeRequest) -> TakenGroups:
         """Returns `count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""

@@ -1,15 +1,20 @@
 """The error type of the system: what is wrong, in which field, with which value, and how to fix it."""
 
+import reprlib
 from typing import Any
 
 _MAX_VALUE_CHARS = 200
 _MAX_TEXT_CHARS = 10_000
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 10
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = _MAX_VALUE_CHARS
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
-    """Returns `value` as text of at most `limit` characters, so that no error carries a whole bad body."""
-    text = value if isinstance(value, str) else repr(value)
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
+    """Returns `value` as text of at most `limit` characters, so that no error carries, or formats, a whole bad body."""
+    text = value if isinstance(value, str) else _REPR.repr(value[:limit] if isinstance(value, bytes) else value)
+    text = text[: limit + 1].encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 

@@ -12,7 +12,17 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError, core_schema
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -25,10 +35,57 @@ RewardStatus = Literal["ok", "unparsable", "timeout", "died", "error"]
 failed): not graded, the reward is null."""
 
 
+@dataclass(frozen=True)
+class AtMost:
+    """Bounds a list or mapping before its items are validated, and stops at the first invalid item.
+
+    pydantic validates the items first and collects every error, which takes seconds and gigabytes for a million of them.
+    """
+
+    limit: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        schema: Any = handler(source)
+        if schema["type"] == "list":
+            return core_schema.no_info_before_validator_function(self._bounded, schema | {"fail_fast": True})
+        return core_schema.no_info_wrap_validator_function(self._one_by_one, schema)
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(schema)
+        return found | {"maxItems" if found.get("type") == "array" else "maxProperties": self.limit}
+
+    def _bounded(self, value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > self.limit:
+            found = {"field_type": type(value).__name__, "max_length": self.limit, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", found)
+        return value
+
+    def _one_by_one(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(self._bounded(value), dict):
+            return handler(value)
+        return {name: item for pair in value.items() for name, item in handler(dict([pair])).items()}
+
+
+MAX_LISTED = 65_536
+"""Items of a list on the wire that has no other limit."""
+MAX_NAMES = 1024
+"""Names of a mapping on the wire that has no other limit."""
+Columns = Annotated[dict[str, Any], AtMost(MAX_NAMES)]
+
+
 class Wire(BaseModel):
     """Base of all JSON bodies; refuses unknown fields and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, data: Any) -> Any:
+        """Keeps one unknown field for the error: pydantic would collect an error for each of a million."""
+        if isinstance(data, dict) and len(data) > len(cls.model_fields) + 1:
+            unknown = next(name for name in data if name not in cls.model_fields)
+            return {name: data[name] for name in (*cls.model_fields, unknown) if name in data}
+        return data
 
 
 def _is_empty(value: object) -> bool:
@@ -43,9 +100,9 @@ class Prompt(Wire):
     ground_truth: str
     task: str = Field("", exclude_if=_is_empty)
     """Chooses the reward functions where a data set mixes tasks; empty: the default ones. Left out of JSON when empty."""
-    columns: dict[str, Any] = Field({}, exclude_if=_is_empty)
+    columns: Columns = Field({}, exclude_if=_is_empty)
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out of JSON when empty."""
-    chat: list[dict[str, str]] = Field([], exclude_if=_is_empty)
+    chat: Annotated[list[Annotated[dict[str, str], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = Field([], exclude_if=_is_empty)
     """The conversation to continue, if it is more than one message of the user. It ends with `prompt`; its own system message
     replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
@@ -53,7 +110,7 @@ class Prompt(Wire):
 class PromptBatch(Wire):
     """Answer of `GET /prompts`."""
 
-    prompts: list[Prompt]
+    prompts: Annotated[list[Prompt], AtMost(MAX_LISTED)]
     total_available: int
     """Problems in the training split."""
     epoch: int
@@ -65,8 +122,8 @@ class PromptBatch(Wire):
 class PassRateReport(Wire):
     """Body of `POST /pass_rates`: how often prompts of the training split were solved."""
 
-    prompt_ids: list[Annotated[str, StringConstraints(max_length=512)]] = Field(min_length=1, max_length=65536)
-    pass_rates: list[Annotated[float, Field(ge=0, le=1)]]
+    prompt_ids: Annotated[list[Annotated[str, StringConstraints(max_length=512)]], Field(min_length=1), AtMost(MAX_LISTED)]
+    pass_rates: Annotated[list[Annotated[float, Field(ge=0, le=1)]], AtMost(MAX_LISTED)]
     """Share of correct completions of each prompt, in the same order."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """A report sent again with the same id counts once."""
@@ -93,7 +150,7 @@ class RewardItem(Wire):
     finish_reason: FinishReason = "stop"
     task: Text = ""
     """As in `Prompt`."""
-    columns: dict[str, Any] = {}
+    columns: Columns = {}
     """As in `Prompt`."""
 
 
@@ -104,7 +161,7 @@ MAX_BATCH_ITEMS = 4096
 class BatchRewardRequest(Wire):
     """Body of `POST /batch_reward`."""
 
-    items: list[RewardItem] = Field(min_length=1)
+    items: Annotated[list[RewardItem], Field(min_length=1), AtMost(MAX_BATCH_ITEMS)]
 
 
 class RewardResult(Wire):
@@ -115,17 +172,16 @@ class RewardResult(Wire):
     ground_truth: str
     correct: bool
     status: RewardStatus
-    components: dict[str, float | None] = {}
+    components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
 
 
 class BatchRewardResult(Wire):
-    """Answer of `POST /batch_reward`, in the order of the items; means are over the graded ones."""
+    """Answer of `POST /batch_reward`, in the order of the items; means are over the graded ones, 0 when there are none."""
 
-    rewards: list[float | None]
+    rewards: Annotated[list[RewardResult], AtMost(MAX_BATCH_ITEMS)]
     mean_reward: float
     accuracy: float
-    results: list[RewardResult]
 
 
 class WeightFile(Wire):
@@ -144,7 +200,7 @@ class WeightManifest(Wire):
     """The training run: a version number alone does not tell two runs apart."""
     kind: Literal["model", "adapter"] = "model"
     """A complete model directory, or a LoRA adapter in PEFT's format."""
-    files: list[WeightFile] = []
+    files: Annotated[list[WeightFile], AtMost(MAX_LISTED)] = []
     """Empty: the trainer writes them on request (`GET /weights/latest?files=true`)."""
     directory: str = ""
     """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: to be downloaded."""
@@ -157,14 +213,18 @@ def adapter_name(run_id: str, version: int) -> str:
     return f"{run_id}-v{version:06d}"
 
 
+MAX_TENSORS = 1_000_000
+Shapes = Annotated[list[Annotated[list[int], AtMost(64)]], AtMost(MAX_TENSORS)]
+
+
 class Bucket(Wire):
     """Tensors in one message: their bytes one after the other, of one dtype, so that each is aligned."""
 
-    names: list[str] = Field(min_length=1)
+    names: Annotated[list[str], Field(min_length=1), AtMost(MAX_TENSORS)]
     """Hugging Face names."""
-    dtypes: list[str]
+    dtypes: Annotated[list[str], AtMost(MAX_TENSORS)]
     """torch's names: `float32`."""
-    shapes: list[list[int]]
+    shapes: Shapes
 
 
 class Broadcast(Wire):
@@ -175,18 +235,18 @@ class Broadcast(Wire):
     master_port: int
     world_size: int
     backend: Literal["gloo", "nccl"]
-    ranks: dict[str, int]
+    ranks: Annotated[dict[str, int], AtMost(MAX_LISTED)]
     """Rank of the first GPU of each worker's engine; its others follow."""
-    epochs: dict[str, str]
+    epochs: Annotated[dict[str, str], AtMost(MAX_LISTED)]
     """`WorkerReport.epoch` of each worker; an engine that was restarted since is no member."""
-    buckets: list[Bucket]
+    buckets: Annotated[list[Bucket], AtMost(MAX_TENSORS)]
 
 
 class WeightChecksums(Wire):
     """Checksums of an engine's weights (`POST /weights/{version}/verify` of the trainer)."""
 
     worker: str
-    ranks: list[dict[str, str]] = Field(min_length=1)
+    ranks: Annotated[list[Annotated[dict[str, str], AtMost(MAX_TENSORS)]], Field(min_length=1), AtMost(MAX_LISTED)]
     """For every GPU, the checksum of each tensor by its name in the engine."""
 
 
@@ -234,7 +294,7 @@ _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Chars = Annotated[str, Meta(max_length=1_000_000)]
 _Spans = Annotated[
     list[tuple[_Count, _Count, _Count]],
-    Meta(min_length=1, description="[version, start, end], one after the other, over all tokens"),
+    Meta(min_length=1, max_length=MAX_LISTED, description="[version, start, end], one after the other, over all tokens"),
 ]
 
 
@@ -253,7 +313,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     correct: bool = False
     status: RewardStatus = "ok"
     extracted_answer: _Chars | None = None
-    components: dict[Annotated[str, Meta(max_length=512)], _Finite | None] = {}
+    components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}
     """As in `RewardResult`."""
 
     @property
@@ -278,7 +338,7 @@ class Group(Struct, forbid_unknown_fields=True):
     """Position of the prompt in the data-server's stream."""
     created_at: _Finite = 0.0
     """Seconds since 1970."""
-    metadata: dict[str, Any] = {}
+    metadata: Annotated[dict[str, Any], Meta(max_length=MAX_NAMES)] = {}
 
     @property
     def weight_version(self) -> int:
@@ -298,13 +358,13 @@ class Group(Struct, forbid_unknown_fields=True):
 class Groups(Struct):
     """Body of `POST /groups`."""
 
-    groups: Annotated[list[Group], Meta(extra_json_schema={"minItems": 1})]
+    groups: Annotated[list[Group], Meta(max_length=MAX_LISTED, extra_json_schema={"minItems": 1})]
 
 
 class TakenGroups(Struct):
     """Answer of `POST /groups/take`."""
 
-    groups: list[Group]
+    groups: Annotated[list[Group], Meta(max_length=MAX_LISTED)]
     evicted: _Count = 0
     """Groups dropped by this call because they were older than `min_version`."""
 
@@ -312,7 +372,7 @@ class TakenGroups(Struct):
 class SampledGroups(Struct):
     """Answer of `POST /groups/sample`: prioritised reuse."""
 
-    groups: list[Group]
+    groups: Annotated[list[Group], Meta(max_length=MAX_LISTED)]
     weights: Float32
     """[len(groups)] importance weights (N·P(i))^-β, divided by the largest of the buffer (Schaul et al. 2016)."""
 
@@ -327,6 +387,8 @@ class TakeRequest(Wire):
     """Seconds to wait for `count` groups; with fewer, none are handed out."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """A retry with the same id gets the same answer, so a new request makes a new id."""
+    run_id: Annotated[str, StringConstraints(max_length=128)] = ""
+    """The run that takes, with which its request ids begin. It ends leases of other requests: strays, as one run trains."""
 
 
 class SampleRequest(Wire):
@@ -342,17 +404,20 @@ class SampleRequest(Wire):
     seed: int = Field(0, ge=0)
 
 
+Ids = Annotated[list[str], Field(min_length=1), AtMost(MAX_LISTED)]
+
+
 class GroupIds(Wire):
     """Body of `POST /groups/ack`."""
 
-    ids: list[str] = Field(min_length=1)
+    ids: Ids
 
 
 class PriorityUpdate(Wire):
     """Body of `POST /groups/priorities`."""
 
-    ids: list[str] = Field(min_length=1)
-    priorities: list[Annotated[float, Field(ge=0)]]
+    ids: Ids
+    priorities: Annotated[list[Annotated[float, Field(ge=0)]], AtMost(MAX_LISTED)]
 
 
 _RunId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -403,7 +468,7 @@ class CriticMetrics:
 class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Body of `POST /values` of the critic-server."""
 
-    sequences: list[TokenSequence]
+    sequences: Annotated[list[TokenSequence], Meta(max_length=MAX_LISTED)]
     run_id: _RunId | None = None
     """When set, the critic must be that of this run at `step`."""
     step: _Count | None = None
@@ -412,7 +477,7 @@ class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Values(Struct):
     """Answer of `POST /values`."""
 
-    values: list[Float32]
+    values: Annotated[list[Float32], Meta(max_length=MAX_LISTED)]
     """[L] for each sequence, in order."""
     step: _Count
     """Batches the critic was trained on."""
@@ -425,7 +490,7 @@ class UpdateRequest(Struct, forbid_unknown_fields=True):
     step: _Count
     seed: _Count
     """Seed of the cut of the rows into mini-batches."""
-    rows: Annotated[list[ValueTargets], Meta(min_length=1)]
+    rows: Annotated[list[ValueTargets], Meta(min_length=1, max_length=MAX_LISTED)]
 
 
 RunId = Annotated[str, StringConstraints(min_length=1, max_length=128)]

@@ -126,15 +126,16 @@ class RewardSection(Section):
     """Functions for the problems of each task; `functions` grade those without a task. Once a task is named here, a problem of
     any other task is refused."""
     function_timeout_s: float = Field(10.0, gt=0)
-    """Seconds for one call of `format`, `length`, `repetition` or your own function."""
+    """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a processor does not count."""
     workers: int = Field(2, gt=0)
-    """Worker processes for `math`, and as many for your own functions."""
+    """Worker processes for `math`, with as many spare ones, and as many for your own functions."""
     math_timeout_s: float = Field(1.0, gt=0)
-    """Seconds for one answer in a worker of `math`."""
+    """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
     """Reward only completions that ended by themselves. One cut at `max_new_tokens` gets 0, right or wrong."""
     code_timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one test case of `code`. All cases of a program share five times as much."""
+    """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting for a processor does not
+    count."""
     code_partial_credit: bool = False
     """`code` rewards the share of test cases that pass, instead of all or nothing."""
     code_slots: int | None = Field(None, gt=0)

@@ -9,6 +9,7 @@ Callers get names, not addresses: after a recovery the name is the same and its 
 """
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,15 +31,19 @@ import logging, sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
-logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+for name in ("api", "errors.error_handler"):
+    logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
 try:
     main()
 except SignalException as end:
     sys.exit(128 + end.sigval)
 except ChildFailedError as end:
     rank, failure = end.get_first_failure()
+    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"  # other ranks have spoken since
     if failure.exitcode < 0:
         print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+    elif several and failure.error_file_data:
+        print(f"rank {rank}: {failure.message}", file=sys.stderr)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
 """torchrun, except that its last lines are those of the rank that failed first, and its status is that rank's, or 128 plus the
@@ -158,21 +163,35 @@ class Topology:
             )
         return self.local_hosts[name]
 
+    @property
+    def torchrun_port(self) -> int:
+        """The port of torchrun's rendezvous, which listens on every interface: runs beside each other here need their own."""
+        return TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
+
     def torchrun(self, arguments: list[str]) -> list[str]:
         """Returns the command that runs `arguments` (as after `torchrun`) on every node of this task, a process per GPU.
 
         Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts: after a recovery it is the new one.
         """
-        # torchrun listens on every interface, so runs beside each other on one machine need different ports: 127.N.… gets + N.
-        port = TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
         return [
             *(sys.executable, "-c", _TORCHRUN),
             *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
             *("--nproc-per-node", str(max(1, self.gpus_per_node))),
             *("--master-addr", self.node_ips[0]),
-            *("--master-port", str(port)),
+            *("--master-port", str(self.torchrun_port)),
             *arguments,
         ]
+
+
+def _check_port(port: int) -> None:
+    """Ends the process when torchrun could not listen: it would say so in a traceback."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        reason = f"torchrun cannot listen on port {port}: {error.strerror}"
+        remedy = f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's trainer"
+        print(f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _main(argv: list[str]) -> None:
@@ -180,6 +199,8 @@ def _main(argv: list[str]) -> None:
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit("usage: python -m common.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)")
     topology = Topology.from_env()
+    if topology.node_rank == 0:
+        _check_port(topology.torchrun_port)
     os.environ.update(topology.loopback_env())
     command = topology.torchrun(argv[1:])
     os.execv(command[0], command)  # noqa: S606 - the same process, so signals reach torchrun

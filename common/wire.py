@@ -4,6 +4,7 @@ An array is raw little-endian bytes in msgpack, 4 a number, and a list of number
 and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
 """
 
+import gc
 import json
 import re
 import reprlib
@@ -16,7 +17,7 @@ import orjson
 from msgspec import Meta, ValidationError
 from numpy.typing import NDArray
 
-from common.errors import InvalidInput
+from common.errors import InvalidInput, TooLarge
 from common.schemas import (
     FLOAT32_MAX,
     Float32,
@@ -30,6 +31,12 @@ from common.schemas import (
 )
 
 MSGPACK = "application/msgpack"
+MAX_JSON_BYTES = 128 << 20
+"""Limit of a JSON body. Decoding it holds the interpreter, and so every other request: 128 MiB of text take 0.15 s."""
+MAX_JSON_ITEMS = 2_000_000
+"""Limit on the items of a JSON body, where a list or mapping counts twice: one takes up to 232 bytes of memory."""
+_CHUNK = 256 << 10
+_BACKSLASHES = re.compile(rb"\\*.?", re.DOTALL)
 MAX_ITEMS = 4_000_000
 """Limit on items of all lists and mappings of a msgpack body. An empty mapping is one byte there and 64 in Python, so a body of
 the permitted size could otherwise take all memory. Real bodies have few items, since arrays are raw bytes."""
@@ -52,12 +59,8 @@ def decode(body: bytes, kind: type[_T]) -> _T:
 
 
 def decode_json(body: bytes, kind: type[_T]) -> _T:
-    """Decodes a JSON body to a struct. Raises InvalidInput that names the first invalid field."""
-    try:
-        content = orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
-    return from_plain(content, kind)
+    """Decodes a JSON body to a struct. Raises InvalidInput that names the first invalid field, or TooLarge."""
+    return from_plain(parse_json(body), kind)
 
 
 def encode_groups(groups: list[Group], **extra: object) -> bytes:
@@ -92,6 +95,42 @@ def unpack(body: bytes) -> Any:
     except (ValueError, TypeError, RecursionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise InvalidInput(f"the body is not msgpack: {reason}", field="body", remedy=f"send {MSGPACK}") from None
+
+
+def parse_json(body: bytes) -> Any:
+    """Decodes a JSON body without validation. Raises InvalidInput, or TooLarge: decoding holds the interpreter."""
+    remedy = f"send smaller batches, or {MSGPACK} where the call takes it"
+    if len(body) > MAX_JSON_BYTES:
+        raise TooLarge(f"a JSON body has at most {MAX_JSON_BYTES} bytes", field="body", value=len(body), remedy=remedy)
+    if 2 * len(body) > MAX_JSON_ITEMS and _json_items(body) > MAX_JSON_ITEMS:
+        raise TooLarge(f"the body has more than {MAX_JSON_ITEMS} items", field="body", value=len(body), remedy=remedy)
+    collects = gc.isenabled()
+    gc.disable()  # while a million lists are made, the collector would look at all of them again and again
+    try:
+        return orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _json_items(body: bytes) -> int:
+    """Counts items outside of texts, lists and mappings double; ends soon after the limit.
+
+    Works in chunks, between which other threads run.
+    """
+    found, begin, in_text = 0, 0, False
+    while begin < len(body) and found <= MAX_JSON_ITEMS:
+        end = min(begin + _CHUNK, len(body))
+        if body[end - 1] == ord("\\"):  # a chunk must not part an escape
+            match = _BACKSLASHES.match(body, end)
+            end = match.end() if match else end
+        parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        found += sum(part.count(b",") + 2 * (part.count(b"{") + part.count(b"[")) for part in parts[in_text::2])
+        in_text ^= len(parts) % 2 == 0
+        begin = end
+    return found
 
 
 def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:

@@ -3,7 +3,7 @@
 import gc
 import logging
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 
@@ -16,6 +16,7 @@ from common.errors import ConfigError, ServiceError
 from common.logs import last_words
 from common.observe import setup_logging
 from common.rollout_client import RolloutClient
+from common.run_lock import RunLock
 from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.liveness import Liveness
@@ -68,8 +69,10 @@ def run(config: Config, topology: Topology) -> None:
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
-    with watchdog.stalls(), ranks, Liveness(ranks, topology, settings.lost_after_s), ExitStack() as stack:
-        training = Run.build(config, ranks, settings.run_dir, topology.group or "local", JobGroupBackend(topology), stack)
+    group, alive = topology.group or "local", Liveness(ranks, topology, settings.lost_after_s)
+    mine = RunLock.of_new_run(settings.run_dir, group) if ranks.first else nullcontext()  # before the ranks meet
+    with mine as lock, watchdog.stalls(), ranks, alive, ExitStack() as stack:
+        training = Run.build(config, ranks, settings.run_dir, lock, JobGroupBackend(topology), stack)
         gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
         train(training)
         training.finish()

@@ -13,7 +13,6 @@ No part knows the run, and rollouts, weights, evaluator and log do not know one 
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -118,17 +116,17 @@ class Run:
     """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
 
     @classmethod
-    def build(cls, config: Config, ranks: Ranks, run_dir: Path, name: str, backend: Backend, stack: ExitStack) -> "Run":
+    def build(
+        cls, config: Config, ranks: Ranks, run_dir: Path, lock: RunLock | None, backend: Backend, stack: ExitStack
+    ) -> "Run":
         """Loads or resumes the models, starts the services and publishes the weights. A collective.
 
-        The run's id begins with `name`; `stack` closes everything. Raises ConfigError, or another ServiceError with the reason
-        why the run cannot begin.
+        Rank 0 holds the `lock` of `run_dir`, which names the run; `stack` closes everything. Raises ConfigError, or another
+        ServiceError with the reason why the run cannot begin.
         """
-        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
-        lock = None
+        run_id = lock.run if lock else ""
         if ranks.first:
             check(config.trackers)
-            lock = stack.enter_context(RunLock(run_dir, run_id))
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
         reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints

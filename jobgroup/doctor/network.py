@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from common.security import authorization, trusted
-from common.topology import ROLLOUT, Topology
+from common.topology import ROLLOUT, TORCHRUN_PORT, TRAINER, Topology
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Check, Result, expect
 from jobgroup.scrape import SECTIONS
@@ -46,6 +46,10 @@ def check_ports(plan: Plan) -> Iterator[Result]:
             yield Result(title, "warn", f"on 127.0.0.1 {problem}", fix)
         else:
             free.append(str(port))
+    trainer = any(task.name == TRAINER for task in plan.here)
+    if trainer and (problem := _taken("", TORCHRUN_PORT)):
+        fix = "end it; nothing for jobgroup.local, where every run has a port of its own"
+        yield Result(f"port {TORCHRUN_PORT} of torchrun", "fail", problem, fix)
     if free:
         yield Result("ports", "ok", f"free: {', '.join(dict.fromkeys(free))}")
 

@@ -7,6 +7,7 @@ Primary tasks decide when the group ends and with which status. No process survi
 
 import asyncio
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -20,7 +21,7 @@ from common.cli import Parser
 from common.config import fail, packaged
 from common.errors import ConfigError
 from common.run_lock import LOCK, RunLock
-from common.security import token
+from common.security import TOKEN, token
 from jobgroup import scrape, spec
 from jobgroup.local.output import Screen
 from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
@@ -73,7 +74,7 @@ def _run(
         screen.say(f"there is no {_PYTHON} here: {', '.join(task.name for task in lacking)} run with {sys.executable}")
         python = shlex.quote(sys.executable)
         tasks = [replace(task, run=task.run.replace(_PYTHON, python)) if task in lacking else task for task in tasks]
-    for line in [*_notices(tasks, log_dir), *_scraped(group, tasks, places, log_dir)]:
+    for line in [*_notices(tasks, log_dir), *_make_token(tasks, log_dir), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
     runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
@@ -124,7 +125,8 @@ class _Environment:
             skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         # The nodes share the cores: a thread that waits must not spin. Output is shown as it is written.
         defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-        return {**defaults, **os.environ, **task.env, **skypilot}
+        own = {name: value for name, value in task.env.items() if value or name != TOKEN}  # empty: this run's
+        return {**defaults, **os.environ, **own, **skypilot}
 
 
 def _parser() -> Parser:
@@ -170,10 +172,32 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     return lines
 
 
+def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
+    """Makes a token for tasks that take one and got none: any web page open on this machine could call them otherwise.
+
+    Returns what to tell the user, who needs it for the dashboard and for calls.
+    """
+    wanting = [task for task in tasks if TOKEN in task.env]
+    if not wanting or os.environ.get(TOKEN) or any(task.env[TOKEN] for task in wanting):
+        return []
+    value = os.environ[TOKEN] = secrets.token_hex(16)
+    file = log_dir / "api_token"
+    try:
+        file.unlink(missing_ok=True)
+        file.touch(0o600, exist_ok=False)
+        file.write_text(value, encoding="ascii")
+    except OSError as error:
+        return [f"API_TOKEN of this run: {value} ({file} cannot be written: {error.strerror})"]
+    return [
+        f"API_TOKEN of this run: {value}, also in {file}; add #token={value} to the address of the dashboard, and to calls:",
+        f'  curl -H "Authorization: Bearer $(cat {shlex.quote(str(file))})" …',
+    ]
+
+
 def _scraped(group: JobGroup, tasks: Sequence[Task], places: Places, log_dir: Path) -> list[str]:
     """Writes `prometheus.yml` for the tasks of this product; an error is a notice, not a reason to stop."""
     try:
-        token_file = "api_token" if token() else None  # beside it; put there by whoever starts Prometheus
+        token_file = "api_token" if token() else None  # beside it
         chosen = replace(group, tasks=tuple(tasks))
         text = scrape.configuration(chosen, {"JOBGROUP_HOSTS": places.text()}, token_file)
         (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")

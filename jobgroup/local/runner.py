@@ -16,6 +16,8 @@ from jobgroup.spec import Task
 
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 _BACKSTOP_S = 5.0
+_LOST = 75
+"""Status of a trainer rank that ends because another one has (`learning.liveness`)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,11 +55,11 @@ class TaskRun:
             if failed is None:
                 self._finish("SUCCEEDED")
                 return
+            failed = next((node for node in (failed, *self.nodes) if _on_its_own(node)), failed)
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
-                own = 0 < self.nodes[0].ended.result() < 128  # node 0 was not ended because another one had failed
-                self.failed = self.nodes[0] if own else failed
+                self.failed = failed
                 self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
                 return
             self.restarts += 1
@@ -92,6 +94,11 @@ class TaskRun:
         self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
         if self.state != "FAILED" and self.screen.follow is not None:
             self.screen.tail(failed.name, failed.tail, failed.log)
+
+
+def _on_its_own(node: Node) -> bool:
+    """Whether the node failed for a reason of its own: it was not ended, and does not say that it followed another one."""
+    return 0 < node.ended.result() < 128 and node.ended.result() != _LOST
 
 
 class Runner:

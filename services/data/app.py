@@ -11,7 +11,7 @@ from pydantic import Field
 from common.config import Config
 from common.errors import ConfigError, NotFound
 from common.observe import Metrics
-from common.schemas import PassRateReport, Prompt, PromptBatch, Wire
+from common.schemas import MAX_LISTED, MAX_NAMES, AtMost, PassRateReport, Prompt, PromptBatch, Wire
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream, StreamStats
 from services.http.app import create_app
@@ -32,7 +32,7 @@ class Position(Wire):
 class EvalPrompts(Wire):
     """Answer of `GET /eval_prompts`."""
 
-    prompts: list[Prompt]
+    prompts: Annotated[list[Prompt], AtMost(MAX_LISTED)]
     total_available: int
     """Problems in the held-out split."""
 
@@ -50,7 +50,7 @@ class DataStats(StreamStats):
     total_available: int
     """Problems in the training split."""
     total_eval: int
-    load: dict[str, int]
+    load: Annotated[dict[str, int], AtMost(MAX_NAMES)]
     """Requests and bytes of bodies in work now, their limits, and the number of refused requests."""
 
 
@@ -119,10 +119,11 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         return PassRatesStored(stored=len(body.prompt_ids))
 
     @app.get("/eval_prompts")
-    def eval_prompts(limit: Annotated[int | None, Query(ge=0)] = None, offset: Annotated[int, Query(ge=0)] = 0) -> EvalPrompts:
-        """Held-out problems in a fixed order; all of them without a limit."""
-        end = None if limit is None else offset + limit
-        return EvalPrompts(prompts=evaluation[offset:end], total_available=len(evaluation))
+    def eval_prompts(
+        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED, offset: Annotated[int, Query(ge=0)] = 0
+    ) -> EvalPrompts:
+        """Held-out problems in a fixed order, up to the largest limit when none is given."""
+        return EvalPrompts(prompts=evaluation[offset : offset + limit], total_available=len(evaluation))
 
     @app.get("/stats", response_model_exclude_none=True)
     def stats() -> DataStats:

@@ -12,7 +12,7 @@ from services.engine.distributed import add_distributed
 from services.engine.engine import Engine
 from services.engine.openai import ChatBody, chat_answer
 from services.engine.protocol import GenerateBody, answer
-from services.engine.requests import finish, read_body, reply
+from services.engine.requests import finish, make_jobs, read_body, reply
 from services.http.app import create_app
 from services.http.openapi import OBJECT, described
 
@@ -47,7 +47,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     async def generate(request: Request) -> Response:
         """SGLang's native call on token ids. One prompt with n = 1 gives an object, anything else a list."""
         body = await read_body(request, GenerateBody)
-        jobs = body.jobs(engine.model)
+        jobs = await make_jobs(request, body.jobs, engine.model)
         await finish(request, engine, jobs)
         found = [answer(sequence, engine.model.tokenizer) for job in jobs for sequence in job.sequences]
         return reply(found if body.is_batch or len(found) > 1 else found[0])
@@ -55,7 +55,8 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     @app.post("/v1/chat/completions", **described(ChatBody, OBJECT))
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions, through the tokenizer's chat template."""
-        job = (await read_body(request, ChatBody)).job(engine.model)
+        body = await read_body(request, ChatBody)
+        job = await make_jobs(request, body.job, engine.model)
         await finish(request, engine, [job])
         return reply(chat_answer(job, engine.model))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from common.errors import ServiceError
+from common.errors import NotReady, ServiceError
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import PauseMode
@@ -131,6 +131,13 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
 
 def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
     """Adds the calls that change nothing."""
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """200 when the engine generates, 503 while paused; `/health` stays 200 then, so that routers keep the worker."""
+        if reason := engine.failure or ("generation is paused" if engine.scheduler.paused else None):
+            raise NotReady(reason, remedy="POST /continue_generation" if engine.scheduler.paused else None)
+        return {"status": "ready"}
 
     @app.get("/model_info")
     @app.get("/get_model_info")

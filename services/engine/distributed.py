@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from common.errors import ServiceError
-from common.schemas import Bucket
+from common.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
 from learning.weight_group import digest, digest_all, join, size_of, views
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
@@ -52,9 +52,9 @@ class InitBody(GroupBody):
 class DistributedBody(GroupBody):
     """`/update_weights_from_distributed`."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    names: Annotated[list[str], AtMost(MAX_TENSORS)]
+    dtypes: Annotated[list[str], AtMost(MAX_TENSORS)]
+    shapes: Shapes
     load_format: Literal["flattened_bucket"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False

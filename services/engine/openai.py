@@ -2,11 +2,12 @@
 
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.schemas import MAX_NAMES, AtMost, Columns
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
 from services.engine.protocol import MAX_N, NOTHING, BadRequest, SamplingFields, check_prompt, refuse_unsupported
@@ -30,14 +31,14 @@ class ChatBody(BaseModel):
         json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}]},
     )
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Annotated[list[Columns], Field(min_length=1), AtMost(MAX_NAMES)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     rid: str | None = Field(None, min_length=1, max_length=200)

@@ -8,10 +8,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
+from common.schemas import MAX_NAMES, AtMost, Columns
+from common.wire import MAX_JSON_ITEMS
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 
 MAX_N = 1024
+MAX_PROMPTS = 4096
+"""Prompts of one request."""
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop", "stop_regex"), NOTHING),
@@ -61,7 +65,7 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -94,8 +98,8 @@ class SamplingFields(BaseModel):
 
 def _parse_sampling(raw: Any) -> SamplingFields:
     """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported parameter."""
-    if not isinstance(raw, dict):
-        raise BadRequest("sampling_params is not an object", field="sampling_params", value=raw)
+    if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
+        raise BadRequest("sampling_params is no object, or a very large one", field="sampling_params", value=raw)
     refuse_unsupported(raw, _NEUTRAL, "sampling_params.")
     try:
         return SamplingFields.model_validate({name: value for name, value in raw.items() if name not in _NEUTRAL})
@@ -114,11 +118,11 @@ class GenerateBody(BaseModel):
         },
     )
 
-    input_ids: list[Any] = []
-    sampling_params: dict[str, Any] | list[Any] | None = None
-    return_logprob: bool | list[bool] | None = None
-    rid: Annotated[str, Field(min_length=1, max_length=200)] | list[str] | None = None
-    lora_path: str | list[str | None] | None = None
+    input_ids: Annotated[list[Any], AtMost(MAX_JSON_ITEMS)] = []
+    sampling_params: Columns | Annotated[list[Any], AtMost(MAX_PROMPTS)] | None = None
+    return_logprob: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
+    rid: Annotated[str, Field(min_length=1, max_length=200)] | Annotated[list[str], AtMost(MAX_PROMPTS)] | None = None
+    lora_path: str | Annotated[list[str | None], AtMost(MAX_PROMPTS)] | None = None
 
     @property
     def is_batch(self) -> bool:
@@ -127,6 +131,9 @@ class GenerateBody(BaseModel):
 
     def jobs(self, model: Model) -> list[GenerationJob]:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
+        if self.is_batch and len(self.input_ids) > MAX_PROMPTS:
+            reason, remedy = f"there are {len(self.input_ids)} prompts", f"send at most {MAX_PROMPTS}"
+            raise BadRequest(reason, field="input_ids", value=len(self.input_ids), remedy=remedy)
         prompts = [check_prompt(prompt, model) for prompt in (self.input_ids if self.is_batch else [self.input_ids])]
         parameters = [_parse_sampling(raw) for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)]
         names = ("rid", "return_logprob", "lora_path")

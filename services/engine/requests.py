@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from common.errors import InvalidInput, NotReady
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
+from services.engine.model import Model
 from services.engine.protocol import BadRequest, bad_request
-from services.http.app import read_json
+from services.http.app import SMALL_BYTES, read_json
 from services.http.disconnect import cancel_on_disconnect
 
 _B = TypeVar("_B", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 class Body(BaseModel):
@@ -34,6 +37,13 @@ async def read_body(request: Request, kind: type[_B]) -> _B:
         raise BadRequest(error.message, field=error.field, remedy=error.remedy) from None
     except ValidationError as error:
         raise bad_request(error) from None
+
+
+async def make_jobs(request: Request, jobs: Callable[[Model], _T], model: Model) -> _T:
+    """Returns the `jobs` of a body, which tokenizes and checks prompts: in a thread when the body is large."""
+    if len(await request.body()) < SMALL_BYTES:
+        return jobs(model)
+    return await asyncio.to_thread(jobs, model)
 
 
 def reply(content: object, status: int = 200) -> Response:

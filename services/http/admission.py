@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import Overloaded, ServiceError, TooLarge, Unauthorized
 from common.observe import Metrics
 from common.security import accepts, token
+from services.http.callers import CallerCheck
 from services.http.errors import error_response
 
 BODIES_AT_ONCE = 4
@@ -14,8 +15,10 @@ BODIES_AT_ONCE = 4
 _NEVER_REFUSED = frozenset(("/health", "/metrics"))
 
 
-class TokenAuth:
+class CallerAuth:
     """Refuses requests without the run's token with 401, before their bodies are read.
+
+    Where the run has no token, it refuses what a web page could have sent (`services.http.callers`).
 
     `/health` answers without credentials, since probes have none; `scope["known"]` says whether it may give details. So do
     `open_paths`: files of a page that asks for the token itself.
@@ -23,11 +26,14 @@ class TokenAuth:
 
     def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset()) -> None:
         self.app, self._token, self._open = app, token(), open_paths | {"/health"}
+        self._check = CallerCheck(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = True if self._token is None or scope["type"] == "lifespan" else accepts(self._token, scope["headers"])
         scope["known"] = known
-        if known or (known is None and scope.get("method") == "GET" and scope["path"] in self._open):
+        if self._token is None and scope["type"] == "http" and (refusal := self._check.refusal(scope)):
+            await error_response(refusal, scope)(scope, receive, send)
+        elif known or (known is None and scope.get("method") == "GET" and scope["path"] in self._open):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

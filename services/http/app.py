@@ -1,6 +1,7 @@
 """The app factory of all services (/health, /metrics, /flush, errors, token, bounded load) and their server."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
@@ -11,25 +12,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
-import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
-from common import VERSION, watchdog
-from common.errors import ConfigError, NotReady
+from common import VERSION, watchdog, wire
+from common.errors import ConfigError, NotReady, ServiceError
 from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
-from services.http.admission import BODIES_AT_ONCE, Admission, Load, TokenAuth
+from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
-from services.http.errors import add_error_handlers, not_json
+from services.http.errors import add_error_handlers
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.tracing import RequestTracing
 
 log = logging.getLogger(__name__)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+SMALL_BYTES = 64 << 10
+"""A body of less is read in the event loop, a larger one in a thread."""
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
@@ -77,12 +80,12 @@ def create_app(
             yield
 
     app = FastAPI(title=name, version=VERSION, lifespan=run, responses=EVERYWHERE | errors(*fails))
-    app.router.route_class = _TextRoute
+    app.router.route_class = _JsonRoute
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(TokenAuth, open_paths=open_paths)  # runs before Admission: a body without a token is not read
+    app.add_middleware(CallerAuth, open_paths=open_paths)  # runs before Admission: a body without a token is not read
     app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
@@ -117,32 +120,43 @@ def create_app(
     return app
 
 
-class _TextRequest(Request):
+class _JsonRequest(Request):
+    refusal: ServiceError | None = None
+
     async def json(self) -> Any:
-        body = await self.body()
-        if _SURROGATE.search(body):
-            orjson.loads(body)  # refuses half a surrogate pair, which Python reads but cannot write as UTF-8
-        return json.loads(body.decode())
+        try:
+            return await read_json(self)
+        except ServiceError as error:
+            body = await self.body()
+            if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
+                with contextlib.suppress(ValueError, RecursionError):
+                    return json.loads(body.decode())  # so that the validation names a field that is NaN or infinite
+            self.refusal = error
+            raise
 
 
-class _TextRoute(APIRoute):
-    """A route that refuses half a surrogate pair in a JSON body, since such text cannot be sent on."""
+class _JsonRoute(APIRoute):
+    """A route whose JSON body is bounded (`common.wire.parse_json`)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(_TextRequest(request.scope, request.receive))
+            bounded = _JsonRequest(request.scope, request.receive)
+            try:
+                return await handler(bounded)
+            except HTTPException:  # FastAPI's own for any error of `json`
+                if bounded.refusal is None:
+                    raise
+                raise bounded.refusal from None
 
         return handle
 
 
 async def read_json(request: Request) -> Any:
-    """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8."""
-    try:
-        return orjson.loads(await request.body())
-    except orjson.JSONDecodeError as error:
-        raise not_json(str(error)) from None
+    """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8, or TooLarge."""
+    body = await request.body()
+    return wire.parse_json(body) if len(body) < SMALL_BYTES else await asyncio.to_thread(wire.parse_json, body)
 
 
 class Server(uvicorn.Server):

@@ -21,6 +21,8 @@ PATIENCE_S = 30.0
 """Seconds for the head of a request."""
 READER_PATIENCE_S = 120.0
 """Seconds for a client that does not read its answer."""
+MAX_UNREAD_BYTES = 256 << 20
+"""Answers that may wait for their readers; beyond it, clients that have read nothing lose theirs to the next answer."""
 MIN_BYTES_PER_S = 1000
 """Least speed of a body, over `PATIENCE_S`."""
 MAX_HEAD_BYTES = 128 << 10
@@ -42,6 +44,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._late: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
+        self._left_at_pause = 0
         self._received = 0
         """Bytes since `_late` was set."""
         self._bare = 0
@@ -103,7 +106,20 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._left_at_pause = self.transport.get_write_buffer_size()
         self._check_reader()
+        self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        """Closes connections whose clients read nothing of large answers while all such answers take too much memory."""
+        waiting = [each for each in self.connections if isinstance(each, BoundedConnection) and each._stuck is not None]
+        held = sum(each.transport.get_write_buffer_size() for each in waiting)
+        for each in waiting:
+            size = each.transport.get_write_buffer_size()
+            if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
+                log.info("a connection is closed: nothing was read of its answer, and %d MB of answers wait", held >> 20)
+                each.transport.abort()
+                held -= size
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from common import logs
-from common.errors import InvalidInput, ServiceError
+from common.errors import InvalidInput, ServiceError, TooLarge
 from services.http.disconnect import ClientGone
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,10 @@ async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return error_response(not_json(f"{first['ctx']['error']} at character {first['loc'][-1]}"), request.scope)
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
+    if first["type"] == "too_long":
+        limit, found = first["ctx"]["max_length"], first["ctx"]["actual_length"]
+        return error_response(TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer"), request.scope)
     value = first.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         value = str(value)
@@ -56,8 +57,6 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    if error.status_code == 400:  # FastAPI could not decode the body
-        return error_response(not_json(str(error.detail)), request.scope)
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
     wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
@@ -77,8 +76,3 @@ async def _on_crash(request: Request, error: Exception) -> JSONResponse:
     response = error_response(crash, request.scope)
     response.headers[logs.REQUEST_HEADER] = identifier
     return response
-
-
-def not_json(reason: str) -> InvalidInput:
-    """Returns the error for a body that is not JSON."""
-    return InvalidInput(f"the body is not JSON: {reason}", field="body", remedy="send JSON in UTF-8")

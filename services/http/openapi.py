@@ -58,11 +58,12 @@ class ErrorBody(BaseModel):
 _REASONS = {
     400: "The request is not valid",
     401: "The token is missing or wrong",
+    403: "The request could be a web page's of another site",
     404: "Not found",
     408: "The rest of the body did not arrive",
     409: "The request conflicts with the state of the service; do not retry",
     413: "The body is too large",
-    415: "The content type is not supported",
+    415: "The content type is not supported, or missing where a call may change something",
     422: "The input is not valid",
     503: "Unavailable: retry after Retry-After",
 }
@@ -73,7 +74,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": _REASONS[status]} for status in statuses}
 
 
-EVERYWHERE = errors(401, 408, 413, 422, 503)
+EVERYWHERE = errors(401, 403, 408, 413, 415, 422, 503)
 """Errors of any call."""
 
 

@@ -12,7 +12,7 @@ from common.errors import ServiceError, shorten
 from common.observe import Metrics
 
 log = logging.getLogger(__name__)
-_POLLED = frozenset(("/health", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
+_POLLED = frozenset(("/health", "/ready", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
 """Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
 _FAILURES = 10
 """INFO lines a minute for one route and error status; further ones are at DEBUG, so that strangers and retrying clients cannot

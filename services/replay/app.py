@@ -1,6 +1,7 @@
 """HTTP API of the replay-buffer."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,10 +12,12 @@ import orjson
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import Field
 
-from common import wire
+from common import logs, wire
 from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import (
+    MAX_LISTED,
+    AtMost,
     Group,
     GroupIds,
     Groups,
@@ -32,6 +35,7 @@ from services.http.openapi import JSON, described, errors, struct_schema
 from services.replay.buffer import Experience, ReplayBuffer, join, unpack_groups
 from services.replay.worker import Worker
 
+log = logging.getLogger(__name__)
 _KINDS = (JSON, wire.MSGPACK)
 """In msgpack the arrays of numbers are raw bytes, little-endian, 4 bytes a number."""
 _EXAMPLE = {
@@ -58,13 +62,13 @@ _GROUPS = struct_schema(Groups) | {"examples": [{"groups": [_EXAMPLE]}]}
 class AddExperiences(Wire):
     """Body of `POST /add`."""
 
-    experiences: list[Experience] = Field(min_length=1)
+    experiences: Annotated[list[Experience], Field(min_length=1), AtMost(MAX_LISTED)]
 
 
 class Experiences(Wire):
     """Answer of `POST /sample`."""
 
-    experiences: list[Experience]
+    experiences: Annotated[list[Experience], AtMost(MAX_LISTED)]
 
 
 class SampleExperiences(Wire):
@@ -100,7 +104,7 @@ def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: in
         metrics=metrics,
         max_body_bytes=max_body_bytes,
     )
-    app.state.worker = worker
+    app.state.worker, app.state.run = worker, ""
     _queue_routes(app, worker)
     _reuse_routes(app, worker)
     _inspection_routes(app, worker)
@@ -115,12 +119,15 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
     async def add(request: Request) -> dict[str, int]:
         """Stores groups (msgpack, or JSON with arrays as lists); durable when this answers, idempotent by id."""
         added = await worker.add(await _read_groups(request))
+        request.app.state.run = logs.run_id()
         return {"added": added.added, "duplicates": added.duplicates}
 
     @app.post("/groups/take", **described(answer=struct_schema(TakenGroups), writes=_KINDS))
     async def take(body: TakeRequest, request: Request) -> Response:
         """Fresh groups, each handed out exactly once and leased until acknowledged."""
         taken = await cancel_on_disconnect(request, worker.take(body), drain=True)
+        if taken.blobs:
+            _note(request, f"{len(taken.blobs)} groups were taken")
         return await _answer(request, taken.blobs, evicted=taken.evicted)
 
     @app.post("/groups/ack", responses=errors(404))
@@ -129,9 +136,14 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
-    async def reset_fresh(from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None) -> dict[str, int]:
+    async def reset_fresh(
+        request: Request, from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None
+    ) -> dict[str, int]:
         """Drops all groups that were not acknowledged, and with `from_position` all from there on in the prompt stream."""
-        return {"dropped": await worker.call(buffer.reset_fresh, from_position)}
+        dropped = await worker.call(buffer.reset_fresh, from_position)
+        if dropped:
+            _note(request, f"{dropped} groups were dropped (reset_fresh)")
+        return {"dropped": dropped}
 
 
 def _reuse_routes(app: FastAPI, worker: Worker) -> None:
@@ -173,9 +185,11 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
         return await worker.call(buffer.stats) | {"load": app.state.load.stats()}
 
     @app.post("/clear")
-    async def clear() -> dict[str, str]:
+    async def clear(request: Request) -> dict[str, str]:
         """Forgets everything stored."""
+        stored = sum(groups for groups, _ in buffer.store.committed.values())
         await worker.call(buffer.clear)
+        _note(request, f"everything was forgotten, {stored} groups (clear)")
         return {"status": "cleared"}
 
 
@@ -193,6 +207,15 @@ def _experience_routes(app: FastAPI, worker: Worker) -> None:
         """Up to `batch_size` different answers, those of groups included; `prioritized` prefers higher rewards."""
         found = await worker.call(buffer.sample_experiences, body.batch_size, body.prioritized, body.seed)
         return Experiences(experiences=found)
+
+
+def _note(request: Request, what: str) -> None:
+    """Logs a call that changes what a run finds here, as a warning when it is not of the run that stores groups."""
+    run, peer = logs.run_id(), request.client
+    storing = request.app.state.run
+    level = logging.DEBUG if run == storing else logging.WARNING if storing else logging.INFO
+    who = f"{peer.host}:{peer.port}" if peer else "this process"
+    log.log(level, "%s by %s, run %s, request %s", what, who, run or "unknown", logs.request_id())
 
 
 async def _read_groups(request: Request) -> list[Group]:

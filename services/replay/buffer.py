@@ -32,7 +32,6 @@ from services.replay.store import AddResult, GroupRow, Lease, Store
 log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
-_LOWEST_WEIGHT = 0.1
 
 
 class Experience(Wire):
@@ -83,6 +82,8 @@ class ReplayBuffer:
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
         self._index = sampling.ReuseIndex(self.store.consumed_rows())
+        self._answers: sampling.AnswerIndex | None = None
+        """Made by the first `sample_experiences`."""
 
     def close(self) -> None:
         """Moves everything into one file and closes it; what does not fit there stays in the log beside it."""
@@ -211,26 +212,20 @@ class ReplayBuffer:
         return sum(completions for _, completions in self.store.totals().values())
 
     def sample_experiences(self, count: int, prioritized: bool, seed: int | None) -> list[Experience]:
-        """Returns up to `count` different answers, the completions of groups included.
-
-        `prioritized` draws higher rewards more often: the weight of an answer rises linearly from 0.1 at the lowest
-        reward to 1.1 at the highest.
-        """
-        groups, lone = self.store.rewards()
-        of_groups = np.frombuffer(b"".join(blob for _, blob in groups), "<f4").astype(np.float64)
-        rewards = np.concatenate([of_groups, np.array([reward for _, reward in lone])])
-        span = float(np.ptp(rewards)) if len(rewards) else 0.0
-        weights = (rewards - rewards.min()) / span + _LOWEST_WEIGHT if prioritized and span else np.ones_like(rewards)
-        included = sampling.inclusion(sampling.probabilities(weights, 1.0), count)
-        starts = np.cumsum([0, *(len(blob) // 4 for _, blob in groups)])
+        """Returns up to `count` different answers, the completions of groups included (`sampling.draw_by_reward`)."""
+        if self._answers is None:
+            self.store.watch_changes()
+            self._answers = sampling.AnswerIndex(self.store.rewards())
+        elif (changes := self.store.changed_rewards())[0]:
+            self._answers.update(*changes)
         found = []
-        for slot in sampling.draw(included, np.random.default_rng(seed)).tolist():
-            if slot >= starts[-1]:
-                found.append(Experience(**self.store.experience_at(lone[slot - starts[-1]][0])))
+        for slot in sampling.draw_by_reward(self._answers.rewards, count, prioritized, np.random.default_rng(seed)).tolist():
+            key, number = self._answers.place(slot)
+            if key < 0:
+                found.append(Experience(**self.store.experience_at(-key)))
                 continue
-            place = int(np.searchsorted(starts, slot, side="right")) - 1
-            group = unpack_groups([self.store.blob_at(groups[place][0])])[0]
-            answer = group.completions[slot - starts[place]]
+            group = unpack_groups([self.store.blob_at(key)])[0]
+            answer = group.completions[number]
             found.append(
                 Experience.model_construct(
                     prompt=group.prompt, response=answer.text, reward=answer.reward, ground_truth=group.ground_truth

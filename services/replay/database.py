@@ -80,6 +80,36 @@ END;
 _SAMPLES = "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, answer TEXT NOT NULL)"
 """Also created in older files, which lack it."""
 
+_SUMS = """
+PRAGMA temp_store = MEMORY;
+CREATE TEMP TABLE sums AS
+    SELECT 'groups' AS kind, TOTAL(reward_sum) AS reward, COALESCE(SUM(positive), 0) AS positive FROM main.groups
+    UNION ALL SELECT 'lone', TOTAL(reward), COALESCE(SUM(reward > 0), 0) FROM main.experiences;
+CREATE TEMP TRIGGER sum_in AFTER INSERT ON main.groups BEGIN
+    UPDATE sums SET reward = reward + NEW.reward_sum, positive = positive + NEW.positive WHERE kind = 'groups';
+END;
+CREATE TEMP TRIGGER sum_out AFTER DELETE ON main.groups BEGIN
+    UPDATE sums SET reward = (reward - OLD.reward_sum) * EXISTS (SELECT 1 FROM main.groups), positive = positive - OLD.positive
+    WHERE kind = 'groups';
+END;
+CREATE TEMP TRIGGER lone_sum_in AFTER INSERT ON main.experiences BEGIN
+    UPDATE sums SET reward = reward + NEW.reward, positive = positive + (NEW.reward > 0) WHERE kind = 'lone';
+END;
+CREATE TEMP TRIGGER lone_sum_out AFTER DELETE ON main.experiences BEGIN
+    UPDATE sums SET reward = (reward - OLD.reward) * EXISTS (SELECT 1 FROM main.experiences),
+        positive = positive - (OLD.reward > 0) WHERE kind = 'lone';
+END;
+"""
+"""Sums for `/stats`, in memory: in the file they would be summed up at every call."""
+_CHANGES = """
+CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);
+CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (NEW.key); END;
+CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (OLD.key); END;
+CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-NEW.key); END;
+CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-OLD.key); END;
+"""
+"""Keys of what was added or removed since `/sample` last looked, from its first call on; those of lone experiences negative."""
+
 
 class Full(ServiceError):
     """Groups that wait for training fill the buffer; nothing was stored (503: the client retries)."""
@@ -110,6 +140,7 @@ class Database:
             try:
                 self._check()
                 self.db.execute(_SAMPLES)
+                self.db.executescript(_SUMS)
                 self.committed = self.totals()
                 self._compare_counts()
             except BaseException:
@@ -226,8 +257,9 @@ class Database:
             raise InvalidInput("a number does not fit in 64 bits", field="body", remedy="send smaller numbers") from None
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            kind = getattr(error, "sqlite_errorname", type(error).__name__)
             raise StorageFailed(
-                f"the replay store could not be used, nothing was changed: {error}",
+                f"the replay store could not be used, nothing was changed: {error} ({kind})",
                 field="state_dir",
                 value=str(self.path),
                 remedy="free disk space or lower replay.capacity" if full else "check the disk and the log of this service",
@@ -253,6 +285,10 @@ class Database:
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
                 raise
+
+    def watch_changes(self) -> None:
+        """Notes in `changes` what is added and removed from now on."""
+        self.db.executescript(_CHANGES)
 
     def counter(self, name: str) -> float:
         (value,) = self.db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()

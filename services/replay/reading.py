@@ -1,9 +1,12 @@
 """Queries of the store."""
 
+import struct
 from typing import Any
 
 from common.errors import NotFound
 from services.replay.database import COUNTERS, Database
+
+_FLOAT32 = struct.Struct("<f")
 
 
 class Reading(Database):
@@ -34,13 +37,7 @@ class Reading(Database):
     def stats(self) -> dict[str, Any]:
         """Returns counts and means over everything stored; means of nothing are 0."""
         totals = self.totals()
-        reward, positive = 0.0, 0
-        for table in (
-            "SELECT SUM(reward_sum), SUM(positive) FROM groups",
-            "SELECT SUM(reward), SUM(reward > 0) FROM experiences",
-        ):
-            sums = self.db.execute(table).fetchone()
-            reward, positive = reward + (sums[0] or 0.0), positive + (sums[1] or 0)
+        reward, positive = self.db.execute("SELECT TOTAL(reward), SUM(positive) FROM sums").fetchone()
         size = sum(completions for _, completions in totals.values())
         states = {state: groups for state, (groups, _) in totals.items() if state != "lone"}
         return {
@@ -54,10 +51,20 @@ class Reading(Database):
             "max_priority": self.counter("max_priority"),
         }
 
-    def rewards(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, float]]]:
-        """Returns (key, float32 rewards of its completions) of every group and (key, reward) of every lone experience."""
+    def rewards(self) -> list[tuple[int, bytes]]:
+        """Returns (key, float32 rewards of its answers) of every group and lone experience, whose keys are negative."""
+        lone = self.db.execute("SELECT -key, reward FROM experiences ORDER BY key").fetchall()
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
-        return groups, self.db.execute("SELECT key, reward FROM experiences ORDER BY key").fetchall()
+        return groups + [(key, _FLOAT32.pack(reward)) for key, reward in lone]
+
+    def changed_rewards(self) -> tuple[list[int], list[tuple[int, bytes]]]:
+        """Returns the keys that `changes` has, and what of them is there now as `rewards` does; empties `changes`."""
+        keys = [key for (key,) in self.db.execute("SELECT key FROM changes")]
+        groups = self.db.execute("SELECT key, rewards FROM changes JOIN groups USING (key) ORDER BY key").fetchall()
+        query = "SELECT changes.key, reward FROM changes JOIN experiences ON experiences.key = -changes.key ORDER BY 1 DESC"
+        lone = [(key, _FLOAT32.pack(reward)) for key, reward in self.db.execute(query)]
+        self.db.execute("DELETE FROM changes")
+        return keys, groups + lone
 
     def blob_at(self, key: int) -> bytes:
         (data,) = self.db.execute("SELECT data FROM blobs WHERE key = ?", (key,)).fetchone()

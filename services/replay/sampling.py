@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+LOWEST_WEIGHT = 0.1
+_FEW = 64
+"""With fewer answers than this many times the wanted ones, all are looked at."""
 
 
 def probabilities(priorities: Float64, exponent: float) -> Float64:
@@ -64,6 +68,59 @@ def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Flo
     """
     chances = included / included.sum()
     return np.asarray(chances[chosen] ** -exponent / (chances[chances > 0] ** (1 - exponent)).sum())
+
+
+def draw_by_reward(rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator) -> Int64:
+    """Returns the indices of up to `count` different answers.
+
+    `prioritized` draws higher rewards more often: the weight of an answer rises linearly from 0.1 at the lowest reward to 1.1
+    at the highest. A few of many are drawn one by one, by rejection, so that the time hardly depends on how many there are.
+    """
+    low, high = (float(rewards.min()), float(rewards.max())) if len(rewards) else (0.0, 0.0)
+
+    def weights(chosen: Float32) -> Float64:
+        if not prioritized or high == low:
+            return np.ones(len(chosen))
+        return (chosen.astype(np.float64) - low) / (high - low) + LOWEST_WEIGHT
+
+    if count * _FEW > len(rewards):
+        return draw(inclusion(probabilities(weights(rewards), 1.0), count), rng)
+    found: dict[int, None] = {}
+    while len(found) < count:
+        slots = rng.integers(len(rewards), size=4 * count)
+        accepted = rng.random(len(slots)) * (1 + LOWEST_WEIGHT) < weights(rewards[slots])
+        found |= dict.fromkeys(slots[accepted].tolist())
+    return np.array(list(found)[:count])
+
+
+class AnswerIndex:
+    """Rewards of all answers in memory, those of one group beside one another."""
+
+    def __init__(self, rows: list[tuple[int, bytes]]) -> None:
+        """Builds the index from the key and the float32 rewards of each group."""
+        self._keys, self._starts, self.rewards = _flat(rows)
+
+    def update(self, changed: list[int], rows: list[tuple[int, bytes]]) -> None:
+        """Replaces the groups with the keys in `changed` by `rows`."""
+        kept = ~np.isin(self._keys, np.array(changed, np.int64))
+        sizes = np.diff(self._starts)
+        keys, starts, rewards = _flat(rows)
+        if not kept.all():
+            self.rewards = self.rewards[np.repeat(kept, sizes)]
+        self._keys = np.concatenate([self._keys[kept], keys])
+        self._starts = np.concatenate([[0], np.cumsum(np.concatenate([sizes[kept], np.diff(starts)]))])
+        self.rewards = np.concatenate([self.rewards, rewards])
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """Returns the key of the group that has this answer, and the number of the answer in it."""
+        place = int(np.searchsorted(self._starts, slot, side="right")) - 1
+        return int(self._keys[place]), slot - int(self._starts[place])
+
+
+def _flat(rows: list[tuple[int, bytes]]) -> tuple[Int64, Int64, Float32]:
+    sizes = [0, *(len(rewards) // 4 for _, rewards in rows)]
+    joined = np.frombuffer(b"".join(rewards for _, rewards in rows), "<f4")
+    return np.array([key for key, _ in rows], np.int64), np.cumsum(sizes), joined
 
 
 class ReuseIndex:

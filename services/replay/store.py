@@ -6,6 +6,7 @@ groups can reach them. All methods are synchronous and belong to one thread.
 """
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from common.schemas import TakeRequest
 from services.replay.database import Full
 from services.replay.reading import Reading, unknown
 
+log = logging.getLogger(__name__)
 _REMEMBERED_REQUESTS = 1000
 """Answers that are kept for a late retry."""
 _REMEMBERED_IDS = 100_000
@@ -142,6 +144,8 @@ class Store(Reading):
         """
         with self.transaction():
             self._expire(now)
+            if request.run_id:
+                self._end_strays(request.run_id)
             rows = self.db.execute(
                 "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, id", (request.request_id,)
             ).fetchall()
@@ -193,12 +197,21 @@ class Store(Reading):
             self.db.execute("DELETE FROM takes WHERE rowid <= (SELECT MAX(rowid) FROM takes) - ?", (_REMEMBERED_REQUESTS,))
 
     def _expire(self, now: float) -> None:
-        where = "FROM groups WHERE request_id IS NOT NULL AND lease_until <= ?"
-        if self.db.execute(f"SELECT 1 {where}", (now,)).fetchone():
-            self.db.execute(f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})", (now,))  # noqa: S608
+        self._end_leases("lease_until <= ?", now)
+
+    def _end_strays(self, run_id: str) -> None:
+        query = "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1 GROUP BY 1"
+        for request, count in self.db.execute(query, (run_id,)).fetchall():
+            log.warning("request %s has leased %d groups and is none of run %s: they return to it", request, count, run_id)
+            self._end_leases("request_id = ?", request)
+
+    def _end_leases(self, condition: str, value: object) -> None:
+        where = f"FROM groups WHERE request_id IS NOT NULL AND {condition}"
+        if self.db.execute(f"SELECT 1 {where}", (value,)).fetchone():
+            self.db.execute(f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})", (value,))  # noqa: S608
             self.db.execute(
                 f"UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE key IN (SELECT key {where})",  # noqa: S608
-                (now,),
+                (value,),
             )
 
     def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:

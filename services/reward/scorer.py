@@ -179,14 +179,12 @@ class RewardScorer:
     async def score_batch(self, items: Sequence[RewardItem]) -> BatchRewardResult:
         """Returns the results of `score`, with the means over the items that have a reward (0.0 when none has)."""
         results = await self.score(items)
-        rewards = [result.reward for result in results]
-        graded = [result for result in results if result.reward is not None]
+        graded = [(result.reward, result.correct) for result in results if result.reward is not None]
         count = max(1, len(graded))
         return BatchRewardResult(
-            rewards=rewards,
-            mean_reward=sum(reward for reward in rewards if reward is not None) / count,
-            accuracy=sum(result.correct for result in graded) / count,
-            results=results,
+            rewards=results,
+            mean_reward=sum(reward for reward, _ in graded) / count,
+            accuracy=sum(correct for _, correct in graded) / count,
         )
 
     def _hosts_of(self, item: RewardItem, where: str) -> list[Host]:

@@ -29,7 +29,7 @@ from services.rollout.weights.follow import RateLimitedWarnings, WeightFollower,
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
-_HEARTBEAT_S, _RECONCILE_S = 5.0, 1.0
+_HEARTBEAT_S, _RECONCILE_S, _PAUSE_CHECK_S = 5.0, 1.0, 2.0
 _ENGINE_STARTUP_S = 3600.0
 """Time to download and load a large model."""
 
@@ -160,7 +160,7 @@ class Agent:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Runs the node inside the context; at the end removes it from the router, then stops engine and router."""
-        background = [self._start(loop) for loop in (self._report(), self._reconcile())]
+        background = [self._start(loop) for loop in (self._report(), self._reconcile(), self._end_pauses())]
         routers = [] if self.router is None else [self._start(self.router.run())]
         engine = [self._start(self._run_engine())]
         try:
@@ -251,6 +251,20 @@ class Agent:
                 log.info("the router %s %s", "sends traffic to" if done and wanted else "does not list", self.url)
             self._registered = done and wanted
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
+
+    async def _end_pauses(self) -> None:
+        """Resumes an engine that somebody else has paused: its requests would wait without end."""
+        while True:
+            await asyncio.sleep(_PAUSE_CHECK_S)
+            async with self._engine_api.changing:
+                if not self.state.in_traffic or self.state.updating:
+                    continue
+                try:
+                    if await self._engine_api.is_paused():
+                        log.warning("the engine was paused, and not by this agent: resuming it; the engine's log has the call")
+                        await self._engine_api.resume()
+                except ServiceError as error:
+                    self._warnings.warn("paused", f"the paused engine could not be resumed: {error}")
 
     async def _report(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """The node's engine: its command line and its control calls. Both engines have SGLang's HTTP API."""
 
+import asyncio
 import logging
 import sys
 from pathlib import Path
@@ -126,7 +127,14 @@ def to_options(options: dict[str, object]) -> list[str]:
 
 
 class EngineClient(Client):
-    """The control calls of one engine, sent directly because the router does not forward them."""
+    """The control calls of one engine, sent directly because the router does not forward them.
+
+    `changing` is held while the agent loads weights, and so may have paused the engine.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.changing = asyncio.Lock()
 
     async def weight_version(self) -> str:
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
@@ -152,6 +160,13 @@ class EngineClient(Client):
 
     async def pause(self) -> None:
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
+
+    async def is_paused(self) -> bool:
+        """Whether an engine that answers is not ready to generate: both kinds of engine say 503 while paused."""
+        try:
+            return (await self.http.get("/ready", timeout=5)).status_code == 503
+        except (httpx.TransportError, OSError):
+            return False
 
     async def resume(self) -> None:
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)

@@ -59,7 +59,8 @@ def _ask_agents(group: Group, served: dict[str, dict[str, Any]]) -> None:
             if url is None:
                 continue
             try:
-                status = httpx.get(url.replace("/health", "/status"), timeout=5, trust_env=False).json()
+                headers = {"authorization": f"Bearer {(group.folder / 'logs' / 'api_token').read_text()}"}
+                status = httpx.get(url.replace("/health", "/status"), headers=headers, timeout=5, trust_env=False).json()
             except httpx.HTTPError:
                 continue
             if status["registered"]:

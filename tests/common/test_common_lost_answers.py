@@ -76,7 +76,7 @@ async def test_data(tmp_path: Path, curriculum: str) -> None:
 async def test_reward() -> None:
     async with lossy(create_reward_app(RewardSection(workers=1), 1 << 20), RewardClient) as (client, proxy):
         items = [RewardItem(response="#### 1", ground_truth="1"), RewardItem(response="#### 2", ground_truth="1")]
-        assert (await client.batch_reward(items)).rewards == [1.0, 0.0]
+        assert [result.reward for result in (await client.batch_reward(items)).rewards] == [1.0, 0.0]
         assert proxy.forwarded["POST /batch_reward"] == 2
 
 

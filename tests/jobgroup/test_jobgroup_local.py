@@ -42,6 +42,24 @@ def test_every_node_gets_the_environment_of_its_pod(local: "LocalRun") -> None:
     assert all(address.startswith("127.") for address in addresses)
 
 
+def test_a_run_that_takes_a_token_gets_one(local: "LocalRun", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("API_TOKEN", raising=False)
+    text = "run: echo token=$API_TOKEN\n"
+    header = HEADER.replace("main", "a, b")
+    group = header + f"---\nname: a\nsecrets: {{API_TOKEN: ''}}\n{text}---\nname: b\nsecrets: {{API_TOKEN: ''}}\n{text}"
+    status, out, _ = local.run(group)
+    file = local.logs / "api_token"
+    made = file.read_text()
+    assert (status, len(made), file.stat().st_mode & 0o777) == (0, 32, 0o600)
+    assert [local.log(node).strip() for node in ("a-0", "b-0")] == [f"token={made}"] * 2
+    assert f"#token={made}" in out
+    _, out, _ = local.run(group, "--secret", "API_TOKEN=given-0123456789")
+    assert local.log("a-0").strip() == "token=given-0123456789"
+    assert "#token" not in out
+    local.run(group)
+    assert file.read_text() != made
+
+
 def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "LocalRun") -> None:
     auxiliary = (
         "trap 'echo told; touch $FOLDER/{0}-told; exit 0' TERM; touch $FOLDER/{0}; "

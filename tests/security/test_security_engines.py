@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.clients import Client
+from common.clients import Client, wait_healthy
 from common.config import Config
+from common.errors import ServiceError
 from common.rollout_client import RolloutClient
 from common.sections import ModelSection, RolloutSection, SamplingSection
 from common.security import trusted
@@ -176,4 +177,9 @@ async def test_who_has_another_authority_does_not_talk_to_it(other_certificates:
     async with server, Client("impostor", f"https://127.0.0.1:{port}") as client:
         with pytest.raises((httpx.TransportError, OSError), match=r"(?i)certificate"):
             await client.http.get("/health", timeout=60)
+        for call in (lambda: client.request("GET", "/health", deadline_s=1000), lambda: wait_healthy([client], 1000)):
+            with pytest.raises(
+                ServiceError, match=r"the certificate of impostor is refused.*TLS_CA"
+            ):  # at once, not at the deadline
+                await asyncio.wait_for(call(), 60)
     assert heard == []

@@ -26,6 +26,8 @@ from trainer.observe.run_dir import append_line, storing_run
 log = logging.getLogger(__name__)
 DIRECTORY, LINES = "groups", "groups.jsonl"
 _SEARCHED_CHARS = 1000
+_MAX_GROUP_BYTES = 512 << 20
+"""Limit of one group in a file, far above what a run writes: a few bytes of a damaged or foreign one could unpack to more."""
 """Length of a prompt in `groups.jsonl`."""
 
 
@@ -129,7 +131,11 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     path = _path(run_dir, step)
     try:
         with ZipFile(path) as file:
-            content = wire.unpack(file.read(_name(place)))
+            member = file.getinfo(_name(place))
+            if member.file_size > _MAX_GROUP_BYTES:  # read no further than that, whatever it says
+                raise ValueError(f"{member.filename} has {member.file_size} bytes, a group at most {_MAX_GROUP_BYTES}")
+            with file.open(member) as packed:
+                content = wire.unpack(packed.read(_MAX_GROUP_BYTES))
         return _plain(content)
     except FileNotFoundError:
         return None

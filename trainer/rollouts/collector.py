@@ -35,7 +35,7 @@ import numpy as np
 from common import logs
 from common.config import Config
 from common.errors import ServiceError
-from common.schemas import MAX_BATCH_ITEMS, Completion, Group, Prompt
+from common.schemas import Completion, Group, Prompt
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -45,7 +45,9 @@ from trainer.timing import StageClock
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256
 """Limit of prompts in one call to the data-server."""
-_MAX_STORE = 32
+_MAX_GRADE = 1024
+"""Limit of answers in one call to the reward-server, unless one group has more: a JSON body is bounded."""
+MAX_STORE = 32
 """Limit of groups in one call to the replay-buffer."""
 _MAX_REMEMBERED = 1024
 """Limit of dropped groups that wait for the log."""
@@ -106,8 +108,8 @@ class Collector:
         """Stored groups that the trainer has not taken yet, by position."""
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
-        self._grade_batched = RequestBatcher(services.reward.grade_all, MAX_BATCH_ITEMS, len)
-        self._store_batched = RequestBatcher(self._store, _MAX_STORE)
+        self._grade_batched = RequestBatcher(services.reward.grade_all, _MAX_GRADE, len)
+        self._store_batched = RequestBatcher(self._store, MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
         """Collects `groups` groups in all, each in its own task. Never returns; raises the error that stops the run."""

@@ -170,7 +170,7 @@ async def graded_answers(
     sampled = [generator.generate(prompt, index, samples, greedy=False)] if samples else []
     written = [answer for part in await together([greedy, *sampled]) for answer in part]
     graded = await reward.batch_reward(reward_items(prompt, written))
-    return list(zip(written, graded.results, strict=True))
+    return list(zip(written, graded.rewards, strict=True))
 
 
 async def evaluate(

@@ -17,7 +17,7 @@ from common.wire import decode_groups, encode_groups
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
-from trainer.rollouts.collector import CollectFailed, Collector, Drops
+from trainer.rollouts.collector import MAX_STORE, CollectFailed, Collector, Drops
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
@@ -210,11 +210,12 @@ class ServedRollouts(Rollouts):
                 calls, active = "; ".join(watchdog.awaited()) or "no call is under way", self._clock.active()
                 log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
                 said = now
+                self._loop.call(self._store_lost())
             if self._failure is not None:
                 raise self._failure
             self._requests += 1
             request_id = f"{self._run_id}-take-{self._requests}"  # a new one each time: evictions are reported once
-            request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id)
+            request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id, run_id=self._run_id)
             if groups := self._loop.call(self._take_now(request)):
                 return sorted(groups, key=lambda group: group.position)
         message = f"no batch of {count} groups within {limit:.0f} s"
@@ -224,6 +225,18 @@ class ServedRollouts(Rollouts):
             field="trainer.wait_timeout_s",
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",
         )
+
+    async def _store_lost(self) -> None:
+        """Stores groups again that are no longer in the replay-buffer though nobody has trained on them."""
+        stats, waiting = await self._services.replay.stats(), [group for group, _ in self._collector.waiting.values()]
+        if stats["fresh"] + stats["leased"] < len(waiting):
+            added = 0
+            for begin in range(0, len(waiting), MAX_STORE):
+                added += await self._services.replay.add(waiting[begin : begin + MAX_STORE])
+            if added:
+                log.warning(
+                    "%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again", added
+                )
 
     async def _take_now(self, request: TakeRequest) -> list[Group]:
         taken = await self._services.replay.take(request)

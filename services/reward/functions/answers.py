@@ -66,10 +66,12 @@ class MathHost(ProcessHost):
 
     async def _compare(self, gold: str, answer: str, batch: object) -> Score:
         try:
-            right = await self.pool.call(json.dumps([gold, answer]).encode(), batch) == b"right"
+            found = await self.pool.call(json.dumps([gold, answer]).encode(), batch)
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer)
-        return _verdict(answer, right)
+        if found == b"unparsable":
+            return Score(0.0, "unparsable", correct=False, answer=answer)
+        return _verdict(answer, found == b"right")
 
 
 def _verdict(answer: str, right: bool) -> Score:

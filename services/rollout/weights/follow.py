@@ -199,7 +199,8 @@ class WeightFollower:
         start, begin = self._engine.starts, time.monotonic()
         self._load = asyncio.create_task(work)
         try:
-            await asyncio.wait({self._load})
+            async with self._api.changing:
+                await asyncio.wait({self._load})
             if self._load.cancelled() or not self._engine.up or self._engine.starts != start:
                 return None
             result = self._load.result()

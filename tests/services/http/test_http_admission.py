@@ -95,7 +95,7 @@ async def test_a_refused_body_is_not_waited_for(client: Client, port: int) -> No
     tasks = [asyncio.create_task(client.http.post("/hold", timeout=60)) for _ in range(4)]
     await held(client, "requests_in_progress", 4)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /hold HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+    writer.write(b"POST /hold HTTP/1.1\r\nhost: localhost\r\nx-request-id: a\r\ncontent-length: 1000\r\n\r\n")
     status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == b"503"
     writer.close()
@@ -104,7 +104,8 @@ async def test_a_refused_body_is_not_waited_for(client: Client, port: int) -> No
 
 
 def in_process(app: FastAPI) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing")
+    headers = {"x-request-id": "a"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing", headers=headers)
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ async def test_a_body_that_is_not_utf8_is_refused(http: httpx.AsyncClient, path:
 
 @pytest.mark.parametrize("body", [b"{", b'{"a": NaN}', b"[" * 900, b'{"a": -Infinity}'])
 async def test_a_body_read_by_hand_is_checked_the_same(http: httpx.AsyncClient, body: bytes) -> None:
-    assert error_of(await http.post("/raw", content=body), 422, "invalid_input")["field"] == "body"
-    assert (await http.post("/raw", content=b'{"a": 1}')).json() == {"got": {"a": 1}}
+    assert error_of(await http.post("/raw", content=body, headers=JSON), 422, "invalid_input")["field"] == "body"
+    assert (await http.post("/raw", content=b'{"a": 1}', headers=JSON)).json() == {"got": {"a": 1}}
 
 
 async def test_bodies_over_the_limit_by_length_and_by_chunks(http: httpx.AsyncClient) -> None:
@@ -143,8 +143,8 @@ async def test_bodies_over_the_limit_by_length_and_by_chunks(http: httpx.AsyncCl
         error = error_of(await http.post(path, content=b"x" * 1001, headers=JSON), 413, "too_large")
         assert (error["field"], error["value"]) == ("body", "1001")
         error_of(await http.post(path, content=chunks(30), headers=JSON), 413, "too_large")
-    assert (await http.post("/raw", content=b'"' + b"x" * 998 + b'"')).status_code == 200
-    error_of(await http.post("/raw", content=chunks(10)), 422, "invalid_input")
+    assert (await http.post("/raw", content=b'"' + b"x" * 998 + b'"', headers=JSON)).status_code == 200
+    error_of(await http.post("/raw", content=chunks(10), headers=JSON), 422, "invalid_input")
 
 
 async def test_health_says_why_not() -> None:
@@ -193,7 +193,7 @@ async def test_flush_waits_for_what_it_calls_and_fails_with_it() -> None:
     for flush, status in ((slow, 200), (lambda: done.append("quick"), 200), (broken, 500)):
         transport = httpx.ASGITransport(make_app(flush=flush), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://thing") as http:
-            assert (await http.post("/flush")).status_code == status
+            assert (await http.post("/flush", headers={"x-request-id": "flush-1"})).status_code == status
     assert done == ["slow", "quick"]
 
 
@@ -320,6 +320,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_crash(caplog
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/raw", "raw_path": b"/raw", "query_string": b"", "headers": []}
+    scope["headers"] = [(b"content-type", b"application/json")]
     await app(scope, receive, send)
     assert sent[0]["status"] == 499
     assert [record.levelname for record in caplog.records] == ["INFO"]

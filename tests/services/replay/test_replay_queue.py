@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from common import logs
 from common.clients import ReplayClient, Unreachable
 from common.errors import ServiceError
 from common.schemas import Group, SampleRequest, TakeRequest
@@ -16,7 +17,7 @@ from services.replay.buffer import ReplayBuffer
 from tests.support.replay_groups import MakeGroup
 
 
-def take(count: int, request_id: str, **more: float) -> TakeRequest:
+def take(count: int, request_id: str, **more: float | str) -> TakeRequest:
     return TakeRequest.model_validate({"count": count, "request_id": request_id, **more})
 
 
@@ -290,3 +291,34 @@ def test_the_wall_clock_plays_no_role(tmp_path: Path, make_group: MakeGroup, mon
     assert buffer.take(take(1, "s")) is None
     assert abs(buffer.clock() - time.monotonic()) < 1e6
     buffer.close()
+
+
+async def test_a_stray_lease_returns_to_the_run_that_takes(
+    client: ReplayClient, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    await client.add([make_group("a"), make_group("b", position=1), make_group("c", position=2)])
+    own = (await client.take(take(1, "run-1-take-1", run_id="run-1"))).groups
+    assert ids((await client.take(take(2, "a colleague's curl"))).groups) == ["b", "c"]
+    assert ids((await client.take(take(2, "run-1-take-2", run_id="run-1"))).groups) == ["b", "c"]
+    assert "a colleague's curl has leased 2 groups and is none of run run-1" in caplog.text
+    assert ids(own) == ["a"]
+    assert (await client.stats())["leased"] == 3, "the run's own leases stay"
+
+
+async def test_calls_of_others_are_told_with_who_made_them(
+    client: ReplayClient, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with logs.request("work", "run-1"):
+        await client.add([make_group("a"), make_group("b")])
+        await client.take(take(1, "run-1-take-1"))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    with logs.request("strange-1"):
+        await client.take(take(1, "other"))
+        await client.reset_fresh()
+        await client.request("POST", "/clear")
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for what, line in zip(
+        ("1 groups were taken", "2 groups were dropped (reset_fresh)", "everything was forgotten"), told, strict=True
+    ):
+        assert what in line
+        assert "by 127.0.0.1:123, run unknown, request strange-1" in line

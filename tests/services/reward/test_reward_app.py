@@ -48,7 +48,10 @@ async def test_legacy_bodies_get_the_legacy_fields(http: httpx.AsyncClient) -> N
     }
     assert one["components"] == {"math": 1.0}
     many = (await http.post("/batch_reward", json={"items": [GOOD, {**GOOD, "ground_truth": "6"}, GOOD]})).json()
-    assert many["rewards"] == [1.0, 0.0, 1.0]
+    assert set(many) == {"rewards", "mean_reward", "accuracy"}
+    assert many["rewards"][0] == one
+    assert [item["reward"] for item in many["rewards"]] == [1.0, 0.0, 1.0]
+    assert [item["extracted_answer"] for item in many["rewards"]] == ["5", "5", "5"]
     assert many["mean_reward"] == many["accuracy"] == pytest.approx(2 / 3)
 
 
@@ -56,8 +59,10 @@ async def test_the_client_reads_null_rewards_and_their_status(http: httpx.AsyncC
     transport = http._transport
     async with RewardClient("reward-server", "http://reward", transport=transport) as client:
         answer = await client.batch_reward([RewardItem(**HANG), RewardItem(**GOOD)])
-    assert answer.rewards == [None, 1.0]
-    assert [result.status for result in answer.results] == ["timeout", "ok"]
+    assert [(result.reward, result.correct, result.status) for result in answer.rewards] == [
+        (None, False, "timeout"),
+        (1.0, True, "ok"),
+    ]
     assert (answer.mean_reward, answer.accuracy) == (1.0, 1.0)
 
 

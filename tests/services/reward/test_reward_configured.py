@@ -177,9 +177,9 @@ async def test_the_callers_own_objects_score_every_item_in_a_thread(maths: MathR
         assert (await http.get("/health")).status_code == 200
         good = {"response": "\\boxed{5}", "ground_truth": "5"}
         answer = (await http.post("/batch_reward", json={"items": [good, {**good, "response": "5", "task": "any"}]})).json()
-        assert answer["rewards"] == [0.25 + 9 + 1.5, 0.25 + 1 + 1.0]
-        assert answer["results"][0]["components"] == {"closure": 9.25, "both": 1.5, "both/math": 1.0, "both/format": 1.0}
-        assert [result["correct"] for result in answer["results"]] == [True, True], "of the function that verifies"
+        assert [result["reward"] for result in answer["rewards"]] == [0.25 + 9 + 1.5, 0.25 + 1 + 1.0]
+        assert answer["rewards"][0]["components"] == {"closure": 9.25, "both": 1.5, "both/math": 1.0, "both/format": 1.0}
+        assert [result["correct"] for result in answer["rewards"]] == [True, True], "of the function that verifies"
         assert own.threads == {"reward-function"}
         late = (await http.post("/reward", json={**good, "response": "hang"})).json()
         assert (late["reward"], late["status"]) == (None, "timeout")

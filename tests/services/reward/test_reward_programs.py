@@ -375,9 +375,9 @@ async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.A
         {**item, "response": block("while True: pass")[0]["content"]},
     ]
     answer = (await http.post("/batch_reward", json={"items": items})).json()
-    assert answer["rewards"] == [1.0, 1.0, 0.0]
-    assert [result["extracted_answer"] for result in answer["results"]] == ["passed, passed", "5", "timeout, skipped"]
-    assert [sorted(result["components"]) for result in answer["results"]] == [["code"], ["math"], ["code"]]
+    assert [result["reward"] for result in answer["rewards"]] == [1.0, 1.0, 0.0]
+    assert [result["extracted_answer"] for result in answer["rewards"]] == ["passed, passed", "5", "timeout, skipped"]
+    assert [sorted(result["components"]) for result in answer["rewards"]] == [["code"], ["math"], ["code"]]
     refused = await http.post("/batch_reward", json={"items": [item, {**item, "columns": {}}]})
     assert refused.status_code == 422
     assert refused.json()["error"]["field"] == "items[1].columns.test_cases"

@@ -4,6 +4,12 @@ const KEY = "api-token";
 const dialog = () => document.getElementById("token");
 let asking = null;
 
+const given = location.hash.match(/^#token=(.+)$/); // a link to log in; the part behind # is never sent to a server
+if (given) {
+  sessionStorage.setItem(KEY, given[1]);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 /** The JSON of `path` under `/dashboard/api/`; parameters that are empty are left out. Throws an Error with the server's reason. */
 export async function fetchJson(path, parameters = {}, patience = 20000) {
   const url = new URL(`api/${path.replace(/^\/?(dashboard\/)?(api\/)?/, "")}`, document.baseURI);

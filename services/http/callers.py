@@ -1,0 +1,86 @@
+"""Keeps web pages out: without a token, a page open in any browser on this machine could otherwise act on a run.
+
+A page can send what needs no permission of the server (CORS's "simple" requests), and by DNS rebinding anything to a name of
+its own. So a call needs a `Host` that is this service's, no `Origin` of another site, and, where it may change something, a
+content type or a header that a page may not send. A request with the run's token needs none of this.
+"""
+
+import ipaddress
+import re
+import socket
+
+from starlette.types import Scope
+
+from common import logs
+from common.errors import ServiceError
+from common.topology import Topology
+
+_PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
+"""Paths that a link on another page may open: looking at them changes nothing."""
+_SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
+_KINDS = frozenset((b"application/json", b"application/msgpack"))
+_OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
+_REMEDY = "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an API_TOKEN (SECURITY.md)"
+
+
+class ForeignCaller(ServiceError):
+    """The request comes from a web page of another site, or could (403)."""
+
+    status = 403
+    code = "foreign_caller"
+
+
+class CallerCheck:
+    """Decides which callers without a token are served; `open_paths` are pages that links may open."""
+
+    def __init__(self, open_paths: frozenset[str]) -> None:
+        group = Topology.from_env().group
+        self._names = {"localhost", socket.gethostname().lower()}
+        self._of_group = re.compile(rf"[a-z0-9-]+\.{re.escape(group.lower())}") if group else None
+        self._open = open_paths | _PAGES
+
+    def refusal(self, scope: Scope) -> ServiceError | None:
+        """Returns why this request is not served, or None."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        found = dict(headers)
+        host = found.get(b"host", b"").decode("latin-1").lower()
+        if not self._is_own(host, scope) or sum(name == b"host" for name, _ in headers) > 1:
+            reason = "this is not a name of this service: a page of another site may have made it one (DNS rebinding)"
+            remedy = (
+                "call it by its address, localhost or its name in the job group, or give the run an API_TOKEN (SECURITY.md)"
+            )
+            return ForeignCaller(reason, field="host", value=host, remedy=remedy)
+        origin = found.get(b"origin")
+        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != (host or None):
+            return ForeignCaller(
+                "a page of another site sent this", field="origin", value=origin.decode("latin-1"), remedy=_REMEDY
+            )
+        method, path, site = scope["method"], scope["path"], found.get(b"sec-fetch-site", b"none")
+        if site not in (b"none", b"same-origin") and not (method in _SAFE and path in self._open):
+            return ForeignCaller(
+                "a page of another site sent this", field="sec-fetch-site", value=site.decode("latin-1"), remedy=_REMEDY
+            )
+        kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if method in _SAFE or kind in _KINDS or not _OWN_HEADERS.isdisjoint(found):
+            return None
+        reason = "a web page could have sent this"
+        return ServiceError(
+            reason,
+            code="unsupported_media_type",
+            status=415,
+            field="content-type",
+            value=kind.decode("latin-1"),
+            remedy=_REMEDY,
+        )
+
+    def _is_own(self, host: str, scope: Scope) -> bool:
+        """Whether a Host is this service's. No page gets an address for its name, so any address will do."""
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d*)?", host)
+        name = match[1].removesuffix(".") if match else ""
+        if not host or name in self._names or (self._of_group and self._of_group.fullmatch(name)):
+            return match is not None  # only old programs send no Host
+        try:
+            return bool(ipaddress.ip_address(name.strip("[]")))
+        except ValueError:
+            server = scope.get("server")  # in this process, the name that the client was given
+            return server is not None and name == server[0]

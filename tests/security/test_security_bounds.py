@@ -1,0 +1,185 @@
+"""No body, however many items it has, holds a service or fills its memory."""
+
+import asyncio
+import json
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
+
+from common import schemas, wire
+from common.errors import TooLarge, shorten
+from common.schemas import AtMost, Wire
+from services.engine import control, distributed, openai, protocol
+from services.http.app import create_app
+from tests.support.apps import SERVICES, make, tiny
+
+_BODIES = (control, distributed, openai, protocol)
+
+
+def kinds() -> list[type[Any]]:
+    """Every type on the wire: the schemas, the services' own JSON bodies, and those in SGLang's format."""
+    found: list[type[Any]] = [Wire]
+    for kind in found:
+        found += [each for each in kind.__subclasses__() if not each.__module__.startswith("tests.")]
+    structs = [kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    bodies = {
+        kind for module in _BODIES for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, BaseModel)
+    }
+    return [*dict.fromkeys(found), *structs, *sorted(bodies - {BaseModel}, key=lambda kind: kind.__name__)]
+
+
+def unbounded(hint: Any, bounded: bool = False) -> Iterator[Any]:
+    """The lists and mappings in an annotation that nothing bounds."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        inner, *marks = arguments
+        limits = [mark for mark in marks if isinstance(mark, AtMost) or getattr(mark, "max_length", None) is not None]
+        yield from unbounded(inner, bool(limits))
+        return
+    if (origin or hint) in (list, dict, set, frozenset) and not bounded:
+        yield hint
+    if origin in (list, dict, tuple, set, frozenset, typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from unbounded(argument)
+
+
+def test_every_list_and_mapping_on_the_wire_is_bounded(base_model: Path, tmp_path: Path) -> None:
+    assert len(kinds()) > 50
+    loose = {
+        f"{kind.__name__}.{name}": found
+        for kind in kinds()
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+        if not name.startswith(("model_", "_")) and get_origin(hint) is not typing.ClassVar
+        for found in unbounded(hint)
+    }
+    assert loose == {}, "give it an AtMost (pydantic) or a Meta(max_length=…) (msgspec)"
+
+
+@pytest.mark.parametrize("hint", [list[int], dict[str, int], list[int] | None, Annotated[list[list[int]], AtMost(3)]])
+def test_the_walk_finds_a_new_unbounded_field(hint: Any) -> None:
+    assert list(unbounded(hint))
+
+
+def test_validation_stops_at_the_first_error_and_before_the_first_item_of_too_many() -> None:
+    seen = 0
+
+    def count(value: int) -> int:
+        nonlocal seen
+        seen += 1
+        if value < 0:
+            raise ValueError("negative")
+        return value
+
+    Number = Annotated[int, AfterValidator(count)]
+    cases: list[tuple[Any, Any, Any]] = [
+        (Annotated[list[Number], AtMost(1000)], [-1] * 1000, [1] * 1001),
+        (Annotated[dict[str, Number], AtMost(1000)], {str(i): -1 for i in range(1000)}, {str(i): 1 for i in range(1001)}),
+    ]
+    for kind, wrong, many in cases:
+        seen = 0
+        with pytest.raises(ValidationError) as caught:
+            TypeAdapter(kind).validate_python(wrong)
+        assert (seen, caught.value.error_count()) == (1, 1)
+        with pytest.raises(ValidationError, match="at most 1000 items") as caught:
+            TypeAdapter(kind).validate_python(many)
+        assert (seen, caught.value.errors()[0]["type"]) == (1, "too_long")
+    with pytest.raises(ValidationError) as caught:
+        schemas.GroupIds.model_validate({f"x{i}": 1 for i in range(100_000)} | {"ids": ["a"]})
+    assert [error["loc"] for error in caught.value.errors()] == [("x0",)]
+
+
+MANY: dict[str, bytes] = {
+    "empty objects": b"[" + b",".join([b"{}"] * 300_000) + b"]",
+    "numbers": b"[" + b",".join([b"1"] * 300_000) + b"]",
+    "texts": b"[" + b",".join([b'"x"'] * 300_000) + b"]",
+    "lists": b"[" + b",".join([b"[]"] * 300_000) + b"]",
+    "names": b"{" + b",".join(b'"k%d":{}' % i for i in range(100_000)) + b"}",
+    "millions": b"[" + b",".join([b"{}"] * 3_000_000) + b"]",
+    "chains": b"[" + b",".join([b'{"a":' * 900 + b"1" + b"}" * 900] * 1200) + b"]",
+}
+CALLS = [
+    ("reward", "/batch_reward", b'{"items":%s}'),
+    ("reward", "/reward", b'{"response":"5","ground_truth":"5","columns":%s}'),
+    ("reward", "/reward", b"%s"),
+    ("replay", "/add", b'{"experiences":%s}'),
+    ("replay", "/groups", b'{"groups":%s}'),
+    ("replay", "/groups/ack", b'{"ids":%s}'),
+    ("replay", "/groups/priorities", b'{"ids":["a"],"priorities":%s}'),
+    ("replay", "/groups/take", b'{"count":%s}'),
+    ("data", "/pass_rates", b'{"prompt_ids":%s,"pass_rates":[0.5],"request_id":"a"}'),
+    ("data", "/seek", b"%s"),
+    ("critic", "/restore", b'{"run_id":%s}'),
+    ("engine", "/generate", b'{"input_ids":%s}'),
+    ("engine", "/generate", b'{"input_ids":[1],"sampling_params":%s}'),
+    ("engine", "/v1/chat/completions", b'{"messages":%s}'),
+    ("engine", "/update_weights_from_distributed", b'{"names":[],"dtypes":[],"shapes":%s}'),
+    ("trainer", "/workers/a", b"%s"),
+    ("trainer", "/weights/1/verify", b'{"worker":"a","ranks":[%s]}'),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SERVICES)
+async def test_many_items_are_refused_with_a_short_error_while_others_are_answered(
+    name: str, base_model: Path, tmp_path: Path
+) -> None:
+    app = make(name, tiny(base_model, tmp_path, "--algorithm.name", "ppo", "--data.curriculum", "difficulty"))
+    headers = {"content-type": "application/json"}
+    life = (app if name != "agent" else create_app("x")).router.lifespan_context(app)
+    async with life, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=headers) as http:
+        for path, frame in [(path, frame) for service, path, frame in CALLS if service == name]:
+            for kind, items in MANY.items():
+                work = asyncio.create_task(http.post(path, content=frame % items))
+                between = 0
+                while not work.done():
+                    await http.get("/health")
+                    await asyncio.sleep(0)  # in process nothing else lets the other task run
+                    between += 1
+                answer = await work
+                where = f"{path} with {kind}"
+                assert answer.status_code in (400, 404, 409, 413, 422), where
+                assert len(answer.content) < 3000, where
+                if kind in ("millions", "chains"):
+                    assert answer.status_code == 413, where
+                    assert between > 3, f"{where}: nobody was answered meanwhile"
+
+
+def test_an_error_formats_no_whole_body() -> None:
+    assert len(shorten([{"a": ["x" * 1000] * 1000}] * 1_000_000)) <= 200
+    assert len(shorten(b"x" * 10_000_000)) <= 200
+    assert shorten({"a": [1, 2, None]}) == "{'a': [1, 2, None]}"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('a,{["\\\n'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('a,:{["\\'), inner),
+)
+
+
+@given(json_values, st.integers(1, 40), st.booleans())
+def test_items_are_counted_as_they_are_whatever_texts_hold(value: Any, chunk: int, ascii_: bool) -> None:
+    def items(value: Any) -> int:
+        if not isinstance(value, list | dict):
+            return 0
+        inner = value.values() if isinstance(value, dict) else value
+        return 2 + max(0, len(value) - 1) + sum(items(item) for item in inner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "_CHUNK", chunk)
+        assert wire._json_items(json.dumps(value, ensure_ascii=ascii_).encode()) == items(value)
+
+
+def test_long_texts_of_commas_are_no_items() -> None:
+    text = '1, 2, [3], {4}, "5", \\' * 200_000
+    assert wire.parse_json(json.dumps({"items": [text]}).encode()) == {"items": [text]}
+    with pytest.raises(TooLarge, match="JSON body has at most"):
+        wire.parse_json(b" " * (wire.MAX_JSON_BYTES + 1))
