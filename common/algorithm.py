@@ -32,7 +32,7 @@ RECIPES_HELP = "; ".join(
 
 
 class AlgorithmSection(Section):
-    """How a batch becomes an update. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
+    """The update that a batch makes. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
 
     name: Main[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]] = Field(
         "grpo", description=f"The recipe: {RECIPES_HELP}."
@@ -40,9 +40,9 @@ class AlgorithmSection(Section):
     advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted", "gae"] = (
         "group_normalised"
     )
-    """How rewards become advantages: compared within the group or batch, or (`gae`) with a critic's values."""
+    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values."""
     advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the standard deviation (group_normalised and batch_normalised)."""
+    """Added to the standard deviation (group_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token (`gae`), above 0 to 1."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
@@ -58,7 +58,7 @@ class AlgorithmSection(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no bound."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How the losses of the batch's tokens become one number."""
+    """Reduction of the losses of the batch's tokens to one number."""
     update_epochs: Main[int] = Field(1, gt=0)
     """Passes of policy and critic over each batch."""
     mini_batches: Main[int] = Field(1, gt=0)
@@ -68,7 +68,8 @@ class AlgorithmSection(Section):
     kl_coef: Main[float] = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
+    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). In the loss `k2`, whose gradient is
+    that of KL(policy ‖ reference), or `k3`: KL(reference ‖ policy). In the reward always `k1`, which is the default there."""
     kl_in: Literal["loss", "reward"] = "loss"
     """The KL is a term of the `loss`, or is subtracted from the `reward` before the advantages."""
     kl_target: float | None = Field(None, gt=0)
@@ -86,7 +87,7 @@ class AlgorithmSection(Section):
     mask_truncated: bool = False
     """Leave completions cut at sampling.max_new_tokens out of the loss. They still count in their group's statistics."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance sampling between the rollout engine's policy and the trainer's at the start of the update. `auto`:
+    """Importance weights of the policy loss, between the rollout engine's policy and the trainer's before the update. `auto`:
     `truncate` with trainer.max_staleness above 0, else `none`; the saved configuration has what it came to."""
     correction_level: Literal["token", "sequence"] = "token"
     """Importance weight of each token, or one for the whole completion."""
@@ -102,12 +103,36 @@ class AlgorithmSection(Section):
             return handler(data)
         name = data.get("name", "grpo")
         preset = RECIPES.get(name, {}) if isinstance(name, str) else {}
+        if data.get("kl_in") == "reward":
+            preset = preset | {"kl_estimator": "k1"}
         section = handler({**preset, **data})
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
         for name, reason in section._unread().items():
             if name in data and getattr(section, name) != defaults[name]:
                 raise ValueError(f"algorithm.{name} is set but not read: {reason}")
+        if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
+            raise ValueError(
+                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward: only k1, the log ratio, has the "
+                "gradient of the KL divergence there, and others can push away from the reference; take k1, or "
+                "algorithm.kl_in loss"
+            )
+        if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator k1 with algorithm.kl_in loss: its expected gradient is 0; take k2 (the gradient of "
+                "KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), or algorithm.kl_in reward"
+            )
         return section
+
+    @property
+    def caution(self) -> str | None:
+        """Returns what a user of these settings has to know, None for nothing."""
+        if self.kl_coef and self.kl_in == "reward" and self.advantage == "group_normalised":
+            return (
+                "algorithm.kl_in reward with algorithm.advantage group_normalised: in a group of equal rewards only the KL "
+                "differs, and its noise is scaled to a standard deviation of 1, whatever algorithm.kl_coef is. Take "
+                "algorithm.advantage group_centred or leave_one_out, which do not scale, or algorithm.kl_in loss"
+            )
+        return None
 
     @property
     def needs_critic(self) -> bool:
@@ -121,14 +146,13 @@ class AlgorithmSection(Section):
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimiser updates on one batch."""
         return self.update_epochs * self.mini_batches
 
     def _unread(self) -> dict[str, str]:
         """Settings that the others make pointless, and why."""
         unread: dict[str, str] = {}
-        if self.advantage not in ("group_normalised", "batch_normalised"):
-            unread["advantage_eps"] = f"advantage {self.advantage} divides by nothing"
+        if self.advantage != "group_normalised":
+            unread["advantage_eps"] = f"advantage is {self.advantage}, not group_normalised"
         if self.advantage != "gae":
             unread |= dict.fromkeys(("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae")
         if self.policy_loss == "cispo":

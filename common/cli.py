@@ -13,11 +13,7 @@ from common.errors import ConfigError, ServiceError
 class Parser(argparse.ArgumentParser):
     """Keeps line breaks of the help; a wrong argument ends with status 2 and an error like any other.
 
-    Args:
-        prog: the module that `python -m` runs.
-        description: at the top of the help.
-        usage: of the arguments; derived from them when empty.
-        epilog: at the end of the help.
+    `prog` is the module that `python -m` runs; `usage` is that of the arguments, derived from them when empty.
     """
 
     def __init__(self, prog: str, description: str, usage: str = "", epilog: str = "") -> None:

@@ -77,17 +77,11 @@ async def _with_id(request: httpx.Request) -> None:
 
 
 class Client:
-    """HTTP to one service: retries with backoff and jitter until an overall deadline, errors as ServiceError.
+    """HTTP to one service: retries with backoff and jitter for `deadline_s` seconds a call, errors as ServiceError.
 
     Every call through `request` is idempotent, by nature or by an id that the client makes: an attempt may have succeeded
-    though its answer was lost.
-
-    Args:
-        service: name for messages.
-        base_url: of the service.
-        transport: None for the network, `httpx.ASGITransport(app)` for a service in this process.
-        deadline_s: seconds one call may take, retries included.
-        headers: sent with every call; None: the token of this run, which must not reach anyone outside the run.
+    though its answer was lost. `transport` is `httpx.ASGITransport(app)` for a service in this process. `headers` are sent with
+    every call; None: the token of this run, which must not reach anyone outside the run.
     """
 
     def __init__(
@@ -260,7 +254,6 @@ class DataClient(Client):
         return [Prompt.model_validate(item) for item in response.json()["prompts"]]
 
     async def total(self) -> int:
-        """Returns the number of problems in the training split."""
         return int((await self.request("GET", "/stats")).json()["total_available"])
 
     async def seek(self, position: int) -> None:
@@ -280,7 +273,6 @@ class RewardClient(Client):
     """reward-server."""
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
-        """Grades the answers, in order."""
         body = BatchRewardRequest(items=items).model_dump_json()
         headers = {"content-type": "application/json"}
         return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)

@@ -7,7 +7,7 @@ Every program reads the whole configuration and uses its own sections; an unknow
 
 import os
 import sys
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS, ArgumentError, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -151,11 +151,6 @@ class Config(BaseSettings):
         """Refuses settings that contradict an adapter."""
         if self.lora.rank == 0:
             return
-        if self.trainer.optimizer == "muon":
-            raise ValueError(
-                "trainer.optimizer muon is for whole matrices, and lora.rank is set: an adapter's update is the product of two "
-                "factors, which muon would turn one by one; take adamw"
-            )
         if self.algorithm.reference_refresh:
             raise ValueError(
                 f"algorithm.reference_refresh is {self.algorithm.reference_refresh}, but with lora.rank the reference is the "
@@ -311,14 +306,14 @@ def _unknown(name: str, field: str, value: object = None, remedy: str = "see --h
 
 
 def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
-    for i, word in enumerate(argv):
-        if word == "--config":
-            if i + 1 == len(argv):
-                raise ConfigError("--config needs a file", field="--config")
-            return argv[i + 1], argv[:i] + argv[i + 2 :]
-        if word.startswith("--config="):
-            return word.removeprefix("--config="), argv[:i] + argv[i + 1 :]
-    return None, argv
+    """Returns the file of `--config` and the other arguments."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        known, rest = parser.parse_known_args(argv)
+    except ArgumentError:
+        raise ConfigError("--config needs a file", field="--config") from None
+    return known.config, rest
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -334,15 +329,18 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
+    content, known = dict[str, Any](), names()
     for name, keys in SHORT_NAMES.items():
         if env.get(name):
             _put(content, keys, env[name])
     for name, value in sorted(env.items()):
         if name.startswith(_PREFIX):
-            keys = tuple(name.removeprefix(_PREFIX).lower().split("__"))
-            _check_exists(keys, name)
-            _put(content, keys, _list_or_text(name, value))
+            setting = name.removeprefix(_PREFIX).lower().replace("__", ".")
+            if setting not in known:
+                if setting in Config.model_fields:
+                    raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
+                raise _unknown(setting, name, remedy="RLHF_SECTION__FIELD; see --help-all")
+            _put(content, tuple(setting.split(".")), _list_or_text(name, value))
     return content
 
 
@@ -351,17 +349,6 @@ def _list_or_text(name: str, value: str) -> object:
         return yaml.safe_load(value) if value[:1] in "[{" else value
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not a list: {error}", field=name, value=value, remedy="write it as JSON") from None
-
-
-def _check_exists(keys: tuple[str, ...], name: str) -> None:
-    model: Any = Config
-    for key in keys:
-        fields = getattr(model, "model_fields", {})
-        if key not in fields:
-            raise _unknown(".".join(keys), name, remedy="RLHF_SECTION__FIELD; see --help-all")
-        model = fields[key].annotation
-    if hasattr(model, "model_fields"):
-        raise ConfigError(f"{'.'.join(keys)} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
 
 
 def _put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:

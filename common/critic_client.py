@@ -54,5 +54,4 @@ class CriticClient(Client):
         return await self.json("POST", "/save", CriticStatus, json=request.model_dump())
 
     async def status(self) -> CriticStatus:
-        """Returns whose critic the server has, and how often it was updated."""
         return await self.json("GET", "/status", CriticStatus)

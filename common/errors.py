@@ -49,7 +49,6 @@ class ServiceError(Exception):
         return " · ".join([self.message, *(f"{name}: {text}" for name, text in parts if text is not None)])
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON body of this error."""
         optional = {key: getattr(self, key) for key in ("field", "value", "remedy")}
         known = {key: text for key, text in optional.items() if text is not None}
         return {"error": {"code": self.code, "message": self.message, **known}}

@@ -8,14 +8,9 @@ from common.errors import ConfigError
 
 
 def import_callable(path: str, field: str) -> Callable[..., Any]:
-    """Imports the function or class at `package.module:name`.
+    """Imports the function or class at `package.module:name`, the value of the setting `field`.
 
-    Args:
-        path: the value of the setting.
-        field: the setting, for errors.
-
-    Raises:
-        ConfigError: with both, whatever the module raises on import.
+    Raises ConfigError with both, whatever the module raises on import.
     """
     module, _, name = path.partition(":")
     remedy = "correct the path, or add its directory to the PYTHONPATH of the task"

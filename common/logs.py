@@ -88,11 +88,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats lines as JSON objects, with secrets redacted.
-
-    Args:
-        labels: of this process, in every line: `service`, `node`, `rank`; those that are None are left out.
-    """
+    """Formats lines as JSON objects with these labels (`service`, `node`, `rank`; None is left out), with secrets redacted."""
 
     def __init__(self, **labels: str | int | None) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Two figures: what a trainer process has on its GPU at the worst moment of an update, and what an engine has left for its KV
 cache. What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
-decoder layers; what torch, NCCL and CUDA take beside is a guess. Muon counts as AdamW, which keeps more.
+decoder layers; what torch, NCCL and CUDA take beside is a guess.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,6 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * queries + 2 * keys) + 3 * self.hidden * self.intermediate
         beside = {"no": 0, "qkv": queries + 2 * keys, "norm": 2 * self.head_dim}[self.extra]
@@ -141,14 +140,8 @@ class TrainerMemory:
 def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
     """Estimates one of `ranks` processes with a GPU each; the critic counts as a model of the policy's shape.
 
-    Args:
-        shape: of the policy.
-        config: of the run.
-        ranks: processes of the trainer.
-        width: bytes of a number in a pass; those of `model.dtype` when None. A CPU computes with 4.
-
-    Raises:
-        ConfigError: `trainer.shard_size` does not divide `ranks`.
+    `width` is the bytes of a number in a pass: those of `model.dtype` when None, 4 on a CPU. Raises ConfigError when
+    `trainer.shard_size` does not divide `ranks`.
     """
     settings, lora = config.trainer, config.lora
     width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
@@ -222,16 +215,9 @@ class EngineMemory:
 
 
 def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85) -> EngineMemory:
-    """Estimates what SGLang has for its KV cache.
+    """Estimates what SGLang has for its KV cache on a GPU of which it takes `static_share` (`--mem-fraction-static`).
 
-    Args:
-        shape: of the policy.
-        config: of the run.
-        gpu_bytes: of one GPU.
-        static_share: of it for weights and KV cache (`--mem-fraction-static`; SGLang chooses by the GPU when it is unset).
-
-    Raises:
-        ConfigError: `rollout.tensor_parallel_size` does not divide the heads.
+    Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
     """
     size, width = config.rollout.tensor_parallel_size, 2 if config.model.dtype == "bfloat16" else _MASTER
     if shape.heads % size:

@@ -41,15 +41,8 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
     """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which outlives SkyPilot's logs on a volume.
 
     The level is `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: docs/how-to/operations.md).
-
-    Args:
-        name: of the process and its logger.
-        log_dir: for the file.
-        service: label of JSON lines; `name` when empty.
-        rank: label of JSON lines, for one process of several.
-
-    Raises:
-        ConfigError: `log_dir` cannot be written, or one of the variables cannot be used.
+    `service` (`name` when empty) and `rank` label JSON lines. Raises ConfigError when `log_dir` cannot be written, or one of
+    the variables cannot be used.
     """
     as_json, wanted_level = wants_json(), level()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
@@ -82,9 +75,6 @@ class Metrics:
     """Prometheus metrics of one service, in a registry of its own since several services can share a process.
 
     All names begin with `rlhf_`, except those of the process (`process_…`), which every Prometheus client has.
-
-    Args:
-        service: its name in `rlhf_build_info`.
     """
 
     def __init__(self, service: str) -> None:
@@ -106,11 +96,9 @@ class Metrics:
         )
 
     def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
-        """Adds a number that only rises; its name ends with `_total`."""
         return Counter(*self._named(name, help_text, labels), registry=self.registry)
 
     def gauge(self, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
-        """Adds a number that rises and falls."""
         return Gauge(*self._named(name, help_text, labels), registry=self.registry)
 
     def newest(self, name: str, help_text: str) -> Gauge:

@@ -44,6 +44,7 @@ REMOVED = {
     "trainer.keep_best": "leave it out: the best checkpoint always stays",
     "trainer.max_requests": _ONE_VALUE(1024),
     "trainer.max_skipped_updates": _ONE_VALUE(3),
+    "trainer.optimizer": "leave it out: it is always AdamW; Muon, which neither shards nor LoRA could use, was removed",
     "trainer.stall_dump_s": _ONE_VALUE("600 s"),
 }
 """The remedy by `section.name`, or by `section.name value` for a value that is gone."""

@@ -147,13 +147,8 @@ BASE_VERSION = "default"
 def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None) -> Completion:
     """Reads one completion from SGLang's answer to `/generate`.
 
-    Args:
-        answer: of one completion.
-        adapter_version: of the LoRA adapter that the request named. The engine's own label is that of its whole model, which
-            must then be the one it was started with.
-
-    Raises:
-        GenerationFailed: the completion was aborted, or has no tokens, no logprobs, or no numeric weight version.
+    `adapter_version` is that of the LoRA adapter that the request named; the engine's own label must then be that of the model
+    it was started with. Raises GenerationFailed when the completion was aborted, or lacks what training needs.
     """
     try:
         meta = answer["meta_info"]

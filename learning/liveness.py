@@ -53,10 +53,7 @@ class _Departure(NamedTuple):
 class Liveness:
     """A context manager that watches the other ranks while inside; does nothing in a single process.
 
-    Args:
-        ranks: whose process group is initialised.
-        topology: names the nodes.
-        lost_after_s: seconds of silence until a rank is lost.
+    A rank is lost after `lost_after_s` seconds of silence.
     """
 
     def __init__(self, ranks: Ranks, topology: Topology, lost_after_s: float) -> None:

@@ -85,14 +85,9 @@ class AddedModules:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model with float32 weights, by its transformers auto class.
+    """A model with float32 weights, by its transformers auto class, from the hub or a directory that every node has.
 
-    Args:
-        auto: such as AutoModelForCausalLM.
-        name: on the hub, or a directory that every node has.
-        directory: of a checkpoint, which replaces `name`; at least rank 0 sees it.
-        configure: changes the model's configuration.
-        added: modules for the model.
+    `directory` of a checkpoint, which at least rank 0 sees, replaces `name`; `configure` changes the model's configuration.
     """
 
     auto: Any

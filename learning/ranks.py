@@ -62,7 +62,6 @@ class Ranks:
 
     @classmethod
     def alone(cls, settings: TrainerSection) -> "Ranks":
-        """Returns a single process, started without torchrun."""
         return cls(device_kind=settings.device, shard_size=settings.shard_size)
 
     def __enter__(self) -> "Ranks":
@@ -144,7 +143,6 @@ class Ranks:
         return bool(same)
 
     def broadcast_model(self, model: nn.Module) -> None:
-        """Gives every rank the weights of rank 0."""
         if self.world_size > 1:
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)

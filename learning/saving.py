@@ -43,7 +43,6 @@ class Contents:
 
     @classmethod
     def of(cls, model: Any) -> "Contents":
-        """Describes a transformers model."""
         tensors = named_tensors(model)
         files = split_state_dict_into_shards_factory(
             dict(tensors),
@@ -89,7 +88,6 @@ class Snapshot:
         return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
 
     def write_files(self, directory: Path) -> None:
-        """Writes texts and weights."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts.items():
             (directory / name).write_text(text)
@@ -105,7 +103,6 @@ class Snapshot:
             dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
 
     def write(self, directory: Path) -> None:
-        """Writes everything, on one rank alone."""
         self.write_files(directory)
         self.write_state(directory)
 
@@ -189,7 +186,6 @@ def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Returns configuration, and the index if there are several files."""
     model.config.architectures = [type(model).__name__]
     texts = {"config.json": model.config.to_json_string()}
     if getattr(model, "generation_config", None) is not None:

@@ -58,14 +58,9 @@ def shard(
 ) -> None:
     """Shards `root`, whose forward runs the transformers model `model` inside it.
 
-    Args:
-        root: the outer module.
-        model: whose decoder layers are the units.
-        ranks: that share it.
-        low_precision: bfloat16 in the forward and backward pass; gradients are reduced in float32.
-        offload: keep parameters, gradients and optimiser state in CPU memory.
-        trained: False for a model that is only evaluated and freed after every pass.
-        exact: modules of `root` that always compute in float32.
+    With `low_precision` passes are in bfloat16 and gradients reduced in float32; modules in `exact` compute in float32.
+    `offload` keeps parameters, gradients and optimiser state in CPU memory. A model that is not `trained` is freed after every
+    pass.
     """
     mesh = ranks.mesh()
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()

@@ -12,6 +12,7 @@
 No part knows the run, and rollouts, weights, evaluator and log do not know one another.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -153,6 +154,8 @@ class Run:
         set_run(run_id)
         metrics = TrainerMetrics(registry := Metrics(TRAINER))
         say = partial(tell, backend.console)
+        if caution := config.algorithm.caution:
+            say(f"warning: {caution}", level=logging.WARNING)
         say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
         loop = stack.enter_context(LoopThread())
         tokenizer = load_tokenizer(config.model)

@@ -16,47 +16,43 @@ from pathlib import Path
 from common.config import program
 from common.errors import ConfigError
 from common.security import SecretRedactor
-from jobgroup.doctor import environment, gpu, hub, machine, memory, network, storage
+from jobgroup.doctor import hub, machine, memory, network, software, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform
 from jobgroup.spec import assignment
 
-_CHECKS = (
-    ("python", environment.check_python, 15),
-    ("packages", environment.check_packages, 15),
-    ("sglang-router", environment.check_router, 25),
-    ("sglang", environment.check_sglang, 25),
-    ("skypilot", environment.check_skypilot, 35),
-    ("GPUs", gpu.check_gpus, 45),
-    ("disk", storage.check_disk, 30),
-    ("API_TOKEN", environment.check_secrets, 15),
-)
-"""Name, function and time limit in seconds."""
-_CHECKS_HERE = (
-    ("cores", machine.check_cores, 15),
-    ("memory", machine.check_memory, 15),
-    ("open files", machine.check_files, 15),
-    ("shared memory", machine.check_shared_memory, 15),
-    ("all_reduce", gpu.check_collective, gpu.COLLECTIVE_S + 10, "warn"),
-    ("ports", network.check_ports, 15),
-    ("sandbox", machine.check_sandbox, 60),
-    ("proxies", network.check_proxies, 15),
-)
+_CHECKS = {
+    "python": software.check_python,
+    "packages": software.check_packages,
+    "sglang-router": software.check_router,
+    "sglang": software.check_sglang,
+    "skypilot": software.check_skypilot,
+    "GPUs": machine.check_gpus,
+    "disk": storage.check_disk,
+    "API_TOKEN": software.check_secrets,
+}
+_CHECKS_HERE = {
+    "cores": machine.check_cores,
+    "memory": machine.check_memory,
+    "open files": machine.check_files,
+    "shared memory": machine.check_shared_memory,
+    "all_reduce": machine.check_collective,
+    "ports": network.check_ports,
+    "sandbox": machine.check_sandbox,
+    "proxies": network.check_proxies,
+}
 """Left out when `--gpu-memory-gb` assumes the GPUs of a cluster, whose machines cannot be examined from here."""
-_HUB_S = 12.0
 
 
 def results(plan: Plan) -> Iterator[Result]:
     """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
-    loading = [
-        Check(f"model {name}", partial(hub.check_model, plan, name, job), _HUB_S) for name, job in hub.models(plan).items()
-    ]
-    loading.append(Check("data set", partial(hub.check_dataset, plan), _HUB_S))
-    loading.append(Check("clock", partial(hub.check_clock, plan), _HUB_S, "warn"))
+    loading = [Check(f"model {name}", partial(hub.check_model, plan, name, job)) for name, job in hub.models(plan).items()]
+    loading.append(Check("data set", partial(hub.check_dataset, plan)))
+    loading.append(Check("clock", partial(hub.check_clock, plan)))
     loaded = list(perform(loading))
-    table = _CHECKS if plan.assumed_gb else (*_CHECKS, *_CHECKS_HERE)
-    yield from perform([Check(name, partial(check, plan), *limits) for name, check, *limits in table])
+    table = _CHECKS if plan.assumed_gb else _CHECKS | _CHECKS_HERE
+    yield from perform([Check(name, partial(check, plan)) for name, check in table.items()])
     yield from loaded
     yield from perform([Check(memory.TITLE, partial(memory.check_fit, plan)), *network.cluster_checks(plan)])
 
@@ -69,12 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.gpus is not None and (options.gpu_memory_gb is None or options.gpus < 1):
             raise ConfigError("--gpus needs --gpu-memory-gb, and at least 1 GPU", field="--gpus", value=options.gpus)
+        if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
+            raise ConfigError("it is no size of a memory", field="--gpu-memory-gb", value=options.gpu_memory_gb)
         overrides = dict(assignment(text, "--env") for text in options.env)
         plan = make(options.yaml, overrides, env, options.task)
     except ConfigError as error:
         parser.error(str(error))
     plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus
-    plan.gpus, plan.no_gpus = gpu.visible(env)
+    plan.gpus, plan.no_gpus = machine.visible(env)
     redactors = [SecretRedactor(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
     if not options.json:
         print(_title(plan) + "\n")
@@ -109,17 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task, as in jobgroup.local")
     add("--task", metavar="NAME", help="only what this task needs; inside a group: the task of this pod")
     size = "judge the model for a cluster's GPUs of this size, not this machine's"
-    add("--gpu-memory-gb", type=_positive, metavar="GB", help=size)
+    add("--gpu-memory-gb", type=float, metavar="GB", help=size)
     count = "with --gpu-memory-gb: GPUs of the trainer in all (nodes × accelerators of the YAML)"
     add("--gpus", type=int, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser
-
-
-def _positive(text: str) -> float:
-    if not 0 < float(text) < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no size of a memory")
-    return float(text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import httpx
 from common.topology import CRITIC, DATA, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.network import compare_clocks
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect, fail, ok
+from jobgroup.doctor.report import Result, expect
 
 _TIMEOUT_S = 5.0
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -60,15 +60,14 @@ class Hub:
                 fix = "open the way (HTTPS_PROXY), set HF_ENDPOINT to a mirror"
             else:
                 if response.is_success:
-                    return ok(title, f"{'cached, and ' if cached else ''}on {self.shown}"), response
+                    return Result(title, "ok", f"{'cached, and ' if cached else ''}on {self.shown}"), response
                 meaning, fix = _ANSWERS.get(response.status_code, ("", "try again later, or another HF_ENDPOINT"))
                 problem, elsewhere = f"{self.shown} says {response.status_code}{meaning}", ""
                 problem += "" if self.token else " (there is no HF_TOKEN)"
         if cached is None:
-            return fail(title, problem, fix + elsewhere), None
-        return expect(
-            title, self.offline, f"cached, but {problem}", "set HF_HUB_OFFLINE=1: nobody waits for the hub", "warn"
-        ), None
+            return Result(title, "fail", problem, fix + elsewhere), None
+        fix = "set HF_HUB_OFFLINE=1: nobody waits for the hub"
+        return expect(title, self.offline, f"cached, but {problem}", fix, "warn"), None
 
 
 def models(plan: Plan) -> dict[str, PlannedTask]:
@@ -101,11 +100,11 @@ def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:
         if response is not None:
             plan.shapes.setdefault(name, response.json())
         yield result
-    elif plan.demo or _MAKE_TINY in job.setup:
-        yield ok(title, "not there yet; make demo, or the task's setup, makes it")
+    elif plan.demo or _MAKE_TINY in (job.setup or ""):
+        yield Result(title, "ok", "not there yet; make demo, or the task's setup, makes it")
     else:
         fix = f"make it: .venv/bin/python -m {_MAKE_TINY} {name}; or name another with MODEL_NAME"
-        yield fail(title, f"there is no folder {folder}", fix)
+        yield Result(title, "fail", f"there is no folder {folder}", fix)
 
 
 def check_dataset(plan: Plan) -> Iterator[Result]:
@@ -116,13 +115,15 @@ def check_dataset(plan: Plan) -> Iterator[Result]:
     title, name = f"data set {source}", _ON_HUB.get(source, source.removeprefix("math:"))
     file = job.path(name).suffix in (".jsonl", ".json", ".csv", ".parquet")
     if source == "tiny" or (source not in _ON_HUB and job.path(name).exists()):
-        yield ok(title, "generated on the spot" if source == "tiny" else "here in files")
+        yield Result(title, "ok", "generated on the spot" if source == "tiny" else "here in files")
     elif file or "/" not in name or not _REPOSITORY.fullmatch(name):
-        yield fail(title, f"there is no {job.path(name)}", "correct data.source: a file, a folder, or org/name on the hub")
+        yield Result(
+            title, "fail", f"there is no {job.path(name)}", "correct data.source: a file, a folder, or org/name on the hub"
+        )
     else:
         result, response = hub.look_up(title, f"api/datasets/{name}", hub.cached("dataset", name))
         gated = response is not None and response.json().get("gated") and not hub.token
-        yield fail(title, "gated, and there is no HF_TOKEN", _NO_ACCESS) if gated else result
+        yield Result(title, "fail", "gated, and there is no HF_TOKEN", _NO_ACCESS) if gated else result
 
 
 def check_clock(plan: Plan) -> Iterator[Result]:
@@ -133,4 +134,4 @@ def check_clock(plan: Plan) -> Iterator[Result]:
             sent = time.time()
             yield compare_clocks(f"clock of {httpx.URL(url).host}", httpx.head(url, timeout=_TIMEOUT_S / 2), sent)
             return
-    yield ok("clock", "not compared: neither the hub nor the package index can be asked")
+    yield Result("clock", "ok", "not compared: neither the hub nor the package index can be asked")

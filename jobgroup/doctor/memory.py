@@ -7,10 +7,9 @@ from common.errors import ConfigError
 from common.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
 from common.sections import LoraSection
 from common.topology import CRITIC, ROLLOUT, TRAINER
-from jobgroup.doctor.gpu import needs_cuda
-from jobgroup.doctor.machine import available_memory
+from jobgroup.doctor.machine import available_memory, needs_cuda
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect, fail, failed, fits, gb, ok, warn
+from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
 TITLE = "memory for the model"
 _STATIC = 0.85
@@ -35,12 +34,13 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     try:
         shape = ModelShape.of(plan.shapes[name])
     except KeyError:
-        yield warn(TITLE, f"not estimated: the config.json of {name} cannot be had", "see the line of the model")
+        yield Result(TITLE, "warn", f"not estimated: the config.json of {name} cannot be had", "see the line of the model")
         return
     except ConfigError as error:
-        yield warn(TITLE, f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3")
+        found, fix = f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3"
+        yield Result(TITLE, "warn", found, fix)
         return
-    yield ok("model", f"{shape.parameters:,} parameters ({name})")
+    yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
     if plan.assumed_gb or plan.gpus:
         size = int(plan.assumed_gb * 1e9) if plan.assumed_gb else min(gpu.total for gpu in plan.gpus)
         for job in jobs:
@@ -49,7 +49,8 @@ def check_fit(plan: Plan) -> Iterator[Result]:
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
     elif needs_cuda(plan):
-        yield warn(TITLE, "not judged: there is no GPU here", "--gpu-memory-gb 80 judges it for a cluster's GPUs")
+        fix = "--gpu-memory-gb 80 judges it for a cluster's GPUs"
+        yield Result(TITLE, "warn", "not judged: there is no GPU here", fix)
     else:
         yield _on_cpu(jobs, shape, *available_memory(plan.topology is not None))
 
@@ -68,12 +69,11 @@ def _parts(estimate: TrainerMemory) -> str:
 
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
-    """Judges one process of this task on a GPU of its own of `size` bytes."""
     if job.name == ROLLOUT:
         yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device == "cuda" else []
         return
     here = job.gpus if plan.assumed_gb else min(job.gpus, len(plan.gpus))
-    ranks = (plan.assumed_gpus or job.nodes * max(1, here)) if job.name == TRAINER else 1
+    ranks = (plan.assumed_gpus or job.num_nodes * max(1, here)) if job.name == TRAINER else 1
     estimate = _estimate(job, shape, ranks)
     found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {_parts(estimate)}"
     yield fits(f"memory of {job.name}", found, estimate.total, size, _SMALLER)
@@ -84,23 +84,19 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Itera
         yield fits(f"CPU memory of {job.name}", found, needed, left, "less offloading, LoRA, or a machine with more")
 
 
-def _static(job: PlannedTask) -> float:
-    """Returns `--mem-fraction-static` of the engine's arguments."""
-    words = [part for word in job.config.rollout.engine_args for part in word.split("=", 1)]
-    return float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
-
-
 def _engine(job: PlannedTask, shape: ModelShape, size: int) -> Result:
-    engine, one = engine_memory(shape, job.config, size, _static(job)), _PROMPT + job.config.sampling.max_new_tokens
+    settings, one = job.config.rollout, _PROMPT + job.config.sampling.max_new_tokens
+    words = [part for word in settings.engine_args for part in word.split("=", 1)]
+    static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
+    engine = engine_memory(shape, job.config, size, static)
     found = (
-        f"weights {gb(engine.weights)} on each of {job.config.rollout.tensor_parallel_size} GPUs; "
-        f"the rest of {_static(job):.0%} of {gb(size)} is KV cache for {engine.kv_tokens:,} tokens at "
-        f"{engine.kv_bytes_per_token:,} bytes: {engine.kv_tokens // one} completions of {one}"
+        f"weights {gb(engine.weights)} on each of {settings.tensor_parallel_size} GPUs; the rest of {static:.0%} of {gb(size)} "
+        f"is KV cache for {engine.kv_tokens:,} tokens at {engine.kv_bytes_per_token:,} bytes: "
+        f"{engine.kv_tokens // one} completions of {one}"
     )
     fix = "raise rollout.tensor_parallel_size and the GPUs of a node with it, or --mem-fraction-static in rollout.engine_args"
-    if engine.kv_tokens < one:
-        return fail("memory of an engine", f"does not fit: {found}", fix)
-    return expect("memory of an engine", engine.kv_tokens >= one * job.config.sampling.group_size, found, fix, "warn")
+    group = one * job.config.sampling.group_size
+    return expect("memory of an engine", engine.kv_tokens >= group, found, fix, "warn" if engine.kv_tokens >= one else "fail")
 
 
 def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, left: int, bound: str) -> Result:
@@ -113,9 +109,9 @@ def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, left: int, bound: str) -
             needed = _PROCESS + weights + per_token * requests * tokens
             found = f"weights {gb(weights)}, KV cache of {requests} × {tokens} tokens"
         else:
-            estimate = _estimate(job, shape, job.nodes, _FP32)
+            estimate = _estimate(job, shape, job.num_nodes, _FP32)
             needed, found = estimate.total - estimate.overhead + _PROCESS, _parts(estimate).rpartition(", overhead")[0]
-        parts.append(f"{job.nodes} × {job.name} {gb(needed)} ({found})")
-        total += job.nodes * needed
+        parts.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
+        total += job.num_nodes * needed
     fix = "a smaller model, lora.rank, lower trainer.micro_batch_tokens or rollout.max_running_requests, fewer nodes; or GPUs"
     return fits(TITLE, f"{gb(total)} of {gb(left)} {bound}: {'; '.join(parts)}", total, left, fix)

@@ -15,7 +15,7 @@ import psutil
 from common.security import authorization, trusted
 from common.topology import ROLLOUT, Topology
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Check, Result, expect, fail, ok, warn
+from jobgroup.doctor.report import Check, Result, expect
 from jobgroup.scrape import SECTIONS
 
 _TIMEOUT_S = 5.0
@@ -28,26 +28,26 @@ _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
 
 
 def _ports(job: PlannedTask) -> dict[str, int]:
-    """Returns the ports of a task by their settings."""
     settings = _ROLLOUT_PORTS if job.name == ROLLOUT else [f"{SECTIONS[job.name]}.port"] if job.name in SECTIONS else []
     return {setting: attrgetter(setting)(job.config) for setting in settings}
 
 
 def check_ports(plan: Plan) -> Iterator[Result]:
     """Tries to listen as the tasks will; in a running group they do so already."""
-    wanted = [] if plan.topology else [(job, setting, port) for job in plan.here for setting, port in _ports(job).items()]
-    taken = False
-    for job, setting, port in wanted:
-        title = f"port {port} of {job.name}"
+    if plan.topology:
+        return
+    free = []
+    for job, (setting, port) in [(task, each) for task in plan.here for each in _ports(task).items()]:
+        title, other = f"port {port} of {job.name}", f"take another port: --env RLHF_{setting.replace('.', '__').upper()}="
         if problem := _taken(_NODE, port):
-            fix = f"end it, or take another port: --env RLHF_{setting.replace('.', '__').upper()}={port + 1000}"
-            yield fail(title, problem, fix)
+            yield Result(title, "fail", problem, f"end it, or {other}{port + 1000}")
         elif problem := _taken("127.0.0.1", port):
             fix = "nothing for jobgroup.local, whose nodes have addresses of their own; for this service alone end it"
-            yield warn(title, f"on 127.0.0.1 {problem}", fix)
-        taken = taken or bool(problem)
-    if wanted and not taken:
-        yield ok("ports", f"free: {', '.join(dict.fromkeys(str(port) for _, _, port in wanted))}")
+            yield Result(title, "warn", f"on 127.0.0.1 {problem}", fix)
+        else:
+            free.append(str(port))
+    if free:
+        yield Result("ports", "ok", f"free: {', '.join(dict.fromkeys(free))}")
 
 
 def _taken(address: str, port: int) -> str:
@@ -66,17 +66,17 @@ def _taken(address: str, port: int) -> str:
 
 def check_proxies(plan: Plan) -> Iterator[Result]:
     """Checks proxies: our clients ignore them, but the router and SGLang use them even for names of the group."""
-    env = plan.env
-    caught = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if env.get(name)]
-    spared = [each.strip() for each in (env.get("NO_PROXY") or env.get("no_proxy") or "").split(",")]
-    own = plan.group if plan.topology is not None and not plan.topology.local_hosts else "127.0.0.0/8"
+    caught = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if plan.env.get(name)]
     if not caught:
-        yield ok("proxies", "no proxy for http" + (" (HTTPS_PROXY is set, which is well)" if env.get("HTTPS_PROXY") else ""))
-    else:
-        good = "*" in spared or own in [each.lstrip(".*") for each in spared]
-        found = f"{', '.join(caught)} set, NO_PROXY {'has' if good else 'lacks'} {own}"
-        fix = f"unset {' '.join(caught)} (HTTPS_PROXY is enough for hub and package index), or add {own} to NO_PROXY"
-        yield expect("proxies", good, found, fix, "warn")
+        secure = " (HTTPS_PROXY is set, which is well)" if plan.env.get("HTTPS_PROXY") else ""
+        yield Result("proxies", "ok", f"no proxy for http{secure}")
+        return
+    spared = [each.strip() for each in (plan.env.get("NO_PROXY") or plan.env.get("no_proxy") or "").split(",")]
+    own = plan.group if plan.topology is not None and not plan.topology.local_hosts else "127.0.0.0/8"
+    good = "*" in spared or own in [each.lstrip(".*") for each in spared]
+    found = f"{', '.join(caught)} set, NO_PROXY {'has' if good else 'lacks'} {own}"
+    fix = f"unset {' '.join(caught)} (HTTPS_PROXY is enough for hub and package index), or add {own} to NO_PROXY"
+    yield expect("proxies", good, found, fix, "warn")
 
 
 def compare_clocks(name: str, response: httpx.Response, sent: float) -> Result:
@@ -85,7 +85,7 @@ def compare_clocks(name: str, response: httpx.Response, sent: float) -> Result:
     try:
         theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, ValueError):
-        return warn(name, "unknown: the answer has no Date", "compare `date -u` there and here")
+        return Result(name, "warn", "unknown: the answer has no Date", "compare `date -u` there and here")
     # The header has whole seconds, cut off, and servers renew it once a second: one second is added, and is uncertain.
     difference, uncertainty = theirs + 1 - (sent + trip / 2), 1 + trip / 2
     certain = abs(difference) - uncertainty
@@ -99,9 +99,9 @@ def cluster_checks(plan: Plan) -> list[Check]:
     services, weights, topology = list[Check](), list[Check](), plan.topology
     if topology is None:
         return []
-    for job, node in [(each, node) for each in plan.jobs for node in range(each.nodes)]:
-        name = f"{job.name}-{node}"
-        listening = dict.fromkeys([name] if node == 0 else [], next(iter(_ports(job).values()), 0))  # only the first node
+    for job, node in [(each, node) for each in plan.jobs for node in range(each.num_nodes)]:
+        name, ports = f"{job.name}-{node}", list(_ports(job).values())
+        listening = {name: ports[0]} if node == 0 and ports else {}  # only the first node of a task serves
         if job.name == ROLLOUT:
             router = {f"router on {name}": job.config.rollout.router_port} if node == 0 else {}
             listening = {f"agent of {name}": job.config.rollout.agent_port, **router}
@@ -114,15 +114,13 @@ def _get(job: PlannedTask, url: str) -> tuple[httpx.Response, dict[str, Any]]:
     """Sends a request as our clients do (no proxy, the run's token and authority); returns the answer and its JSON."""
     headers = authorization(job.env)
     response = httpx.get(url, headers=headers, verify=trusted(job.env), timeout=_TIMEOUT_S, trust_env=False)
-    try:
-        content = response.json()
-    except ValueError:
-        content = None
-    return response, content if isinstance(content, dict) else {}
+    with suppress(ValueError):
+        if isinstance(content := response.json(), dict):
+            return response, content
+    return response, {}
 
 
 def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: int) -> Iterator[Result]:
-    """Checks name, port, health and clock of a service."""
     host, url, sent = topology.host(job.name, node), topology.url(job.name, port, node), time.time()
     fix = f"is {job.name} up? sky jobs queue, then its log (sky jobs logs ID {job.name})"
     try:
@@ -130,15 +128,15 @@ def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: 
         response, content = _get(job, f"{url}/health")
     except socket.gaierror as error:
         mismatch = f"the group is {topology.group}: does the YAML have another name, or other num_nodes?"
-        yield fail(title, f"the name {host} does not resolve: {error.strerror}", f"{fix}; {mismatch}")
+        yield Result(title, "fail", f"the name {host} does not resolve: {error.strerror}", f"{fix}; {mismatch}")
         return
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
-        yield fail(title, f"{url} ({address}) does not answer: {reason}", f"{fix}; a network policy?")
+        yield Result(title, "fail", f"{url} ({address}) does not answer: {reason}", f"{fix}; a network policy?")
         return
     found = f"{1000 * response.elapsed.total_seconds():.0f} ms, {url}{'' if address in url else f' ({address})'}"
     if response.status_code == 401:
-        yield fail(title, f"does not take the API_TOKEN here, {found}", "the same API_TOKEN in every task, and here")
+        yield Result(title, "fail", f"does not take the API_TOKEN here, {found}", "the same API_TOKEN in every task, and here")
     else:
         waiting = "wait for the engines, which register when they have the newest weights"
         fix = waiting if title.startswith("router") else f"wait, or {fix}"
@@ -148,7 +146,6 @@ def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: 
 
 
 def _weights(topology: Topology, job: PlannedTask, node: int) -> Iterator[Result]:
-    """Compares the weights of a rollout node with the trainer's newest version."""
     title = f"weights of {job.name}-{node}"
     try:
         _, status = _get(job, f"{topology.url(job.name, job.config.rollout.agent_port, node)}/status")
@@ -156,7 +153,7 @@ def _weights(topology: Topology, job: PlannedTask, node: int) -> Iterator[Result
         state, version, detail = report["state"], report["version"], report["detail"]
         starts, registered = status["engine_starts"], status["registered"]
     except (httpx.HTTPError, KeyError, TypeError):
-        yield fail(title, "unknown: its agent does not answer", "see the line of that agent")
+        yield Result(title, "fail", "unknown: its agent does not answer", "see the line of that agent")
         return
     found = f"{state}, version {'base' if version is None else version}, newest {'none yet' if wanted is None else wanted}"
     found += f", engine started {starts} times" * (starts > 1) + ", not in the router" * (not registered)

@@ -1,7 +1,7 @@
 """The subject of the doctor: tasks of a job group with the settings of their processes, and their GPUs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,18 +36,10 @@ class Gpu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedTask:
-    """One task with the settings and environment of its processes."""
+class PlannedTask(spec.Task):
+    """A task with the settings of its processes."""
 
-    name: str
     config: Config
-    env: Mapping[str, str]
-    nodes: int = 1
-    gpus: int = 0
-    """GPUs of a node, by the YAML."""
-    workdir: Path = ROOT
-    setup: str = ""
-    run: str = ""
 
     def path(self, path: Path | str) -> Path:
         """Resolves a path of the settings, which is relative to the task's folder."""
@@ -59,7 +51,6 @@ class PlannedTask:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether its own environment must have torch."""
         neural = self.name == REWARD and "reward_model" in self.config.reward.function_names()
         return self.name in (TRAINER, CRITIC) or neural or (self.name == ROLLOUT and not self.uses_sglang)
 
@@ -69,63 +60,53 @@ class Plan:
     """Input of all checks."""
 
     group: str
-    jobs: Sequence[PlannedTask] = ()
+    jobs: Sequence[PlannedTask]
     """All tasks that matter, wherever they run."""
-    here: Sequence[PlannedTask] = ()
+    here: Sequence[PlannedTask]
     """The tasks on this machine."""
-    topology: Topology | None = None
+    topology: Topology | None
     """Set inside a running job group."""
-    demo: bool = False
-    problems: Sequence[Result] = ()
+    demo: bool
+    problems: Sequence[Result]
     """Errors of the YAML and the settings."""
+    env: Mapping[str, str]
+    """Environment of this process and of the first task here."""
     assumed_gb: float | None = None
     """GB of a cluster's GPU, to judge the model for it instead of for this machine."""
     assumed_gpus: int | None = None
     """The trainer's GPUs on the cluster; by the YAML when None."""
     gpus: Sequence[Gpu] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of this process and of the first task here."""
     no_gpus: str = "not looked for"
     """The reason for empty `gpus`."""
     shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The config.json of every model that could be read; `hub.check_model` fills it."""
 
     def job(self, name: str) -> PlannedTask | None:
-        """Returns the task of that name if it is on this machine."""
         return next((job for job in self.here if job.name == name), None)
 
 
 def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str], task: str | None) -> Plan:
-    """Reads YAML, environment and settings; their errors become the plan's `problems`.
+    """Reads YAML (the demo's when `path` is None), environment and settings; their errors become the plan's `problems`.
 
-    Args:
-        path: of a job group; None: the demo, or inside a job group the tasks that the environment configures.
-        overrides: variables of every task, as `jobgroup.local --env`.
-        env: of this process.
-        task: examine only what this task needs.
-
-    Raises:
-        ConfigError: the file or the task does not exist.
+    `overrides` are variables of every task, as `jobgroup.local --env`; `task` limits the plan to what this task needs. Raises
+    ConfigError when the file or the task does not exist.
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    group = env.get("SKYPILOT_JOBGROUP_NAME", "")
-    inside, topology, jobs, problems = bool(group), None, list[PlannedTask](), dict[str, tuple[ConfigError, list[str]]]()
+    group, topology = env.get("SKYPILOT_JOBGROUP_NAME", ""), None
+    inside, jobs, problems = bool(group), list[PlannedTask](), dict[str, tuple[ConfigError, list[str]]]()
     try:
         topology = Topology.from_env(env) if inside else None
-        if path is None and topology is not None:
-            jobs = _from_environment({**env, **overrides}, topology)
-        else:
-            found = spec.load(path or DEMO, {**({} if path else _DEMO_ENV), **overrides}, {}, {})
-            group = group or found.name
-            for each in found.tasks:
-                # In a pod the environment is what the task was launched with; in a local run the YAML's wins.
-                own = {**each.env, **env, **overrides} if inside else {**env, **each.env}
-                try:
-                    jobs.append(_job(each, own))
-                except ConfigError as error:
-                    problems.setdefault(str(error), (error, []))[1].append(each.name)
+        found = spec.load(path or DEMO, overrides if path or inside else {**_DEMO_ENV, **overrides}, {}, {})
+        group = group or found.name
+        for each in found.tasks:
+            # In a pod the environment is what the task was launched with; in a local run the YAML's wins.
+            own = {**each.env, **env, **overrides} if inside else {**env, **each.env}
+            try:
+                jobs += _planned(each, own, topology)
+            except ConfigError as error:
+                problems.setdefault(str(error), (error, []))[1].append(each.name)
     except ConfigError as error:
         problems[str(error)] = error, []
     if task is not None and not problems and task not in (names := [job.name for job in jobs]):
@@ -133,23 +114,15 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
     lines = [failed(f"settings of {', '.join(names)}" if names else "job group", error) for error, names in problems.values()]
     here = [job for job in jobs if (task is None and not inside) or job.name == task]
     wanted = [job for job in jobs if task in (None, job.name) or (inside and job.name in _CALLS.get(task, ()))]
-    return Plan(group, wanted, here, topology, path is None and not inside, lines, env={**env, **(here[0].env if here else {})})
+    return Plan(group, wanted, here, topology, path is None and not inside, lines, {**env, **(here[0].env if here else {})})
 
 
-def _job(task: spec.Task, env: Mapping[str, str]) -> PlannedTask:
-    """Reads the settings of a task. Raises ConfigError."""
+def _planned(task: spec.Task, env: Mapping[str, str], topology: Topology | None) -> list[PlannedTask]:
+    """Returns the task with its settings, or nothing for one that a local run leaves out. Raises ConfigError."""
+    if topology is not None and topology.local_hosts:
+        task = replace(task, num_nodes=sum(host.startswith(f"{task.name}-") for host in topology.local_hosts))
     file = env.get("RUN_CONFIG")
     if file and (task.workdir / file).exists():
         file = str(task.workdir / file)
     config = load([], {**env, "RUN_CONFIG": file} if file else env)
-    return PlannedTask(task.name, config, env, task.num_nodes, task.gpus, task.workdir, task.setup or "", task.run)
-
-
-def _from_environment(env: Mapping[str, str], topology: Topology) -> list[PlannedTask]:
-    """Returns the tasks of a running group without its YAML; only the local runner tells how many nodes they have."""
-    config = load([], env)
-    critic = config.algorithm.needs_critic and config.critic.location == "server"
-    names = [DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if critic else []), TRAINER]
-    nodes = {name: sum(host.startswith(f"{name}-") for host in topology.local_hosts) for name in names}
-    names = [name for name in names if nodes[name] or not topology.local_hosts]
-    return [PlannedTask(name, config, env, max(1, nodes[name]), workdir=Path.cwd()) for name in names]
+    return [PlannedTask(**{**vars(task), "env": env}, config=config)] if task.num_nodes else []

@@ -26,50 +26,34 @@ class Result:
     """The remedy; empty only for `ok`."""
 
     def text(self) -> str:
-        """Formats one line, and the fix on a second one."""
         line = f"{'FAIL' if self.state == 'fail' else self.state:<4}  {self.name}: {self.found}"
         return f"{line}\n      fix: {self.fix}" if self.fix else line
 
     def redacted(self, redactors: Iterable[SecretRedactor]) -> "Result":
-        """Returns the result without the values of secrets."""
         found, fix = self.found, self.fix
         for redactor in redactors:
             found, fix = redactor.redact(found), redactor.redact(fix)
         return replace(self, found=found, fix=fix)
 
 
-def ok(name: str, found: str) -> Result:
-    """A check that passed."""
-    return Result(name, "ok", found)
-
-
-def warn(name: str, found: str, fix: str) -> Result:
-    """A check that found something to improve."""
-    return Result(name, "warn", found, fix)
-
-
-def fail(name: str, found: str, fix: str) -> Result:
-    """A check that found something that stops a run."""
-    return Result(name, "fail", found, fix)
-
-
 def expect(name: str, good: bool, found: str, fix: str, otherwise: State = "fail") -> Result:
     """Returns `ok` if `good`, else `otherwise` with the fix."""
-    return ok(name, found) if good else Result(name, otherwise, found, fix)
+    return Result(name, "ok", found) if good else Result(name, otherwise, found, fix)
 
 
 def fits(name: str, found: str, needed: float, available: float, fix: str) -> Result:
     """Fails when more is needed than available, and warns when little would be left."""
-    if needed <= _TIGHT * available:
-        return ok(name, found)
-    return fail(name, f"does not fit: {found}", fix) if needed > available else warn(name, f"tight: {found}", fix)
+    if needed > available:
+        return Result(name, "fail", f"does not fit: {found}", fix)
+    good = needed <= _TIGHT * available
+    return expect(name, good, found if good else f"tight: {found}", fix, "warn")
 
 
 def failed(name: str, error: ServiceError) -> Result:
     """An error of the project, with its remedy as the fix."""
     given = {"field": error.field, "value": error.value}
     found = "".join(f" · {key}: {value}" for key, value in given.items() if value is not None)
-    return fail(name, error.message + found, error.remedy or f"change {error.field or 'it'}")
+    return Result(name, "fail", error.message + found, error.remedy or f"change {error.field or 'it'}")
 
 
 class Check(NamedTuple):
@@ -77,9 +61,7 @@ class Check(NamedTuple):
 
     name: str
     run: Callable[[], Iterable[Result]]
-    limit_s: float = 15.0
-    late: State = "fail"
-    """The state when the time is over."""
+    limit_s: float = 100.0
 
 
 def perform(checks: Sequence[Check]) -> Iterator[Result]:
@@ -93,10 +75,10 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
         except ServiceError as error:
             results.append(failed(check.name, error))
         except subprocess.TimeoutExpired as error:
-            results.append(Result(check.name, check.late, f"no answer within {error.timeout:.0f} s", _SLOW))
+            results.append(Result(check.name, "warn", f"no answer within {error.timeout:.0f} s", _SLOW))
         except Exception as error:
             reason = f"the check itself failed: {type(error).__name__}: {error}"
-            results.append(fail(check.name, reason, "look at it by hand, and report this line"))
+            results.append(Result(check.name, "fail", reason, "look at it by hand, and report this line"))
 
     start = time.monotonic()
     # Daemon threads: one that hangs in the kernel, as on a dead network disk, must not keep the command from ending.
@@ -107,10 +89,10 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
         thread.join(max(0.0, start + check.limit_s - time.monotonic()))
         yield from [*results]
         if thread.is_alive():
-            yield Result(check.name, check.late, f"not done after {check.limit_s:.0f} s", _SLOW)
+            yield Result(check.name, "fail", f"not done after {check.limit_s:.0f} s", _SLOW)
 
 
-def ask(*command: object, fix: str, timeout_s: float = 20.0, env: Mapping[str, str] | None = None) -> str:
+def ask(*command: object, fix: str, timeout_s: float = 30.0, env: Mapping[str, str] | None = None) -> str:
     """Runs a program and returns its standard output. Raises ConfigError with its last line and the fix, or TimeoutExpired."""
     words = [str(word) for word in command]
     try:

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from common.memory import ModelShape
 from common.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub, models
 from jobgroup.doctor.plan import Plan, PlannedTask
-from jobgroup.doctor.report import Result, expect, fail, fits, gb, ok, warn
+from jobgroup.doctor.report import Result, expect, fits, gb
 
 _STATE = 12
 """Bytes of a parameter in a checkpoint: float32 weights and AdamW's two moments."""
@@ -24,8 +25,6 @@ _VERSIONS, _PULLED = 3, 5
 _TOKEN, _RECORDED = 8, 12
 """Bytes of a stored token (id, log-probability) and of one that the trainer records (and its own log-probability)."""
 _LOGS = 200 << 20
-_WORTH_SAYING = 1 << 30
-"""Smaller needs of a cluster's disks are not reported."""
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "virtiofs")
 
 
@@ -43,12 +42,10 @@ def needs(plan: Plan) -> Iterator[Need]:
     """Estimates what the tasks here write."""
     for job in plan.here:
         state = job.path(job.config.state_dir)
-        yield Need("STATE_DIR", state, f"{job.name}'s logs", _LOGS * job.nodes, sqlite=job.name in (DATA, REPLAY))
-        purpose, folder = "STATE_DIR", state
-        if job.name == TRAINER:
-            purpose, folder = "RUN_DIR", job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
+        yield Need("STATE_DIR", state, f"{job.name}'s logs", _LOGS * job.num_nodes, sqlite=job.name in (DATA, REPLAY))
+        run = "RUN_DIR", job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
         for what, size in _sizes(job, _shape(plan, job.config.model.name)).items():
-            yield Need(purpose, folder, what, size)
+            yield Need(*(run if job.name == TRAINER else ("STATE_DIR", state)), what, size)
     for name, job in models(plan).items():
         shape, hub = _shape(plan, name), Hub(job.env)
         if shape and not job.path(name).is_dir() and hub.cached("model", name) is None:
@@ -58,14 +55,12 @@ def needs(plan: Plan) -> Iterator[Need]:
 
 def _shape(plan: Plan, name: str) -> ModelShape | None:
     """Returns None without a config.json, or for an architecture that the line about memory calls unknown."""
-    try:
+    with suppress(KeyError, ConfigError):
         return ModelShape.of(plan.shapes[name])
-    except (KeyError, ConfigError):
-        return None
+    return None
 
 
 def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
-    """Returns what a task stores, besides logs."""
     trainer, lora, sampling, algorithm = job.config.trainer, job.config.lora, job.config.sampling, job.config.algorithm
     parameters = trained = shape.parameters if shape else 0
     if job.name == REPLAY:
@@ -73,7 +68,7 @@ def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
     if job.name == CRITIC:
         return {"2 checkpoints of the critic": 2 * _STATE * parameters}
     if job.name == ROLLOUT and not lora.publishes_adapter:
-        return {f"{_PULLED} pulled versions": _PULLED * job.nodes * 2 * parameters}
+        return {f"{_PULLED} pulled versions": _PULLED * job.num_nodes * 2 * parameters}
     if job.name != TRAINER:
         return {}
     if shape and lora.rank:
@@ -97,8 +92,8 @@ def check_disk(plan: Plan) -> Iterator[Result]:
         purpose = ", ".join(dict.fromkeys(need.purpose for need in group))
         if plan.assumed_gb is None:
             yield check_folder(folder, purpose, any(need.sqlite for need in group))
-        elif sum(need.size for need in group) > _WORTH_SAYING:
-            yield ok(f"disk of {purpose} {folder}", f"{_total(group)} needed there")
+        elif sum(need.size for need in group) > 1e9:  # less is not worth a line
+            yield Result(f"disk of {purpose} {folder}", "ok", f"{_total(group)} needed there")
     if plan.assumed_gb is None:
         yield from check_room(wanted, running=plan.topology is not None)
 
@@ -107,17 +102,15 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
     """Writes, syncs and removes a file in the folder, or where it will be made."""
     title, place, start = f"{purpose} {folder}", _existing(folder), time.monotonic()
     try:
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(13, "no permission")
         with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
             file.write(bytes(1 << 16))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         fix = "set HF_HOME to another folder" if "cache" in purpose else "name another folder, or mount a volume there"
-        return fail(title, f"cannot be written: {error.strerror or error} ({place})", fix)
+        return Result(title, "fail", f"cannot be written: {error.strerror or error} ({place})", fix)
     seconds, kind = time.monotonic() - start, file_system(place)
-    found, problem, fix = f"written and synced in {1000 * seconds:.0f} ms, {kind}", "", ""
+    problem = fix = ""
     if sqlite and (kind in _NETWORK or kind.startswith("fuse")):
         problem = ": SQLite's locks and log need one machine's own file system"
         fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
@@ -126,7 +119,7 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
         fix = "mount a block volume if the prompts' cursor and the replay store shall outlive it"
     elif seconds > 1:
         problem, fix = ": every stored group waits for a sync", "take a faster disk"
-    return expect(title, not problem, found + problem, fix, "warn")
+    return expect(title, not problem, f"written and synced in {1000 * seconds:.0f} ms, {kind}{problem}", fix, "warn")
 
 
 def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
@@ -135,12 +128,11 @@ def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result
     for need in wanted:
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
     for group in disks.values():
-        left = shutil.disk_usage(_existing(group[0].folder)).free
-        title = ", ".join(dict.fromkeys(each.purpose for each in group))
+        left, size = shutil.disk_usage(_existing(group[0].folder)).free, sum(need.size for need in group)
+        title = f"disk of {', '.join(dict.fromkeys(each.purpose for each in group))}"
         fix = "free space, use a larger disk, or lower trainer.keep_checkpoints, trainer.keep_groups_mb or replay.capacity"
         found = f"{gb(left)} free, {_total(group)} needed"
-        result = fits(f"disk of {title}", found, sum(need.size for need in group), left, fix)
-        yield warn(result.name, found, fix) if running and result.state == "fail" else result
+        yield expect(title, size < left, found, fix, "warn") if running else fits(title, found, size, left, fix)
 
 
 def _total(group: Sequence[Need]) -> str:
@@ -150,7 +142,6 @@ def _total(group: Sequence[Need]) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 

@@ -42,12 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             dict(assignment(text, "--secret") for text in options.secret),
             dict(_node_count(text) for text in options.num_nodes),
         )
-        tasks = _chosen(group, options.only)
-        follow = None
-        if options.follow is not None and group.task(options.follow, "--follow") in tasks:
-            follow = f"{options.follow}-0"
-        elif options.follow is not None:
-            raise ConfigError("this task is not run", field="--follow", value=options.follow, remedy="add it to --only")
+        tasks = list(group.tasks)
+        follow = f"{group.task(options.follow, '--follow').name}-0" if options.follow is not None else None
         grace_s = seconds(options.grace, "--grace")
         log_dir = _log_dir(options.log_dir, group)
         with choose(group) as places, RunLock(log_dir, f"of jobgroup.local {group.name}", "--log-dir"):
@@ -69,19 +65,19 @@ def _run(
     follow: str | None,
 ) -> int:
     names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
-    screen = Screen(names, follow=follow, quiet=options.quiet)
+    screen = Screen(names, follow)
     if yaml != Path(options.yaml):
         screen.say(f"there is no file {options.yaml} here: running {yaml}, which comes with the package")
     lacking = [task for task in tasks if _PYTHON in task.run and not (task.workdir / _PYTHON).exists()]
-    if lacking and not options.setup:
+    if lacking:
         screen.say(f"there is no {_PYTHON} here: {', '.join(task.name for task in lacking)} run with {sys.executable}")
         python = shlex.quote(sys.executable)
         tasks = [replace(task, run=task.run.replace(_PYTHON, python)) if task in lacking else task for task in tasks]
-    for line in [*_notices(tasks, log_dir, setup=options.setup), *_scraped(group, tasks, places, log_dir)]:
+    for line in [*_notices(tasks, log_dir), *_scraped(group, tasks, places, log_dir)]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
     runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
-    status = asyncio.run(runner.run(setup=options.setup))
+    status = asyncio.run(runner.run())
     screen.table(_summary(runner))
     for run in runner.runs:  # the reason comes last
         if run.failed is not None and run is not runner.reason:
@@ -138,11 +134,8 @@ def _parser() -> Parser:
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task; K alone takes it from here")
     add("--secret", action="append", default=[], metavar="K[=V]", help="the same, for a secret")
     add("--num-nodes", action="append", default=[], metavar="TASK=N", help="nodes of a task, instead of the YAML's")
-    add("--only", action="append", default=[], metavar="TASK,…", help="runs these tasks only")
     add("--log-dir", metavar="DIR", help="for one log file per node (runs/GROUP/logs/TIME when not given)")
     add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
-    add("--quiet", action="store_true", help="shows only what this command itself has to say")
-    add("--setup", action="store_true", help="runs every task's setup first")
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
     add("--clear", metavar="DIR", help="empties this directory first, unless a run is using it")
     return parser
@@ -153,12 +146,6 @@ def _node_count(text: str) -> tuple[str, int]:
     if not (name and count.isascii() and count.isdecimal() and 1 <= int(count) <= 250):
         raise ConfigError("nodes are given as TASK=N, N from 1 to 250", field="--num-nodes", value=text, remedy="trainer=2")
     return name, int(count)
-
-
-def _chosen(group: JobGroup, only: Sequence[str]) -> list[Task]:
-    names = [name.strip() for text in only for name in text.split(",")]
-    chosen = {group.task(name, "--only").name for name in names}
-    return [task for task in group.tasks if not only or task.name in chosen]
 
 
 def _log_dir(given: str | None, group: JobGroup) -> Path:
@@ -173,10 +160,10 @@ def _log_dir(given: str | None, group: JobGroup) -> Path:
     return log_dir
 
 
-def _notices(tasks: Sequence[Task], log_dir: Path, *, setup: bool) -> list[str]:
+def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"]
-    if not setup and any(task.setup for task in tasks):
-        lines.append("the tasks' setup is not run (--setup runs it): their environment has to be there already")
+    if any(task.setup for task in tasks):
+        lines.append("the tasks' setup is not run: their environment has to be there already")
     lines += [
         f"{task.name}: {' and '.join(task.ignored)} are for a cluster and not mounted here" for task in tasks if task.ignored
     ]

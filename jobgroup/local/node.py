@@ -15,14 +15,7 @@ _CHUNK = 1 << 16
 
 
 class Node:
-    """A command that runs under the launcher, with its output relayed to its log file and the screen.
-
-    Args:
-        name: `{task}-{rank}`.
-        script: for bash.
-        log: the file that its output is appended to.
-        grace_s: seconds between SIGTERM and SIGKILL when it is ended.
-    """
+    """A command that runs under the launcher, with its output relayed to its log file and the screen."""
 
     def __init__(
         self,
@@ -52,7 +45,6 @@ class Node:
         loop.add_reader(self._output, self._relay)
 
     def stop(self) -> None:
-        """Asks the launcher to end the node: SIGTERM, and SIGKILL after the grace."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 

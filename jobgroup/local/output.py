@@ -13,53 +13,37 @@ TAIL_LINES = 20
 
 
 class Screen:
-    """Writes to stdout: lines with the name of their node, or the raw bytes of the node that is followed.
+    """Writes to stdout: lines with the name of their node, or the raw bytes of the node to `follow`.
 
     The runner's own lines go into the merged output too, or to stderr while a node is followed.
-
-    Args:
-        names: of all nodes, for the width of the prefix and the colours.
-        follow: the node whose bytes are shown as they come; other nodes only have their log files.
-        quiet: shows only the runner's own lines.
     """
 
-    def __init__(self, names: Sequence[str], *, follow: str | None = None, quiet: bool = False) -> None:
-        self.follow, self.quiet = follow, quiet
+    def __init__(self, names: Sequence[str], follow: str | None = None) -> None:
+        self.follow = follow
         self._own = sys.stderr if follow else sys.stdout
         self._colourful = self._own.isatty() and not os.environ.get("NO_COLOR")
         self._width = max(len(name) for name in (*names, "jobgroup"))
         self._colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
-    @property
-    def merged(self) -> bool:
-        """Whether every node's lines are shown."""
-        return self.follow is None and not self.quiet
-
     def line(self, name: str, text: bytes) -> None:
-        """Shows one line of a node in the merged output."""
-        if self.merged:
+        if self.follow is None:
             shown = text.rstrip(b"\r\n").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
             self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
 
     def raw(self, data: bytes) -> None:
-        """Shows bytes of the node that is followed."""
-        if not self.quiet:
-            self._write(data, sys.stdout)
+        self._write(data, sys.stdout)
 
     def say(self, text: str, *, loud: bool = False) -> None:
-        """Shows a message of the runner; in red when `loud`."""
         for line in text.splitlines():
             shown = self._coloured(line, _RED) if loud else line
             self._write(self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
 
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
-        """Shows the last lines of a node that failed."""
         self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
         for line in lines:
             self._write(b"    " + line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n")
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Shows rows of texts in columns."""
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -33,11 +33,9 @@ class Places:
         self.lock.close()
 
     def of(self, task: Task) -> list[LocalHost]:
-        """Returns the addresses of a task's nodes, by rank."""
         return [self.hosts[f"{task.name}-{rank}.{self.group}"] for rank in range(task.num_nodes)]
 
     def text(self) -> str:
-        """Formats `JOBGROUP_HOSTS`, which `common.topology` reads."""
         return format_hosts(self.hosts)
 
 

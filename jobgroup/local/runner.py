@@ -39,7 +39,6 @@ class TaskRun:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it ran, restarts included."""
         return (time.monotonic() if self.state == "RUNNING" else self._ended) - self._began
 
     async def run(self) -> None:
@@ -68,7 +67,6 @@ class TaskRun:
         self._finish("CANCELLED")
 
     def stop(self) -> None:
-        """Ends the task: SIGTERM to every node, SIGKILL after the grace."""
         self._stopping = True
         for node in self.nodes:
             node.stop()
@@ -94,7 +92,7 @@ class TaskRun:
 
     def _tell(self, failed: Node, then: str) -> None:
         self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
-        if self.state != "FAILED" and not self.screen.merged:
+        if self.state != "FAILED" and self.screen.follow is not None:
             self.screen.tail(failed.name, failed.tail, failed.log)
 
 
@@ -104,7 +102,7 @@ def _on_its_own(node: Node) -> bool:
 
 
 class Runner:
-    """A job group: starts all tasks at once; the primary ones decide when it ends and with which status.
+    """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends and with which status.
 
     An auxiliary that has failed for good ends it too: the primary ones would wait for it. SkyPilot lets them.
 
@@ -135,10 +133,10 @@ class Runner:
         self._signal: int | None = None
         self._defect: BaseException | None = None
 
-    async def run(self, *, setup: bool = False) -> int:
+    async def run(self) -> int:
         """Runs everything, leaves no process behind, and returns the exit status for the shell."""
         launcher.adopt_orphans()
-        main = asyncio.create_task(self._main(setup))
+        main = asyncio.create_task(self._main())
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, main)
@@ -154,9 +152,7 @@ class Runner:
         finally:
             launcher.end_descendants()
 
-    async def _main(self, setup: bool) -> int:
-        if setup and (status := await self._setup()):
-            return status
+    async def _main(self) -> int:
         running = {asyncio.create_task(run.run()): run for run in self.runs}
         try:
             await self._until_primaries_end(running)
@@ -195,32 +191,14 @@ class Runner:
         await asyncio.sleep(run.task.termination_delay_s)
         run.stop()
 
-    async def _setup(self) -> int:
-        """Runs the tasks' `setup` one after the other, as they share this machine's environment."""
-        for run in self.runs:
-            if run.task.setup:
-                name = f"{run.task.name}-setup"
-                node = self._node(name, run.task, 0, run.task.setup)
-                try:
-                    status = await node.ended
-                finally:
-                    node.stop()
-                if status:
-                    self.screen.say(f"{name} ended with status {status}", loud=True)
-                    self.screen.tail(name, node.tail, node.log)
-                    return status
-        return 0
-
     def _start(self, task: Task, rank: int) -> Node:
-        return self._node(f"{task.name}-{rank}", task, rank, task.run)
-
-    def _node(self, name: str, task: Task, rank: int, script: str) -> Node:
+        name = f"{task.name}-{rank}"
         log = self.log_dir / f"{name}.log"
         if log not in self._logs:  # a restart goes on in the file; what an earlier run left goes
             log.unlink(missing_ok=True)
             self._logs.add(log)
         env = self._environment(task, rank)
-        node = Node(name, script, env, task.workdir, log, self.screen, grace_s=self.grace_s)
+        node = Node(name, task.run, env, task.workdir, log, self.screen, grace_s=self.grace_s)
         self._nodes = [node, *(other for other in self._nodes if not other.ended.done())]
         return node
 

@@ -29,10 +29,8 @@ class Critic:
     """Predicts the return of every state of a completion, and learns from observed returns.
 
     `step` counts its training batches. Every rank calls the same methods with the same arguments and gets the same results;
-    each computes its share. Raises ConfigError when the model or the checkpoint cannot be loaded.
-
-    Args:
-        directory: checkpoint that `save` wrote, on rank 0. None: `critic.model` with a new value head.
+    each computes its share. It begins from the checkpoint in `directory` (on rank 0), or from `critic.model` with a new value
+    head. Raises ConfigError when that cannot be loaded.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -40,9 +38,7 @@ class Critic:
         directory = ranks.same_path(directory)
         self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
-        self._optimizer = Optimizer(
-            self.model.module, betas=trainer.adam_betas, weight_decay=trainer.weight_decay, max_grad_norm=trainer.max_grad_norm
-        )
+        self._optimizer = Optimizer(self.model.module, trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm)
         if directory is not None:
             self._restore(directory)
 

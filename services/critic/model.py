@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from common.config import Config
@@ -23,10 +25,8 @@ _HEADS = ("score", "classifier")
 class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """Predicts a value for every completion token: that of the state before the token.
 
-    Args:
-        module: a model for token classification with one number per token.
-        packing: `trainer.packing`; ConfigError for `on` where the model does not permit it.
-        low_precision: compute the body in bfloat16 by autocast; FSDP2 casts a sharded model itself.
+    `low_precision` computes the body in bfloat16 by autocast; FSDP2 casts a sharded model itself. Raises ConfigError for
+    `trainer.packing` on where the model does not permit it.
     """
 
     def __init__(self, module: Any, packing: Packing = "auto", low_precision: bool = False) -> None:
@@ -70,6 +70,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
     def configure(found: Any) -> None:
         found.num_labels, found.classifier_dropout = 1, 0.0
+        _register_classifier(type(found))
 
     trust = config.model.trust_remote_code
     added = None if directory else _NewHead()
@@ -78,7 +79,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
-            remedy = "choose a decoder that transformers supports for token classification"
+            remedy = "choose a decoder that transformers has as a causal language model of text alone"
             raise ConfigError("this model has no head of one value per token", field="critic.model", value=name, remedy=remedy)
         return ValueModel(module, config.trainer.packing, low and not ranks.sharded)
 
@@ -98,6 +99,20 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         ) from None
     assert isinstance(model, ValueModel)
     return model
+
+
+def _register_classifier(kind: type[Any]) -> None:
+    """Gives transformers a token classifier for a decoder of text that it has none for, such as Gemma 3's.
+
+    It is made as transformers makes its own for Qwen and Llama, so that a checkpoint has the same names.
+    """
+    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING or kind.sub_configs:
+        return
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    base = next(parent for parent in causal.__mro__ if PreTrainedModel in parent.__bases__)
+    name = f"{causal.__name__.removesuffix('ForCausalLM')}ForTokenClassification"
+    own = {"config_class": kind, "base_model_prefix": causal.base_model_prefix}
+    AutoModelForTokenClassification.register(kind, type(name, (GenericForTokenClassification, base), own), exist_ok=True)
 
 
 def _head(module: Any) -> str | None:

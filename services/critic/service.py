@@ -97,7 +97,6 @@ class CriticService:
         return self.status()
 
     def status(self) -> CriticStatus:
-        """Returns the critic's run and step."""
         critic = self._critic
         return CriticStatus(run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters)
 

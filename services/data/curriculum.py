@@ -88,13 +88,7 @@ def uniform(seed: int, position: int) -> float:
 class Curriculum:
     """Draws prompts by difficulty. Not thread safe: every call is inside a transaction of `PromptStream`.
 
-    Its memory is a cache of the tables, which several processes may share.
-
-    Args:
-        size: N, problems of the training split.
-        seed: seed of the draws.
-        settings: target, share of free draws, smoothing.
-        plain: index of the n-th prompt of the plain stream.
+    Its memory is a cache of the tables, which several processes may share. `plain` returns the n-th prompt of the plain stream.
     """
 
     def __init__(self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]) -> None:

@@ -29,16 +29,10 @@ def is_hub_name(source: str) -> bool:
 
 
 def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
-    """Yields the rows of a split.
+    """Yields the rows of a split; `config` is empty for the default configuration.
 
-    Args:
-        name: `org/name`.
-        config: configuration of a data set that has several; empty for the default one.
-        split: name in the data set.
-
-    Raises:
-        ConfigError: the data set cannot be loaded; after `REACH_S` seconds when the hub does not answer, after `STALL_S`
-            seconds when it no longer does.
+    Raises ConfigError when the data set cannot be loaded: after `REACH_S` seconds when the hub does not answer, after `STALL_S`
+    when it no longer does.
     """
     # Heavy, and not needed for the other sources.
     import datasets

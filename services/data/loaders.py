@@ -67,13 +67,8 @@ def loader_of(config: DataSection) -> Loader:
 def load_split(config: DataSection, split: Split, seed: int) -> list[Prompt]:
     """Returns the prompts of a split that the data-server serves, in the order of the data set.
 
-    Args:
-        config: source, names of the splits and of the columns, and number of training problems.
-        split: `train` or `eval`.
-        seed: chooses the problems that `config.num_samples` keeps; the data set itself does not depend on it.
-
-    Raises:
-        ConfigError: anything does not load; the error names file, row and column.
+    The seed chooses the problems that `config.num_samples` keeps; the data set itself does not depend on it. Raises ConfigError
+    that names file, row and column when anything does not load.
     """
     if config.train_split == config.eval_split:
         raise ConfigError(

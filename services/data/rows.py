@@ -48,15 +48,8 @@ def _value(row: Mapping[str, Any], column: str, where: str, setting: str) -> Any
 def text_of(row: Mapping[str, Any], column: str, where: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Returns a column as text, from a text or a number.
 
-    Args:
-        row: columns by name.
-        column: name of the column.
-        where: location of the row, for errors.
-        setting: setting that names the column, for the remedy when there is no such column.
-        limit: most characters.
-
-    Raises:
-        ConfigError: the column is absent, empty, too long, or neither a text nor a number.
+    `where` is the location of the row; `setting` names the column, for the remedy when there is none. Raises ConfigError when
+    the column is absent, empty, too long, or neither a text nor a number.
     """
     value = _value(row, column, where, setting)
     if isinstance(value, float) and value.is_integer():
@@ -97,16 +90,9 @@ def stated_answer(solution: str) -> str:
 def further_columns(
     row: Mapping[str, Any], used: Iterable[str], where: str, only: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Returns the columns that accompany the problem, as JSON values.
+    """Returns the columns that accompany the problem, as JSON values: those in `only`, or all that are not `used`.
 
-    Args:
-        row: columns by name.
-        used: columns to leave out.
-        where: location of the row, for errors.
-        only: columns to keep, each of which must exist; all that are not in `used` when None.
-
-    Raises:
-        ConfigError: a column is absent, or JSON cannot represent it (an image).
+    Raises ConfigError when a column is absent, or JSON cannot represent it (an image).
     """
     names = [name for name in row if name not in set(used)] if only is None else list(only)
     if absent := next((name for name in names if name not in row), None):
@@ -143,12 +129,9 @@ def _as_json(value: Any, column: str, where: str) -> Any:
 
 
 def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str]]:
-    """Returns the (role, text) of every message of a chat, which is not empty.
+    """Returns the (role, text) of every message of a chat, which is not empty. Raises ConfigError for anything else.
 
     The column is `[{"role": …, "content": …}, …]` or that as JSON text. A content is a text or a list of parts that are texts.
-
-    Raises:
-        ConfigError: the column is absent or not such a chat.
     """
     messages = value = _value(row, column, where, "--data.messages_field")
     if isinstance(value, str):

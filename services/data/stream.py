@@ -62,16 +62,9 @@ def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 class PromptStream:
     """Two streams over the same prompts, shuffled and in the order of the data set, each with its own cursor.
 
-    Thread safe; several processes on one state directory share the cursors.
-
-    Args:
-        prompts: the training split, not empty.
-        seed: seed of the shuffled order.
-        state_dir: the cursors are in `state_dir/data/stream.db`.
-        difficulty: curriculum that draws the shuffled stream; None for a plain one.
-
-    Raises:
-        ConfigError: the state directory cannot be used, is damaged, or belongs to another seed, data set or kind of stream.
+    Thread safe; several processes on one state directory share the cursors. With `difficulty` a curriculum draws the shuffled
+    stream. Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed, data set or kind
+    of stream.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path, difficulty: Difficulty | None = None) -> None:
@@ -87,11 +80,8 @@ class PromptStream:
     def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> PromptBatch:
         """Returns the next `count` prompts; a batch may cross into the next epoch.
 
-        Repeating a recent `request_id` returns the same batch and moves nothing.
-
-        Raises:
-            InvalidInput: the id was used for another request.
-            NotReady: the cursor cannot be stored; nothing was handed out.
+        Repeating a recent `request_id` returns the same batch and moves nothing. Raises InvalidInput when the id was used for
+        another request, and NotReady when the cursor cannot be stored; nothing was handed out then.
         """
         stream = _SHUFFLED if shuffle else _ORDERED
         with self._transaction() as db:
@@ -120,10 +110,8 @@ class PromptStream:
     def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
         """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes nothing.
 
-        Raises:
-            InvalidInput: there is no curriculum, an id is not in the training split, or the `request_id` was used for other
-                pass rates.
-            NotReady: the pass rates cannot be stored.
+        Raises InvalidInput without a curriculum, for a prompt that is not in the training split, and when the `request_id` was
+        used for other pass rates; NotReady when they cannot be stored.
         """
         if self._curriculum is None:
             raise InvalidInput(

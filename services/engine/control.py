@@ -1,4 +1,4 @@
-"""SGLang's control and information calls: weights, adapters, pause, abort, cache, health."""
+"""SGLang's control and information calls: pause, weights, adapters, load."""
 
 import asyncio
 import time
@@ -7,28 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import PlainTextResponse
 
-from common.errors import NotReady, ServiceError
+from common.errors import ServiceError
 from services.engine.engine import Engine
-from services.engine.jobs import GenerationJob, SamplingParams, Sequence
-from services.engine.protocol import BadRequest
-from services.engine.requests import Body, finish, read_body, reply, update_weights
+from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import PauseMode
 from services.http.openapi import OBJECT, described
+
+_RATE_S = 0.5
+"""Shortest time over which the rate of generation is measured."""
 
 
 class PauseBody(Body):
     """`/pause_generation`."""
 
     mode: PauseMode = "abort"
-
-
-class AbortBody(Body):
-    """`/abort_request`: one request id, or all."""
-
-    rid: str = ""
-    abort_all: bool = False
 
 
 class UpdateBody(Body):
@@ -63,19 +56,6 @@ class LoadBody(UnloadBody):
 def add_control(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that change the state of the engine."""
 
-    @app.post("/abort_request", **described(AbortBody, {}, writes=()))
-    async def abort_request(request: Request) -> Response:
-        """Ends one request or all, and answers with the tokens so far. An unknown rid changes nothing."""
-        body = await read_body(request, AbortBody)
-        if not body.rid and not body.abort_all:
-            raise BadRequest("no request named", field="rid", value=body.rid, remedy='send {"rid": …} or {"abort_all": true}')
-
-        def matches(sequence: Sequence) -> bool:
-            return body.abort_all or body.rid in (sequence.id, sequence.job.rid)
-
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.abort(matches)))
-        return Response()
-
     @app.post("/pause_generation", **described(PauseBody, OBJECT))
     async def pause_generation(request: Request) -> Response:
         """Stops generating: abort answers running requests, retract queues them again, in_place freezes them."""
@@ -89,18 +69,6 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         await read_body(request, Body)
         await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.resume()))
         return reply({"message": "Generation continued successfully.", "status": "ok"})
-
-    flushed = described(answer={"type": "string"}, writes=("text/plain",), statuses=(200, 400))
-
-    @app.get("/flush_cache", **flushed)
-    @app.post("/flush_cache", **flushed)
-    async def flush_cache() -> Response:
-        """Empties the KV cache; 400 while requests run or wait."""
-        try:
-            await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.flush_cache()))
-        except ServiceError as error:
-            return PlainTextResponse(f"{error}\n", error.status)
-        return PlainTextResponse("Cache flushed.\n")
 
     @app.post("/update_weights_from_disk", **described(UpdateBody, OBJECT, statuses=(200, 400)))
     async def update_weights_from_disk(request: Request) -> Response:
@@ -164,20 +132,6 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
 def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
     """Adds the calls that change nothing."""
 
-    @app.get("/ready")
-    async def ready() -> dict[str, str]:
-        """200 when the engine generates, 503 while paused; `/health` stays 200 then, so that routers keep the worker."""
-        if reason := engine.failure or ("generation is paused" if engine.scheduler.paused else None):
-            raise NotReady(reason, remedy="POST /continue_generation" if engine.scheduler.paused else None)
-        return {"status": "ready"}
-
-    @app.get("/health_generate")
-    async def health_generate(request: Request) -> dict[str, str]:
-        """Generates one token; 503 while paused."""
-        await ready()
-        await finish(request, engine, [GenerationJob("health", [0], SamplingParams(max_new_tokens=1))])
-        return {"status": "healthy"}
-
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> dict[str, Any]:
@@ -222,9 +176,16 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
         ]
         return {"object": "list", "data": [card, *adapters]}
 
+    counted, rate = (time.monotonic(), 0.0), 0.0
+
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """The numbers of running and waiting requests."""
+        """The numbers of running and waiting requests, and the tokens per second since the last call."""
+        nonlocal counted, rate
+        now, tokens = time.monotonic(), engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0
+        if now - counted[0] >= _RATE_S:
+            counted, rate = (now, tokens), (tokens - counted[1]) / (now - counted[0])
         running, waiting = engine.running, engine.waiting
-        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "num_total_reqs": running + waiting}
+        load: dict[str, float] = {"num_running_reqs": running, "num_waiting_reqs": waiting}
+        load |= {"dp_rank": 0, "num_total_reqs": running + waiting, "gen_throughput": rate}
         return {"timestamp": time.time(), "version": app.version, "dp_rank_count": 1, "loads": [load], "aggregate": load}

@@ -31,14 +31,8 @@ _IDLE_GATHER_S, _BUSY_GATHER_S = (0.005, 0.06), (0.002, 0.01)
 class Engine:
     """Continuous batching over one model. Public methods may be called from any thread and return at once.
 
-    The engine's thread owns `model` and `scheduler` from `start` on: other threads change them through `call` only.
-
-    Args:
-        max_running: rows decoded at once.
-        max_waiting: sequences that may wait; more are refused with 503.
-        seed: for requests that have none.
-        weight_version: label of the weights loaded.
-        on_crash: called when the thread ends with an error; a supervisor should then restart the process.
+    The engine's thread owns `model` and `scheduler` from `start` on: other threads change them through `call` only. When it
+    ends with an error it calls `on_crash`; a supervisor should then restart the process.
     """
 
     def __init__(

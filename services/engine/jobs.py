@@ -17,16 +17,11 @@ class SamplingParams:
     """Checked sampling parameters. `stop_ids` are the tokens that end a completion, end-of-text included."""
 
     max_new_tokens: int = 128
-    min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
     seed: int | None = None
     skip_special_tokens: bool = True
-    keep_stop: bool = False
 
 
 @dataclass(eq=False)
@@ -65,23 +60,11 @@ class Sequence:
         ends = [start for _, start in begun[1:]] + [size]
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(begun, ends, strict=False)]
 
-    def matched_stop(self, tokenizer: Any) -> str | None:
-        """Returns the stop string that the newest tokens completed, if any."""
-        params = self.job.sampling
-        if not params.stop:
-            return None
-        # A character has at most four bytes, a token at least one: older tokens cannot be part of a new match.
-        reach = 4 * max(len(stop) for stop in params.stop) + 1
-        tail = tokenizer.decode(self.tokens[-reach:], skip_special_tokens=params.skip_special_tokens)
-        found = [(tail.find(stop), stop) for stop in params.stop if stop in tail]
-        return min(found)[1] if found else None
-
     def text(self, tokenizer: Any) -> str:
-        """Returns the text without its stop token and up to its stop string, unless the stop is kept."""
-        params, matched = self.job.sampling, (self.finish or {}).get("matched")
-        cut = isinstance(matched, int) and not params.keep_stop
-        text: str = tokenizer.decode(self.tokens[:-1] if cut else self.tokens, skip_special_tokens=params.skip_special_tokens)
-        return text.partition(matched)[0] if isinstance(matched, str) and not params.keep_stop else text
+        """Returns the text without its stop token."""
+        kept = self.tokens[:-1] if (self.finish or {}).get("type") == "stop" else self.tokens
+        text: str = tokenizer.decode(kept, skip_special_tokens=self.job.sampling.skip_special_tokens)
+        return text
 
 
 @dataclass(eq=False)
@@ -89,11 +72,9 @@ class GenerationJob:
     """One prompt and its n completions.
 
     Attributes:
-        rid: the name by which it can be aborted.
+        rid: its name in the answer.
         logprobs: whether the answer shows them.
-        prompt_logprobs_from: first prompt token whose log-probability is wanted; None for none.
         adapter: name of the LoRA adapter to use; None: the model itself.
-        on_token: called on the engine's thread after each token of a sequence and at its end (for streaming).
         done: resolves when every sequence is finished; fails with ServiceError.
     """
 
@@ -102,11 +83,8 @@ class GenerationJob:
     sampling: SamplingParams
     n: int = 1
     logprobs: bool = False
-    prompt_logprobs_from: int | None = None
     adapter: str | None = None
-    on_token: Callable[[Sequence], None] | None = None
     created: float = field(default_factory=time.monotonic)
-    prompt_logprobs: list[float] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     done: "Future[list[Sequence]]" = field(default_factory=Future)
 
@@ -134,9 +112,3 @@ class PrefillGroup:
         """The prompt, and the tokens that a retracted sequence has generated already."""
         first = self.sequences[0]
         return first.job.prompt + first.tokens
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of the prompt are wanted and not yet computed."""
-        first = self.sequences[0]
-        return first.job.prompt_logprobs_from is not None and not first.tokens

@@ -56,20 +56,20 @@ class Model:
         hidden, *rest = arguments
         return (hidden[torch.arange(len(hidden)), self._last][:, None], *rest)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], every_position: bool = False) -> tuple[Tensor, Cache]:
-        """Returns the logits [B, 1, V] after each prompt (with `every_position` [B, T, V]) and the prompts' KV cache."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Cache]:
+        """Returns the logits [B, V] after each prompt and the prompts' KV cache."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         cache = DynamicCache(config=self.config)
         # Padding is on the right, where causal attention never looks: no mask is needed, which is the fastest kernel.
-        self._last = None if every_position else lengths - 1
+        self._last = lengths - 1
         try:
             logits = self.module(input_ids=tokens, past_key_values=cache, use_cache=True).logits
         finally:
             self._last = None
-        return logits.float(), cache
+        return logits[:, 0].float(), cache
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Returns the logits [B, V] after one more token in rows 0..B-1 of the cache; arguments are int64 [B]."""

@@ -1,97 +1,60 @@
-"""OpenAI's completions and chat completions, as SGLang serves them, without streaming."""
+"""OpenAI's chat completions, as SGLang serves them, without streaming."""
 
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from services.engine.jobs import GenerationJob, Sequence
+from services.engine.jobs import GenerationJob
 from services.engine.model import Model
-from services.engine.protocol import BadRequest, SamplingFields, SharedFields, check_prompt, encode, refuse_unsupported
+from services.engine.protocol import MAX_N, NOTHING, BadRequest, SamplingFields, check_prompt, refuse_unsupported
 
-_REFUSED = (
-    "stream",
-    "echo",
-    "suffix",
-    "tools",
-    "response_format",
-    "logit_bias",
-    "frequency_penalty",
-    "presence_penalty",
-    "top_logprobs",
-    "regex",
-    "json_schema",
-    "ebnf",
-    "lora_path",
-)
-"""OpenAI's fields that would change the answer and that this engine lacks; other unknown fields are ignored."""
+_REFUSED = {
+    **dict.fromkeys(("stream", "tools", "response_format", "stop", "logprobs", "top_logprobs", "logit_bias"), NOTHING),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "no_stop_trim"), NOTHING),
+    **dict.fromkeys(("regex", "json_schema", "ebnf", "lora_path"), NOTHING),
+    "top_k": (-1, 0),
+}
+"""Fields that would change the answer and that this engine lacks, with the values at which they have no effect."""
 
 
-class _OpenAIBody(SharedFields):
-    """The fields of both calls."""
-
-    model_config = ConfigDict(extra="allow")
-
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    seed: int | None = None
-    rid: str | None = Field(None, min_length=1, max_length=200)
-
-    def _job(self, prompt: Any, model: Model, max_tokens: int | None, logprobs: bool) -> GenerationJob:
-        refuse_unsupported(self, _REFUSED)
-        ids = check_prompt(prompt, model)
-        fields = SamplingFields(
-            **{name: getattr(self, name) for name in SharedFields.model_fields},
-            max_new_tokens=model.max_context_tokens - len(ids) if max_tokens is None else max_tokens,
-            min_new_tokens=self.min_tokens,
-            sampling_seed=self.seed,
-        )
-        params = fields.sampling(len(ids), model)
-        return GenerationJob(self.rid or uuid.uuid4().hex, ids, params, self.n or 1, logprobs=logprobs)
-
-
-class CompletionBody(_OpenAIBody):
-    """`/v1/completions`."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "2 + 3 =", "max_tokens": 4}]})
-
-    prompt: str | list[Any]
-    logprobs: int | None = Field(None, ge=0, le=1)
-
-    def jobs(self, model: Model) -> list[GenerationJob]:
-        """Returns one job per prompt. Raises BadRequest."""
-        several = isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
-        prompts = self.prompt if several else [self.prompt]
-        limit = 16 if self.max_tokens is None else self.max_tokens
-        encoded = [encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [self._job(prompt, model, limit, self.logprobs is not None) for prompt in encoded]
-
-
-class ChatBody(_OpenAIBody):
-    """`/v1/chat/completions`."""
+class ChatBody(BaseModel):
+    """`/v1/chat/completions`; other unknown fields are ignored."""
 
     model_config = ConfigDict(
-        json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}]}
+        strict=True,
+        allow_inf_nan=False,
+        extra="allow",
+        json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 4}]},
     )
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    seed: int | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    rid: str | None = Field(None, min_length=1, max_length=200)
 
-    def jobs(self, model: Model) -> list[GenerationJob]:
-        """Returns the job of the conversation. Raises BadRequest."""
+    def job(self, model: Model) -> GenerationJob:
+        refuse_unsupported(self.model_extra or {}, _REFUSED)
         messages = [_message(message, index) for index, message in enumerate(self.messages)]
         try:
             text = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = check_prompt(model.tokenizer(text, add_special_tokens=False).input_ids, model)
         except (ValueError, TypeError, TemplateError) as error:
-            raise BadRequest(
-                f"the chat template refuses the messages: {error}", field="messages", value=self.messages
-            ) from None
-        ids = model.tokenizer(text, add_special_tokens=False).input_ids
-        return [self._job(ids, model, self.max_completion_tokens or self.max_tokens, bool(self.logprobs))]
+            reason = f"the chat template refuses the messages: {error}"
+            raise BadRequest(reason, field="messages", value=self.messages) from None
+        names = ("stop_token_ids", "temperature", "top_p", "n", "ignore_eos", "skip_special_tokens")
+        limit = self.max_completion_tokens or self.max_tokens or model.max_context_tokens - len(ids)
+        fields = SamplingFields(**{name: getattr(self, name) for name in names}, max_new_tokens=limit, sampling_seed=self.seed)
+        return GenerationJob(self.rid or uuid.uuid4().hex, ids, fields.sampling(len(ids), model), self.n or 1)
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, str]:
@@ -103,51 +66,20 @@ def _message(message: dict[str, Any], index: int) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def completion_answer(jobs: list[GenerationJob], model: Model) -> dict[str, Any]:
-    """Returns the answer of `/v1/completions`."""
-
-    def choice(sequence: Sequence) -> dict[str, Any]:
-        logprobs = None
-        if sequence.job.logprobs:
-            tokens = [model.tokenizer.decode([token]) for token in sequence.tokens]
-            logprobs = {"tokens": tokens, "token_logprobs": sequence.logprobs, "top_logprobs": [], "text_offset": []}
-        return {"text": sequence.text(model.tokenizer), "logprobs": logprobs}
-
-    return _answer("cmpl", "text_completion", jobs, model, choice)
-
-
-def chat_answer(jobs: list[GenerationJob], model: Model) -> dict[str, Any]:
+def chat_answer(job: GenerationJob, model: Model) -> dict[str, Any]:
     """Returns the answer of `/v1/chat/completions`."""
-
-    def choice(sequence: Sequence) -> dict[str, Any]:
-        logprobs = None
-        if sequence.job.logprobs:
-            tokens = [model.tokenizer.decode([token]) for token in sequence.tokens]
-            scored = zip(tokens, sequence.logprobs, strict=True)
-            content = [{"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []} for t, lp in scored]
-            logprobs = {"content": content}
-        return {"message": {"role": "assistant", "content": sequence.text(model.tokenizer)}, "logprobs": logprobs}
-
-    return _answer("chatcmpl", "chat.completion", jobs, model, choice)
-
-
-def _answer(
-    prefix: str, kind: str, jobs: list[GenerationJob], model: Model, choice: Callable[[Sequence], dict[str, Any]]
-) -> dict[str, Any]:
-    sequences = [sequence for job in jobs for sequence in job.sequences]
     choices = []
-    for index, sequence in enumerate(sequences):
-        reason = sequence.finish or {}
+    for index, sequence in enumerate(job.sequences):
+        reason, text = sequence.finish or {}, sequence.text(model.tokenizer)
         ending = {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
-        choices.append({"index": index, **choice(sequence), **ending})
-    prompt = sum(len(job.prompt) for job in jobs)
-    completion = sum(len(sequence.tokens) for sequence in sequences)
+        choices.append({"index": index, "message": {"role": "assistant", "content": text}, "logprobs": None, **ending})
+    prompt, completion = len(job.prompt), sum(len(sequence.tokens) for sequence in job.sequences)
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
         "created": int(time.time()),
         "model": str(model.path),
         "choices": choices,
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
-        "metadata": {"weight_version": jobs[0].sequences[-1].version},
+        "metadata": {"weight_version": job.sequences[-1].version},
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import InvalidInput, NotReady
 from services.engine.engine import Engine
-from services.engine.jobs import GenerationJob, Sequence
+from services.engine.jobs import GenerationJob
 from services.engine.protocol import BadRequest, bad_request
 from services.http.app import read_json
 from services.http.disconnect import cancel_on_disconnect
@@ -47,25 +47,15 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
     Raises the error of a failed job, Overloaded when the queue is full, or ClientGone.
     """
     engine.submit(jobs)
-    try:
-        await cancel_on_disconnect(request, asyncio.shield(all_done(jobs)))  # aborted jobs end by themselves
-    finally:
-        abort_unfinished(engine, jobs)
-
-
-def all_done(jobs: list[GenerationJob]) -> "asyncio.Future[list[list[Sequence]]]":
-    """Returns a future with the sequences of all jobs."""
     done = asyncio.gather(*(asyncio.wrap_future(job.done) for job in jobs))
     # Retrieve the exception: asyncio would log it as an error for every client that disconnected.
     done.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return done
-
-
-def abort_unfinished(engine: Engine, jobs: list[GenerationJob]) -> None:
-    """Aborts the jobs that still run, since nobody waits for them."""
-    if any(not job.done.done() for job in jobs):
-        with contextlib.suppress(NotReady):  # an engine that is down has no rows
-            engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job in jobs))
+    try:
+        await cancel_on_disconnect(request, asyncio.shield(done))  # aborted jobs end by themselves
+    finally:
+        if any(not job.done.done() for job in jobs):
+            with contextlib.suppress(NotReady):  # an engine that is down has no rows
+                engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job in jobs))
 
 
 async def update_weights(

@@ -7,17 +7,16 @@ from services.engine.jobs import Sequence
 from services.engine.sampling import sample, uniforms
 
 _FIELDS = {
-    **dict.fromkeys(("token", "position", "count", "key", "limit", "floor", "top_k"), torch.long),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
+    **dict.fromkeys(("token", "position", "count", "key", "limit"), torch.long),
+    **dict.fromkeys(("temperature", "top_p"), torch.float32),
 }
 
 
 class Rows:
     """Dense rows 0..len-1, one per running sequence.
 
-    `token` is the next input, `position` its index in the sequence, `count` the number of generated tokens, `limit` and
-    `floor` their maximum and minimum; `stop` [rows, K] are the stop tokens, padded with -1; `tokens` and `logprobs`
-    [rows, longest limit] are the output.
+    `token` is the next input, `position` its index in the sequence, `count` the number of generated tokens, `limit` their
+    maximum; `stop` [rows, K] are the stop tokens, padded with -1; `tokens` and `logprobs` [rows, longest limit] are the output.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,7 +34,6 @@ class Rows:
         return self.state[name][: len(self.sequences)]
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
-        """Appends sequences with `lengths` tokens in the cache."""
         first, last = len(self), len(self) + len(sequences)
         chosen = [sequence.job.sampling for sequence in sequences]
         values: dict[str, list[int] | list[float]] = {
@@ -43,8 +41,8 @@ class Rows:
             "count": [len(sequence.tokens) for sequence in sequences],
             "key": [sequence.key for sequence in sequences],
             "limit": [sampling.max_new_tokens for sampling in chosen],
-            "floor": [sampling.min_new_tokens for sampling in chosen],
-            **{name: [getattr(each, name) for each in chosen] for name in ("top_k", "temperature", "top_p", "min_p")},
+            "temperature": [sampling.temperature for sampling in chosen],
+            "top_p": [sampling.top_p for sampling in chosen],
         }
         for name, value in values.items():
             self.state[name][first:last] = torch.tensor(value, dtype=_FIELDS[name])
@@ -68,27 +66,18 @@ class Rows:
         """
         new = {name: tensor[first : len(self)] for name, tensor in self.state.items()}
         finite = torch.isfinite(logits.sum(-1))
-        early = new["count"] < new["floor"]
-        if bool(early.any()):
-            # One column more than the vocabulary takes the -1 of rows with fewer stop tokens.
-            barred = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool)
-            barred.scatter_(
-                1, torch.where(new["stop"] < 0, logits.shape[1], new["stop"]), early[:, None].expand(new["stop"].shape)
-            )
-            logits = logits.masked_fill(barred[:, :-1], -torch.inf)
         draws = uniforms(new["key"], new["count"])
-        tokens, logprobs = sample(logits, new["temperature"], new["top_p"], new["top_k"], new["min_p"], draws)
+        tokens, logprobs = sample(logits, new["temperature"], new["top_p"], draws)
         rows = torch.arange(first, len(self))
         self.state["tokens"][rows, new["count"]] = tokens
         self.state["logprobs"][rows, new["count"]] = logprobs
         new["token"].copy_(tokens)
         new["count"] += 1
-        stopped = (tokens[:, None] == new["stop"]).any(1) & (new["limit"] > 0)
+        stopped = (tokens[:, None] == new["stop"]).any(1)
         return stopped, new["count"] >= new["limit"], finite & torch.isfinite(logprobs)
 
     def collect(self, rows: list[int]) -> None:
-        """Copies tokens and logprobs of these rows into their sequences."""
-        counts = torch.minimum(self.state["count"], self.state["limit"])[rows].tolist()  # a limit of 0 keeps nothing
+        counts = self.state["count"][rows].tolist()
         longest = max(counts)
         tokens = self.state["tokens"][rows, :longest].tolist()
         logprobs = self.state["logprobs"][rows, :longest].tolist()

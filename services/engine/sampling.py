@@ -35,29 +35,20 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
     return x ^ (x >> np.uint64(31))
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Samples one token per row. Returns the tokens and their log-probabilities, both [B].
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples one token per row of `logits` [B, V] with `uniform` [B] numbers. Returns the tokens and their log-probabilities.
 
-    A log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy.
-
-    Args:
-        logits: [B, V] float32; a row with values that are not finite gives such a log-probability.
-        temperature: [B]; greedy below `GREEDY_BELOW`.
-        top_p: [B]; 1 disables it.
-        top_k: [B]; 0 disables it.
-        min_p: [B]; 0 disables it.
-        uniform: [B] float64 in [0, 1).
+    A log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy
+    (`temperature` below `GREEDY_BELOW`). A row with logits that are not finite gives such a log-probability.
     """
     greedy = temperature < GREEDY_BELOW
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     scaled -= scaled.amax(-1, keepdim=True)
     weights = scaled.exp()
     normaliser = weights.sum(-1, dtype=torch.float64)
-    cut = ((top_p < 1) | (top_k > 0) | (min_p > 0)) & ~greedy
+    cut = (top_p < 1) & ~greedy
     if bool(cut.any()):
-        weights[cut] = _truncate(weights[cut] / normaliser[cut, None].float(), top_p[cut], top_k[cut], min_p[cut])
+        weights[cut] = _truncate(weights[cut] / normaliser[cut, None].float(), top_p[cut])
     tokens = _draw(weights, uniform)
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
@@ -83,12 +74,8 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return (block * width + token)[:, 0].clamp(max=vocabulary - 1)
 
 
-def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Zeroes what top_k, top_p and min_p exclude. [B, V] -> [B, V], not renormalised."""
+def _truncate(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Zeroes what top_p excludes. [B, V] -> [B, V], not renormalised."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1])
-    before = ordered.cumsum(-1) - ordered
-    keep = (rank < torch.where(top_k > 0, top_k, probs.shape[1])[:, None]) & (before <= top_p[:, None])
-    keep &= ordered >= (ordered[:, 0] * min_p)[:, None]
-    keep[:, 0] = True
+    keep = ordered.cumsum(-1) - ordered <= top_p[:, None]
     return torch.zeros_like(probs).scatter_(1, order, ordered * keep)

@@ -34,13 +34,7 @@ class Refused(ServiceError):
 
 
 class Scheduler:
-    """The queue, the running rows and the model.
-
-    Args:
-        max_running: rows decoded at once.
-        weight_version: label of the weights loaded.
-        generated, prefilled: count tokens.
-    """
+    """The queue, the running rows (at most `max_running`) and the model."""
 
     def __init__(self, model: Model, max_running: int, weight_version: str, generated: Counter, prefilled: Counter) -> None:
         self.model, self.max_running, self.weight_version = model, max_running, weight_version
@@ -53,7 +47,6 @@ class Scheduler:
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would do anything."""
         return not self.paused and bool(self.rows.sequences or self._queue)
 
     def enqueue(self, jobs: list[GenerationJob]) -> None:
@@ -82,17 +75,8 @@ class Scheduler:
             if not batch:
                 return
             prompts = [group.tokens for group in batch]
-            scored = batch[0].sequences[0].job
-            every = batch[0].scores_prompt
-            logits, cache = self.model.prefill(prompts, every_position=every)
+            logits, cache = self.model.prefill(prompts)
             self.prefilled.inc(sum(map(len, prompts)))
-            if every:
-                log_probs = torch.log_softmax(logits[0, :-1], -1)
-                following = torch.tensor(scored.prompt[1:], dtype=torch.long)
-                scores = log_probs.gather(1, following[:, None])[:, 0]
-                scored.prompt_logprobs = scores.tolist()
-                # Adding 0 × score passes a score that is not finite on to the check of the logits.
-                logits = logits[:, -1:] + 0 * scores.sum()
             owners = [index for index, group in enumerate(batch) for _ in group.sequences]
             sequences = [sequence for group in batch for sequence in group.sequences]
             first = len(self.rows)
@@ -102,7 +86,7 @@ class Scheduler:
                 for index, sequence in enumerate(group.sequences):
                     sequence.note_version(self.weight_version, len(sequence.tokens))
                     sequence.cached_tokens = len(sequence.job.prompt) if index else 0
-            self._advance(first, logits[:, 0][torch.tensor(owners)])
+            self._advance(first, logits[torch.tensor(owners)])
 
     def _next_batch(self) -> list[PrefillGroup]:
         batch: list[PrefillGroup] = []
@@ -111,17 +95,14 @@ class Scheduler:
             self.adapters.merge(self._queue[0].adapter)
         while self._queue and len(self._queue[0].sequences) <= free:
             group = self._queue[0]
-            alone = group.scores_prompt
             longest = max(longest, len(group.tokens))
-            if batch and (alone or (len(batch) + 1) * longest > PREFILL_TOKENS):
+            if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
                 break
             if group.adapter != self.adapters.active:  # all rows share the weights: wait until they are done
                 break
             batch.append(self._queue.popleft())
             free -= len(group.sequences)
             self.waiting -= len(group.sequences)
-            if alone:
-                break
         return batch
 
     def _advance(self, first: int, logits: torch.Tensor) -> None:
@@ -129,26 +110,14 @@ class Scheduler:
         rows = self.rows
         stopped, full, finite = rows.append(first, logits)
         self.generated.inc(len(rows) - first)
-        ended: dict[int, dict[str, Any] | None] = {}
         over = stopped | full | ~finite
         if bool(over.any()):
             ending = [first + row for row in over.nonzero()[:, 0].tolist()]
             rows.collect(ending)
+            ended: dict[int, dict[str, Any] | None] = {}
             for row in ending:
                 ended[row] = _reason(rows.sequences[row], bool(stopped[row - first])) if finite[row - first] else None
-        watched = [row for row in range(first, len(rows)) if _is_watched(rows.sequences[row])]
-        if watched:
-            rows.collect(watched)
-        streams = [rows.sequences[row] for row in watched if rows.sequences[row].job.on_token]
-        for row in watched:
-            running = row not in ended or (ended[row] or {}).get("type") == "length"
-            if running and (matched := rows.sequences[row].matched_stop(self.model.tokenizer)) is not None:
-                ended[row] = {"type": "stop", "matched": matched}
-        if ended:
             self._end(ended)
-        for sequence in streams:
-            if sequence.finish is None and sequence.job.on_token and not sequence.job.done.done():
-                sequence.job.on_token(sequence)
 
     def _end(self, ended: dict[int, dict[str, Any] | None]) -> None:
         """Finishes rows with their reasons; None, for logits that are not finite, fails the whole job."""
@@ -172,8 +141,6 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
         sequence.finish, sequence.version = reason, self.weight_version
         job = sequence.job
-        if job.on_token:
-            job.on_token(sequence)
         if all(each.finish is not None for each in job.sequences):
             job.done.set_result(job.sequences)
 
@@ -218,15 +185,7 @@ class Scheduler:
             self.waiting += len(sequences)
 
     def resume(self) -> None:
-        """Generates again."""
         self.paused = False
-
-    def flush_cache(self) -> None:
-        """Frees the memory of the KV cache. Raises Refused while it is needed."""
-        if self.rows.sequences or (self._queue and not self.paused):
-            remedy = "wait for the requests, or pause with mode retract or abort"
-            raise Refused("Flush cache failed.", field="running", value=len(self.rows), remedy=remedy)
-        self.model.cache.release()
 
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
         """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
@@ -269,11 +228,6 @@ class Scheduler:
         self.weight_version = version
         for sequence, count in zip(self.rows.sequences, self.rows["count"].tolist(), strict=True):
             sequence.note_version(version, count)
-
-
-def _is_watched(sequence: Sequence) -> bool:
-    """Whether Python must see every token of the sequence."""
-    return sequence.job.on_token is not None or bool(sequence.job.sampling.stop)
 
 
 def _reason(sequence: Sequence, stopped: bool) -> dict[str, Any]:

@@ -1,9 +1,6 @@
-"""Queries of the store, for the running service and for a store whose service has ended."""
+"""Queries of the store."""
 
-import sqlite3
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from common.errors import NotFound
 from services.replay.database import COUNTERS, Database
@@ -68,37 +65,6 @@ class Reading(Database):
 
     def experience_at(self, key: int) -> dict[str, Any]:
         return self._rows("SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = :key", key=key)[0]
-
-
-class Archive(Reading):
-    """The store of a replay-buffer that is not running, opened read-only inside the context.
-
-    A replay-buffer that starts meanwhile waits for it. Raises ConfigError when the file is in use, damaged or of another
-    layout.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # Without a log nobody writes. Opened in the usual mode, SQLite would leave an empty log behind.
-        log = path.with_name(f"{path.name}-wal")
-        mode = "mode=ro" if log.exists() else "mode=ro&immutable=1"
-        try:
-            self.db = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=0)
-            try:
-                self._check_layout()
-            except BaseException:
-                self.db.close()
-                raise
-        except sqlite3.Error as error:
-            raise self._unusable(str(error)) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-        if isinstance(value, sqlite3.Error):
-            raise self._unusable(str(value)) from None
 
 
 def unknown(group_id: str) -> NotFound:

@@ -4,7 +4,7 @@ A sample of k groups holds k different groups. PER as published draws with repla
 here every group is drawn at most once and its chance to be in the sample is π(i) = k·P(i), which is the same expectation.
 Where k·P(i) would exceed 1 the group is certain and the others share the rest of k in proportion to their P (fixed-size
 sampling with unequal probabilities, systematic design). The importance weights use the actual probability P(i) = π(i)/k, so
-they stay correct in that case: a sample of all groups has weights of 1.
+they stay correct in that case: a sample of all groups has weights of 1. A group of priority 0 is never drawn.
 """
 
 import numpy as np
@@ -56,12 +56,14 @@ def draw(included: Float64, rng: np.random.Generator) -> Int64:
 
 
 def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Float64:
-    """Returns (N·P(i))^-exponent [len(chosen)], divided by the largest of all groups that can be drawn, not only the chosen.
+    """Returns (N·P(i))^-exponent [len(chosen)], divided by its expectation over draws: P(i)^-exponent / Σ P(j)^(1-exponent).
 
-    N and the size of the sample cancel: (P_min / P(i))^exponent.
+    So the weights of a sample are 1 on average for every exponent, as those of fresh groups are, and a group that is hardly
+    ever drawn changes no other group's weight. Schaul et al. divide by the largest weight instead, by which one such group in
+    the buffer takes all others' weight (docs/explanation/off-policy.md).
     """
-    smallest = included.min(initial=1.0, where=included > 0)
-    return np.asarray((smallest / included[chosen]) ** exponent)
+    chances = included / included.sum()
+    return np.asarray(chances[chosen] ** -exponent / (chances[chances > 0] ** (1 - exponent)).sum())
 
 
 class ReuseIndex:

@@ -1,93 +1,220 @@
-"""Compares two answers with math-verify. Runs in the processes of `services.reward.worker`, not in the server."""
+"""Compares two answers by what they are. Runs in the processes of `services.reward.worker`, not in the server."""
 
-import itertools
 import json
 import logging
-import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
-from math_verify import parse, verify
+from services.reward.expressions import symbols
+from services.reward.formulas import same_formulas, same_values
+from services.reward.notation import tokens
+from services.reward.quantities import Value
+from services.reward.readings import read
+from services.reward.shapes import Based, Choice, Many, Matrix, Named, Ratio, Reading, Region, Relation, Row, Words, as_region
+from services.reward.values import Undecided, sampled
 
-_HUNDRED = sympy.Integer(100)
-_TOLERANCE = 1e-6
-_POWER = re.compile(r"\*\*\s*(-?\w+|\([^()]*\))")
-_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_WARM_UP = (
+    ("\\frac{x+1}{2}", "(1+x)/2"),
+    ("\\sqrt{2}", "1.4"),
+    ("y=2x+1", "y=2x-1"),
+    ("2\\sqrt{3}+\\sqrt[3]{5}", "\\sqrt{12}+5^{1/3}"),
+    ("2\\pi", "2 pi"),
+    ("(-\\infty, 2] \\cup [3, 5)", "[3,5) \\cup (-\\infty,2]"),
+    ("\\{1, 2, 3\\}", "3, 2, 1"),
+    ("(1, \\frac{2}{3})", "(1, 0.5)"),
+    ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 5 \\end{pmatrix}"),
+    ("x \\le 3", "3 \\ge x"),
+    ("\\sin(2x) + \\cos x", "2\\sin x \\cos x + \\cos x"),
+    ("\\ln 2 + \\log_{3} 5", "\\ln(2) + \\frac{\\ln 5}{\\ln 3}"),
+    ("\\binom{6}{2}", "5!"),
+    ("3+4i", "4i+3"),
+    ("5.4 \\text{ cents}", "5 \\text{ cents}"),
+    ("90^\\circ", "\\frac{\\pi}{2}"),
+    ("|x-1|", "|1-x|"),
+    ("x^2+2xy+y^2", "(x+y)^2"),
+    ("\\int_0^1 x dx", "\\sum_{i=1}^{3} i"),
+    ("\\text{east}", "west"),
+)
+"""Comparisons of most kinds of answers."""
 
 
-def equivalent(gold: str, answer: str) -> bool:
-    """Returns whether math-verify finds two answers equal; its verdict on numbers is checked again.
+def verdict(gold: str, answer: str) -> str:
+    """Returns "right", "wrong", or "unparsable" for an answer of which a part is not understood.
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
     """
-    expected, given = _parse(gold), _parse(answer)
-    if not any(_verify(a, b) for a, b in itertools.product(expected, given)):
+    if [token.text for token in tokens(gold)] == [token.text for token in tokens(answer)]:
+        return "right"
+    given = read(answer)
+    if given is None:
+        return "unparsable"
+    expected = read(gold)
+    if expected is None:
+        return "wrong"
+    if any(isinstance(reading, Value) and reading.node is None for reading in (expected, given)):
+        return "right" if same_formulas(tokens(gold), tokens(answer)) else "wrong"
+    return "right" if same(expected, given) else "wrong"
+
+
+def equivalent(gold: str, answer: str) -> bool:
+    """Returns whether two answers are equal."""
+    return verdict(gold, answer) == "right"
+
+
+def same(expected: Reading, given: Reading) -> bool:
+    """Returns whether two readings are the same answer."""
+    if isinstance(expected, Choice) or isinstance(given, Choice):
+        return _same_choice(expected, given)
+    if isinstance(expected, Named | Relation) and isinstance(given, Named | Relation):
+        return _same_statement(expected, given)
+    for one, other in ((expected, given), (given, expected)):
+        if isinstance(one, Named):
+            values = [value for _, value in one.values]
+            if len(values) == 1:
+                return same(values[0], other) if one is expected else same(other, values[0])
+            items = other.items if isinstance(other, Row) or (isinstance(other, Many) and not other.braces) else ()
+            return _in_order(values, items)
+    if isinstance(expected, Value) and isinstance(given, Value):
+        return same_values(expected, given)
+    if isinstance(expected, Many) and isinstance(given, Many):
+        return _in_any_order(expected.items, given.items)
+    if isinstance(expected, Region) or isinstance(given, Region):
+        return _same_region(as_region(expected), as_region(given))
+    if isinstance(expected, Row) and isinstance(given, Row):
+        brackets = len(expected.items) > 2 or (expected.opening, expected.closing) == (given.opening, given.closing)
+        return brackets and _in_order(expected.items, given.items)
+    for row, many in ((expected, given), (given, expected)):
+        if isinstance(row, Row) and isinstance(many, Many):
+            return not many.braces and (row.opening, row.closing) == ("(", ")") and _in_order(row.items, many.items)
+        if isinstance(many, Many) and many.braces and len(many.items) == 1:
+            return same(many.items[0], row)
+    if isinstance(expected, Matrix) and isinstance(given, Matrix):
+        return len(expected.rows) == len(given.rows) and all(map(_in_order, expected.rows, given.rows))
+    if isinstance(expected, Ratio) and isinstance(given, Ratio):
+        a, b = expected.nodes, given.nodes
+        return len(a) == len(b) and all(_same_node(("*", x, b[0]), ("*", y, a[0])) for x, y in zip(a, b, strict=True))
+    return isinstance(expected, Words | Based) and expected == given
+
+
+def _same_node(a: Any, b: Any) -> bool:
+    return same_values(Value(a, None, ()), Value(b, None, ()))
+
+
+def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
+    return len(expected) == len(given) and all(map(same, expected, given))
+
+
+def _in_any_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
+    left = list(given)
+    for item in expected if len(expected) == len(given) else ():
+        found = next((i for i, other in enumerate(left) if same(item, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return len(expected) == len(given)
+
+
+def _same_choice(expected: Reading, given: Reading) -> bool:
+    """Compares letters where both state one, else the value beside the letter."""
+    letters = [_letter(expected), _letter(given)]
+    values = [reading.value if isinstance(reading, Choice) else None for reading in (expected, given)]
+    if all(letters):
+        return letters[0] == letters[1] and (values[0] is None or values[1] is None or same(values[0], values[1]))
+    one, other = (values[0], given) if isinstance(expected, Choice) else (values[1], expected)
+    return one is not None and same(one, other)
+
+
+def _letter(reading: Reading) -> str:
+    if isinstance(reading, Choice):
+        return reading.letter
+    if isinstance(reading, Value) and reading.node is not None and reading.node[0] == "sym" and len(reading.node[1]) == 1:
+        return str(reading.node[1])
+    return ""
+
+
+def _same_statement(expected: Named | Relation, given: Named | Relation) -> bool:
+    if isinstance(expected, Named) and isinstance(given, Named):
+        if len(expected.values) == len(given.values) == 1:
+            (name, value), (other, said) = expected.values[0], given.values[0]
+            if name == other or len(name) > 1 or len(other) > 1:
+                return same(value, said)
+        else:
+            names = [[name for name, _ in statement.values] for statement in (expected, given)]
+            return names[0] == names[1] and _in_order([v for _, v in expected.values], [v for _, v in given.values])
+    a, b = _as_relation(expected), _as_relation(given)
+    if a is None or b is None or a.operator != b.operator:
         return False
-    return not (expected and given) or _close(expected[0], given[0])
-
-
-def _verify(expected: object, given: object) -> bool:
-    try:
-        return bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
-    except (MemoryError, RecursionError):  # no verdict: math-verify alone would return "wrong"
-        raise
-    except Exception:  # sympy cannot compare the two
+    names_a, names_b = symbols(a.left) | symbols(a.right), symbols(b.left) | symbols(b.right)
+    if names_a != names_b:
         return False
-
-
-def _parse(text: str) -> list[object]:
-    percent = text.endswith("%")
-    bare = text.removesuffix("%").removesuffix("\\").strip() if percent else text
-    # LaTeX has no ** and pi; math-verify would read the 2 of 2**3 and ignore the rest.
-    latex = _PI.sub(r"\\pi ", _POWER.sub(r"^{\1}", bare))
     try:
-        found: list[object] = parse(f"${latex}$", parsing_timeout=None, raise_on_error=True)
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # sympy raises anything for text that is not mathematics: then only the text can match
-        return [text]
-    return [item / _HUNDRED if isinstance(item, sympy.Expr) else text for item in found] if percent else found
+        points = sampled(("-", a.left, a.right), ("-", b.left, b.right), sorted(names_a))
+    except Undecided:
+        return False
+    x, y, _ = points[0]
+    if x == 0 or y == 0:
+        return False
+    if a.operator in ("\\lt", "\\le") and (isinstance(x, complex) or x * y < 0):
+        return False
+    return all(_proportional(x, y, u, v) for u, v, _ in points)
 
 
-def _close(expected: object, given: object) -> bool:
-    """Returns False for two numbers that differ: math-verify rounds to 6 decimals, so it takes 10^-20 for 10^-30."""
-    numbers = [item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number]
-    if len(numbers) < 2:
-        return True
-    a, b = numbers
-    if a.is_Rational and b.is_Rational:
-        return bool(a == b)
-    if not (a.is_finite and b.is_finite):
-        return bool(a == b)
-    difference, size = abs(sympy.N(a - b, 30, maxn=400)), max(abs(sympy.N(a)), abs(sympy.N(b)))
-    return bool(difference <= _TOLERANCE * size)
+def _proportional(x: Any, y: Any, u: Any, v: Any) -> bool:
+    a, b = x * v, y * u
+    return bool(a == b or abs(a - b) <= 1e-40 * max(abs(a), abs(b)))
+
+
+def _as_relation(statement: Named | Relation) -> Relation | None:
+    """Returns the equation that y = 2x + 1 is; None for x = 5, which is a solution and not an equation to solve."""
+    if isinstance(statement, Relation):
+        return statement
+    name, value = statement.values[0]
+    if len(statement.values) > 1 or not isinstance(value, Value) or value.node is None or not symbols(value.node):
+        return None
+    return Relation("=", ("sym", name), value.node)
+
+
+def _same_region(expected: Region | None, given: Region | None) -> bool:
+    if expected is None or given is None or len(expected.intervals) != len(given.intervals):
+        return False
+    if expected.name and given.name and expected.name != given.name:
+        return False
+    return all(
+        one[1] == other[1] and one[3] == other[3] and _same_node(one[0], other[0]) and _same_node(one[2], other[2])
+        for one, other in zip(expected.intervals, given.intervals, strict=True)
+    )
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """Loads and warms up math-verify; a worker's handler answers `[gold, answer]` with `right` or `wrong`.
+    """Loads and warms up the grader; a worker's handler answers `[gold, answer]` with a verdict.
 
     Args:
-        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the seconds after which a worker that nobody
-            kills ends itself.
+        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the seconds of a processor after which a worker
+            that nobody kills ends itself.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    equivalent("\\frac{x+1}{2}", "(1+x)/2")  # fills the caches that every worker inherits
+    for gold, given in _WARM_UP:  # fills the caches that every worker inherits
+        verdict(gold, given)
     memory_bytes, alarm_s = int(arguments["memory_mb"]) << 20, int(arguments["alarm_s"])
 
     def handle(line: str) -> str:
         gold, answer = json.loads(line)
-        signal.alarm(alarm_s)  # ends a hanging worker when no other process is left to kill it
-        verdict = "right" if equivalent(gold, answer) else "wrong"
-        signal.alarm(0)
-        if verdict == "wrong" and _used_bytes() > memory_bytes // 2:
-            raise MemoryError  # in many places math-verify returns "wrong" when it runs out of memory
-        return verdict
+        signal.setitimer(signal.ITIMER_PROF, alarm_s)  # ends a hanging worker when no other process is left to kill it
+        found = verdict(gold, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if found != "right" and _used_bytes() > memory_bytes // 2:
+            raise MemoryError  # in many places sympy returns "wrong" when it runs out of memory
+        return found
 
-    return lambda: handle
+    def make() -> Callable[[str], str]:
+        for gold, given in _WARM_UP[:3]:  # copies the memory that a new process shares with its parent
+            verdict(gold, given)
+        return handle
+
+    return make
 
 
 def _used_bytes() -> int:

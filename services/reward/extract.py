@@ -1,4 +1,4 @@
-"""Finds the final answer in a response: a box, a `####` line, or else the last number.
+"""Finds the final answer in a response: a box, a `####` line, "the answer is …", or else the last number.
 
 Every step is linear in the length of any text: responses are untrusted.
 """
@@ -6,22 +6,39 @@ Every step is linear in the length of any text: responses are untrusted.
 import re
 
 from common.final_answers import marked_answers
+from services.reward.exact import quantity
+from services.reward.notation import FUNCTIONS
 
 MAX_ANSWER_CHARS = 1024
 """Longer answers do not count: cutting one could turn it into another answer."""
 
 _THINK = re.compile(r"(</?think>)", re.IGNORECASE)
-_HEADING = re.compile(r"[\s*_]*[A-Za-z]{2,}")
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_NUMBERED = re.compile(r"[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?:[.):]\s+\S|\s+(?:[-–—]\s+)?[A-Z][a-z])")
+_WORDY = re.compile(r"[\s*_]*([A-Za-z]{2,})")
+_LABEL = re.compile(r"[\s*_]*(?:the\s+)?(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|:|=)[\s:*]*(?=\S)", re.IGNORECASE)
+_STATED = re.compile(r"\banswers?[\s*_]{0,4}(?:is|are|:|=)(?:\s?:)?[\s*_]{0,8}", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<!sq)(?<!cu)[.?](?=[\s*_\"')]|$)|\n")
+_CLAUSE_END = re.compile(
+    r"\s*,?\s+(?:because|since|which|where|when|so|as|thus|hence|therefore|given|assuming)\b", re.IGNORECASE
+)
+_FILLER = re.compile(
+    r"(?:(?:therefore|thus|then|simply|just|indeed|clearly|exactly|approximately|about|equal to|given by|that)\b[\s,:]*)+",
+    re.IGNORECASE,
+)
+_MATH_SPAN = re.compile(
+    r"\$\$((?:\\.|[^$\\]){0,1024})\$\$|(?<!\\)\$((?:\\.|[^$\\]){0,1024})\$|\\\((.{0,1024}?)\\\)|\\\[(.{0,1024}?)\\\]", re.DOTALL
+)
+_PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}")
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_RATIO = r"(?:/[0-9]+(?![0-9]|\.[0-9]))"
 _NUMBER = re.compile(
-    rf"(?:(?<![\w)}}.])[-−])?\$?(?:\\[dt]?frac\{{-?[0-9]+\}}\{{-?[0-9]+\}}"
-    rf"|(?:{_DIGITS}|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?:/[0-9]+(?![0-9.]))?)(?:\s?\\?%)?"
+    rf"(?:(?<![\w)}}.])[-−])?\\?\$?(?:\\[dt]?frac\{{-?[0-9]+\}}\{{-?[0-9]+\}}"
+    rf"|(?:{_DIGITS}|(?<![0-9])\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?:{_RATIO}|\s[0-9]+{_RATIO})?)"
+    r"(?:\s?\\?%|\s(?:dozen|hundred|thousand|million|billion|trillion)\b)?"
 )
 _TAIL_CHARS = 4096
 _WRAPPERS = ((r"\(", r"\)"), (r"\[", r"\]"))
-_CURRENCY = str.maketrans(dict.fromkeys("$€£¥"))
-_SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~")
-_PERCENT_WORD = re.compile(r"(?<=[0-9])\s*percent$", re.IGNORECASE)
+_DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 def extract_answer(response: str) -> str | None:
@@ -31,7 +48,7 @@ def extract_answer(response: str) -> str | None:
     """
     text = without_thoughts(response)
     found, answer = _last_marked(text)
-    return answer if found else _last_number(text)
+    return answer if found else _stated(text) or _last_number(text)
 
 
 def gold_answer(ground_truth: str) -> str | None:
@@ -43,12 +60,11 @@ def gold_answer(ground_truth: str) -> str | None:
 
 
 def clean(answer: str) -> str:
-    """Removes decoration from an answer: math mode, currency signs, bold type, thin spaces, a final full stop."""
-    text = answer.replace("\\$", "").replace("−", "-").replace("{,}", ",")
-    text = _SPACES.sub("", text.translate(_CURRENCY))
+    """Removes decoration from an answer: math mode, bold type, a final full stop. Currency signs stay: they are units."""
+    text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
         before = text
-        text = text.strip().strip("*_`").strip()
+        text = _without_math_mode(text.strip().strip("*_`").strip())
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1]
         for opening, closing in _WRAPPERS:
@@ -56,7 +72,13 @@ def clean(answer: str) -> str:
                 text = text[len(opening) : -len(closing)]
         if text == before:
             break
-    return _PERCENT_WORD.sub("%", text.strip())
+    return text.replace("\\$", "$").rstrip("\\ ").strip()
+
+
+def _without_math_mode(text: str) -> str:
+    """Removes the dollar signs that come in pairs; a single one is money."""
+    signs = len(_DOLLAR.findall(text))
+    return text if signs == 0 or (signs == 1 and re.search(r"\$[-\s]*[0-9.]", text)) else _DOLLAR.sub("", text)
 
 
 def without_thoughts(text: str) -> str:
@@ -78,12 +100,14 @@ def without_thoughts(text: str) -> str:
 
 def _last_marked(text: str) -> tuple[bool, str | None]:
     """Returns (whether there is a marked answer, the last one or None when it is too long)."""
-    for start, end in reversed(marked_answers(text)):
+    marks = marked_answers(text)
+    for start, end in reversed(marks):
         if end is None:
             line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
-            if _HEADING.match(line):
+            if _is_heading(line, alone=len(marks) == 1 and not text[start + len(line) :].strip()):
                 continue
-            end, raw = start + len(line), line
+            label = _LABEL.match(line)
+            end, raw = start + len(line), line[label.end() :] if label else line
         else:
             raw = text[start : min(end, start + MAX_ANSWER_CHARS)]
         if end - start > MAX_ANSWER_CHARS:
@@ -93,13 +117,80 @@ def _last_marked(text: str) -> tuple[bool, str | None]:
     return False, None
 
 
+def _is_heading(line: str, alone: bool) -> bool:
+    """Returns whether a `####` line is a heading, as `#### 2. Check` is. Words count as an answer where nothing else may."""
+    if _NUMBERED.match(line):
+        return quantity(clean(line)) is None
+    words = _WORDY.match(line)
+    return bool(words) and not alone and not _LABEL.match(line) and words[1] not in FUNCTIONS | {"pi"} if words else False
+
+
+def _stated(text: str) -> str | None:
+    """Returns X of the last sentence with "the answer is X"; None without one, or where X is prose."""
+    found = None
+    for match in _STATED.finditer(text):
+        found = match
+    if found is None:
+        return None
+    rest = text[found.end() : found.end() + MAX_ANSWER_CHARS + 1].lstrip()
+    display = _MATH_SPAN.match(rest)
+    if display and display.group().startswith(("$$", "\\[")):
+        return clean(display.group())
+    end = _SENTENCE_END.search(rest)
+    sentence = rest[: end.start()] if end else rest
+    if clause := _CLAUSE_END.search(sentence):
+        sentence = sentence[: clause.start()]
+    if filler := _FILLER.match(sentence):
+        sentence = sentence[filler.end() :]
+    if "\\boxed" in sentence or (_PROSE.match(sentence) and len(sentence.split()) > 3):
+        return None
+    answer = clean(_MATH_SPAN.sub(_content, sentence))
+    return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+
+
 def _last_number(text: str) -> str | None:
-    last = None
+    """Returns the last number or formula of a text."""
+    last: re.Match[str] | None = None
     for part in (text[-_TAIL_CHARS:], text):
         for match in _NUMBER.finditer(part):
             last = match
         if last is not None and (last.start() > 0 or part is text):
             break  # a number at the very start of the tail may have been cut
-    if last is None or len(last.group()) > MAX_ANSWER_CHARS:
+    tail = text[-_TAIL_CHARS:]
+    spans = [span for span in _MATH_SPAN.finditer(tail) if len(_PROSE.findall(_content(span))) < 2]
+    if spans and (last is None or len(last.string) - last.start() >= len(tail) - spans[-1].end()):
+        number_end = -1 if last is None else last.end() - len(last.string) + len(tail)
+        if number_end <= spans[-1].end():
+            found = _last_side(_content(spans[-1]))
+            return clean(found) or None
+    if last is None or last.end() - last.start() > MAX_ANSWER_CHARS:
         return None
-    return clean(last.group())
+    found = _run(last)
+    return clean(found) if len(found) <= MAX_ANSWER_CHARS else None
+
+
+def _content(span: re.Match[str]) -> str:
+    return next(part for part in span.groups() if part is not None)
+
+
+def _run(number: re.Match[str]) -> str:
+    """Returns a number with what is attached to it: 3√2 and not 2."""
+    text, start, end = number.string, number.start(), number.end()
+    before = re.search(r"\S*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
+    after = re.match(r"\S*", text[end : end + MAX_ANSWER_CHARS])
+    assert before is not None
+    assert after is not None
+    head = before.group().rpartition("boxed{")[2].lstrip("([{\"'*_`")
+    if head.endswith(("-", "–", "—")):
+        head = ""
+    return _last_side(head + number.group() + after.group().rstrip(".,;:?!)]}\"'*_`"))
+
+
+def _last_side(formula: str) -> str:
+    """Returns what follows the last equals sign, unless the formula is an equation in unknowns."""
+    *sides, last = re.split(r"(?<![<>!])=", formula)
+    return (
+        formula
+        if any(len(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))) > 1 for side in sides) or not last.strip()
+        else last
+    )

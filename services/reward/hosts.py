@@ -1,7 +1,7 @@
 """Hosts run reward functions in the reward-server: in its threads, or in worker processes that can be killed.
 
-Both limit the time of a call, split large batches, and repeat a failed call for every item alone, so that one bad item never
-affects the others.
+Both limit the time of a call, split large batches, let the batches of several requests take turns, and repeat a failed call
+for every item alone, so that one bad item never affects the others.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from common.errors import InvalidInput, Overloaded
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.functions.base import Message, RewardFunction, Score
 from services.reward.pool import CallFailed, WorkerPool
+from services.reward.turns import Turns
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,6 +43,8 @@ class Host(ABC):
         self.name, self._check = name, check
         self.unfinished = 0
         """Items that wait or are scored now."""
+        self.call_items: int | None = None
+        """Completions of one call; None: `CALL_ITEMS`."""
 
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
@@ -75,21 +78,23 @@ class Host(ABC):
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         self._check_room(self.unfinished - len(items), len(items))
-        chunks = [items[i : i + CALL_ITEMS] for i in range(0, len(items), CALL_ITEMS)]
-        return [score for chunk in await asyncio.gather(*map(self._chunk, chunks)) for score in chunk]
+        size, batch = self.call_items or CALL_ITEMS, object()
+        chunks = [items[i : i + size] for i in range(0, len(items), size)]
+        found = await asyncio.gather(*(self._chunk(chunk, batch) for chunk in chunks))
+        return [score for chunk in found for score in chunk]
 
-    async def _chunk(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
         try:
-            return await self._call(*arguments(items))
+            return await self._call(*arguments(items), batch)
         except CallFailed as error:
             if len(items) == 1:
                 log.warning("the reward function %s has no score for an answer: %s", self.name, error)
                 return [Score(None, error.status)]
-        return [score for alone in await asyncio.gather(*(self._chunk([item]) for item in items)) for score in alone]
+        return [score for alone in await asyncio.gather(*(self._chunk([item], batch) for item in items)) for score in alone]
 
     @abstractmethod
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
-        """Calls the function once. Raises CallFailed."""
+    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
+        """Calls the function once, when it is the turn of `batch`. Raises CallFailed."""
 
 
 class ThreadHost(Host):
@@ -101,15 +106,24 @@ class ThreadHost(Host):
             killed and goes on.
         calls: concurrent calls of a function that limits its own time.
         check: checks every item before it is accepted.
+        call_items: completions of one call; 64 when None.
     """
 
-    def __init__(self, function: RewardFunction, timeout_s: float | None, calls: int, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        timeout_s: float | None,
+        calls: int,
+        check: Check | None = None,
+        call_items: int | None = None,
+    ) -> None:
         super().__init__(function.name, check)
         self._function, self._timeout_s = function, None if function.bounds_itself else timeout_s
-        self._free = asyncio.Semaphore(calls if function.bounds_itself else 1)
+        self._turns = Turns(calls if function.bounds_itself else 1)
+        self.call_items = call_items
 
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
-        async with self._free:
+    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
+        async with self._turns.turn(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await in_thread(lambda: self._function.scores(completions, **columns))
@@ -134,9 +148,9 @@ class ProcessHost(Host):
         super().__init__(name, check)
         self.pool, self._index = pool, index
 
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]]) -> list[Score]:
+    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
         message = {"function": self._index, "completions": completions, "columns": columns}
-        content = json.loads(await self.pool.call(json.dumps(message).encode()))
+        content = json.loads(await self.pool.call(json.dumps(message).encode(), batch))
         if "error" in content:
             raise CallFailed("error", content["error"])
         return [Score(**score) for score in content["scores"]]

@@ -16,12 +16,15 @@ from typing import Any, Self
 
 from common.schemas import RewardStatus
 from common.security import TOKEN
+from services.reward.sandbox.inside import WALL_TIMES, Meter
+from services.reward.turns import Turns
 
 log = logging.getLogger(__name__)
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second; on a loaded machine much longer
 _RETRY_S = 1.0
+_LOOK_S = 0.05
 _END_S = 5.0
 _ANSWERS_PER_WORKER = 2000  # then a fresh one: sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
@@ -46,6 +49,8 @@ class WorkerSpec:
     """Address space of one worker; None: no limit."""
     answers: int | None = _ANSWERS_PER_WORKER
     """Answers after which a worker is replaced by a fresh one; None: never."""
+    spares: int = 0
+    """Idle workers beside those that can be at work, which replace killed ones at once."""
 
     def command(self, *, check: bool = False) -> list[str]:
         """Returns the command line of the process that forks workers; with `check` it only makes one handler and exits."""
@@ -63,6 +68,14 @@ class _Worker:
     pid: int
     answered: int = 0
 
+    async def exchange(self, message: bytes) -> bytes:
+        """Sends a line and returns the answer. Raises OSError or EOFError when the process has died."""
+        self.writer.write(message + b"\n")
+        await self.writer.drain()
+        line = await self.reader.readuntil()
+        self.answered += 1
+        return line[:-1]
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -72,13 +85,13 @@ class _Worker:
 class WorkerPool:
     """Worker processes that each answer one call at a time; an async context manager.
 
-    A worker over its deadline is killed, and replaced when it is next needed. `problem` is the reason why the pool cannot work
-    yet, and None once it can.
+    A worker over its deadline is killed; a spare one takes its place, and a new one is started. `problem` is the reason why
+    the pool cannot work yet, and None once it can.
 
     Args:
         spec: code and limits of the workers.
-        workers: number of processes.
-        timeout_s: seconds for one call in a worker; waiting for a free worker does not count.
+        workers: calls at once.
+        timeout_s: seconds for one call in a worker, as `Meter` counts them: waiting for a worker or a processor does not count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
         start_s: seconds for a worker to start.
     """
@@ -95,7 +108,10 @@ class WorkerPool:
         self.problem: str | None = "the graders are starting"
         self.unfinished = 0
         """Calls in workers or waiting for one."""
-        self._idle: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None: a place whose worker is gone
+        self._turns = Turns(workers)
+        self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
+        self._missing = asyncio.Semaphore(workers + spec.spares)
+        self._started_once = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._filling: asyncio.Task[None] | None = None
@@ -109,76 +125,88 @@ class WorkerPool:
             self._filling.cancel()
             await asyncio.wait([self._filling])
         while not self._idle.empty():
-            if (worker := self._idle.get_nowait()) is not None:
+            if isinstance(worker := self._idle.get_nowait(), _Worker):
                 worker.kill()
         self.problem = "the graders have ended"
         await asyncio.to_thread(self._end_process)
 
     async def ready(self) -> None:
-        """Returns when every worker has started for the first time."""
-        assert self._filling is not None
-        await asyncio.shield(self._filling)
+        """Returns when as many workers have started as can be at work."""
+        await self._started_once.wait()
 
-    async def call(self, message: bytes) -> bytes:
+    async def call(self, message: bytes, batch: object = None) -> bytes:
         """Returns the answer of a worker to a line. Cancelling the call frees the worker by killing it.
 
-        Raises CallFailed with the status `timeout` or `died`.
+        Calls that wait take turns by `batch`. Raises CallFailed with the status `timeout` or `died`.
         """
         self.unfinished += 1
         try:
-            idle, kept = await self._idle.get(), None
-            try:
-                worker = await self._alive(idle)
+            async with self._turns.turn(batch or object()):
+                worker, keep = await self._worker(), False
                 try:
                     answer = await self._answer(worker, message)
-                    kept = worker if self.spec.answers is None or worker.answered < self.spec.answers else None
+                    keep = self.spec.answers is None or worker.answered < self.spec.answers
                     return answer
                 finally:
-                    if kept is None:
-                        worker.kill()
-                        self._on_restart()
-            finally:
-                self._idle.put_nowait(kept)
+                    if keep:
+                        self._idle.put_nowait(worker)
+                    else:
+                        self._replace(worker)
         finally:
             self.unfinished -= 1
 
+    async def _worker(self) -> _Worker:
+        """Returns an idle worker. Raises CallFailed when none can be started."""
+        while True:
+            worker = await self._idle.get()
+            if isinstance(worker, CallFailed):
+                raise worker
+            if not worker.reader.at_eof():
+                return worker
+            self._replace(worker)  # it died while idle: not the fault of this answer
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.kill()
+        self._missing.release()
+        self._on_restart()
+
     async def _answer(self, worker: _Worker, message: bytes) -> bytes:
+        """Returns the answer of a worker. Raises CallFailed."""
+        meter, over, wait_s = Meter(worker.pid), False, self.timeout_s
+        exchange = asyncio.create_task(worker.exchange(message))
         try:
-            async with asyncio.timeout(self.timeout_s):
-                worker.writer.write(message + b"\n")
-                await worker.writer.drain()
-                line = await worker.reader.readuntil()
-        except TimeoutError:
-            raise CallFailed("timeout", f"no answer within {self.timeout_s} s") from None
+            while not (await asyncio.wait({exchange}, timeout=wait_s))[0]:
+                if over:
+                    raise CallFailed("timeout", f"no answer within {self.timeout_s} s")
+                used_s = meter.read()
+                # One more look before the verdict: a worker that has answered waits too.
+                over = used_s >= self.timeout_s or meter.wall_s >= WALL_TIMES * self.timeout_s
+                wait_s = _LOOK_S if over else max(_LOOK_S, self.timeout_s - used_s)
+            return exchange.result()
         except (OSError, EOFError, asyncio.LimitOverrunError):
             raise CallFailed("died", "its worker died, or its answer is too long") from None
-        worker.answered += 1
-        return line[:-1]
-
-    async def _alive(self, worker: _Worker | None) -> _Worker:
-        """Returns an idle worker, or a new one where it has died. Raises CallFailed."""
-        if worker is not None and worker.reader.at_eof():  # it died while idle: not the fault of this answer
-            worker.writer.close()
-            self._on_restart()
-            worker = None
-        try:
-            return worker or await self._spawn()
-        except CallFailed as error:
-            log.error("a grader did not start: %s", error)
-            await asyncio.sleep(_RETRY_S)
-            raise
+        finally:
+            exchange.cancel()
 
     async def _fill(self) -> None:
-        for _ in range(self.size):
-            while True:
-                try:
-                    self._idle.put_nowait(await self._spawn())
-                    break
-                except CallFailed as error:
+        """Starts a worker wherever one is missing."""
+        started = 0
+        while True:
+            await self._missing.acquire()
+            try:
+                self._idle.put_nowait(await self._spawn())
+                started += 1
+            except CallFailed as error:
+                log.error("a grader did not start: %s", error)
+                self._missing.release()
+                if not self._started_once.is_set():
                     self.problem = f"the graders do not start: {error}"
-                    log.error("%s", self.problem)
-                    await asyncio.sleep(_RETRY_S)
-        self.problem = None
+                elif self._idle.empty() and self.unfinished:
+                    self._idle.put_nowait(error)  # fails one call, which would wait for ever
+                await asyncio.sleep(_RETRY_S)
+            if started >= self.size:
+                self.problem = None
+                self._started_once.set()
 
     async def _spawn(self) -> _Worker:
         """Starts a worker and waits until it is ready. Raises CallFailed."""
@@ -189,7 +217,11 @@ class WorkerPool:
             except OSError as error:
                 ours.close()
                 raise CallFailed("died", f"the process that forks graders is gone: {error}") from None
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        except BaseException:
+            ours.close()
+            raise
         line = b""
         try:
             async with asyncio.timeout(self.start_s):

@@ -24,7 +24,6 @@ from services.reward.pool import WorkerPool, WorkerSpec
 from services.reward.sandbox.cases import parse_cases
 
 _CHECK_S = 300.0
-_CONCURRENT_CALLS = 64  # threads that wait for slots of the sandbox, or for an endpoint
 _MODEL_START_S = 1800.0  # a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _CALLS = "services.reward.functions.base"
@@ -86,7 +85,7 @@ class RewardScorer:
                     python=config.code_python,
                     sandbox=config.code_sandbox,
                 )
-                self._hosts[name] = ThreadHost(code, None, _CONCURRENT_CALLS, _check_cases)
+                self._hosts[name] = ThreadHost(code, None, code.slots, _check_cases, call_items=1)
             elif name == "judge":
                 judge = JudgeRewardFunction(
                     config.judge_url,
@@ -96,7 +95,7 @@ class RewardScorer:
                     concurrency=config.judge_concurrency,
                     max_tokens=config.judge_max_tokens,
                 )
-                self._hosts[name] = ThreadHost(judge, None, _CONCURRENT_CALLS)
+                self._hosts[name] = ThreadHost(judge, None, config.judge_concurrency, call_items=1)
             elif name == "reward_model":  # a process of its own: the server never loads torch
                 arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
                 model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}

@@ -127,7 +127,6 @@ class Agent:
         return None if self._registered else "the router does not list this engine as healthy yet"
 
     def report(self) -> WorkerReport:
-        """Returns the report to the trainer."""
         serves, received = self.state.serves, self._follower.received
         return WorkerReport(
             name=self.name,
@@ -143,7 +142,6 @@ class Agent:
         )
 
     def status(self) -> AgentStatus:
-        """Returns the answer of `GET /status`."""
         return AgentStatus(
             report=self.report(),
             wanted=None if self.state.wanted is None else self.state.wanted.version,

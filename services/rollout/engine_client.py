@@ -129,7 +129,6 @@ class EngineClient(Client):
     """The control calls of one engine, sent directly because the router does not forward them."""
 
     async def weight_version(self) -> str:
-        """Returns the version that the engine serves."""
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
 
     async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
@@ -152,11 +151,9 @@ class EngineClient(Client):
         await self.confirm(version)
 
     async def pause(self) -> None:
-        """Pauses all requests."""
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def resume(self) -> None:
-        """Resumes all requests."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:

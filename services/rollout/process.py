@@ -104,7 +104,6 @@ class Child:
         return status if status >= 0 else 128 - status
 
     def tail(self) -> str:
-        """Returns the end of the output."""
         return self._tail.decode("utf-8", "replace")
 
     async def end(self, grace_s: float) -> None:
@@ -143,13 +142,8 @@ class Timing:
 class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
-    Args:
-        name: name of the child in logs.
-        launch: returns the command; called before every start.
-        probe: returns None when the child is healthy, or why not.
-        env: variables added to the environment.
-        on_up: called when the child has become healthy; its error counts as a failed start.
-        on_down: called with the reason when the child has ended or was killed.
+    `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error of `on_up`
+    counts as a failed start; `on_down` gets the reason.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ class NodeState:
     draining: bool = False
 
     def engine_up(self, serves: WeightId | None) -> None:
-        """Records that the engine is healthy and serves these weights."""
         self.engine, self.serves, self.failed_loads = "up", serves, 0
         if self.wanted in (None, serves):
             self._caught_up()
@@ -43,7 +42,6 @@ class NodeState:
         self.engine, self.serves, self.admitted, self.updating, self.detail = "failed", None, False, False, reason
 
     def update_done(self, serves: WeightId) -> None:
-        """Records that the engine serves `serves`."""
         self.updating, self.serves = False, serves
         if serves == self.wanted:
             self._caught_up()

@@ -23,7 +23,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(autouse=True)
 def _continued(worker: httpx.Client) -> Iterator[None]:
     yield
-    worker.post("/abort_request", json={"abort_all": True})
+    worker.post("/pause_generation", json={"mode": "abort"})
     worker.post("/continue_generation", json={})
 
 
@@ -38,16 +38,14 @@ def test_contract_pause_abort_answers_with_what_there_is(worker: httpx.Client, p
         completion_from_answer(answer)
 
 
-def test_contract_paused_is_not_ready_and_new_requests_wait(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_contract_new_requests_wait_while_paused(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
     worker.post("/pause_generation", json={"mode": "abort"})
-    assert worker.get("/ready").status_code == 503
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
     waiting = pool.submit(lambda: worker.post("/generate", json=body).json())
     time.sleep(0.3)
     assert not waiting.done()
     assert worker.post("/continue_generation", json={}).status_code == 200
     assert len(waiting.result(400)["output_ids"]) == 2
-    assert worker.get("/ready").status_code == 200
 
 
 @pytest.mark.parametrize(("mode", "flushes"), [("retract", True), ("in_place", False)])
@@ -57,7 +55,6 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     before = version(worker)
     running = long_request(worker, pool, f"update-{mode}")
     worker.post("/pause_generation", json={"mode": mode})
-    assert (worker.post("/flush_cache").status_code == 200) is flushes
     path = worker.get("/model_info").json()["model_path"]
     after = str(int(before) + 1) if before.isdigit() else "1"
     update = {"model_path": path, "weight_version": after, "flush_cache": flushes}
@@ -73,34 +70,20 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     assert meta["weight_version"] == after == version(worker)
 
 
-@pytest.mark.parametrize("ending", ["pause", "abort_all"])
-def test_contract_an_abort_is_answered_through_the_router_too(
-    reached: tuple[str, str], pool: ThreadPoolExecutor, ending: str
-) -> None:
+def test_contract_an_abort_is_answered_through_the_router_too(reached: tuple[str, str], pool: ThreadPoolExecutor) -> None:
     """The router neither hides the partial output nor asks for it again."""
     worker_url, url = reached
     with (
         httpx.Client(base_url=worker_url, timeout=120, trust_env=False) as worker,
         httpx.Client(base_url=url, timeout=120, trust_env=False) as asked,
     ):
-        running = long_request(worker, pool, f"through-{ending}", asked)
-        if ending == "pause":
-            worker.post("/pause_generation", json={"mode": "abort"})
-        else:
-            worker.post("/abort_request", json={"abort_all": True})
+        running = long_request(worker, pool, "through-pause", asked)
+        worker.post("/pause_generation", json={"mode": "abort"})
         answer = running.result(400)
         worker.post("/continue_generation", json={})
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < 240
     assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
-
-
-def test_contract_abort_by_rid(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    running = long_request(worker, pool, "victim")
-    assert worker.post("/abort_request", json={"rid": "victim"}).status_code == 200
-    answer = running.result(400)
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert answer["meta_info"]["id"] == "victim"
 
 
 def test_contract_an_update_waits_for_running_requests(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobgroup.doctor import environment, hub, memory
+from jobgroup.doctor import hub, memory, software
 from jobgroup.doctor.__main__ import main
 from jobgroup.doctor.plan import ROOT, make
 from jobgroup.doctor.report import Check, Result, perform
@@ -206,7 +206,7 @@ def test_an_unknown_architecture_is_said_to_be_unknown(tmp_path: Path) -> None:
 def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) -> None:
     around = {"SKYPILOT_JOBGROUP_NAME": "small"} if inside else {}
     plan = plan_of(tmp_path, DATA, {**around, "API_TOKEN": token}, "data-server")
-    result = list(perform([Check("API_TOKEN", lambda: environment.check_secrets(plan))]))[-1]
+    result = list(perform([Check("API_TOKEN", lambda: software.check_secrets(plan))]))[-1]
     assert result.state == state
     assert not token or token not in result.text()
 
@@ -214,7 +214,7 @@ def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "constraints.txt").write_text("pytest==0.1\npydantic_settings==0.2\ntorch==9.9\n")
-    found = {result.name: result for result in environment.check_packages(plan_of(tmp_path, DATA), tmp_path)}
+    found = {result.name: result for result in software.check_packages(plan_of(tmp_path, DATA), tmp_path)}
     assert found["packages"].state == "warn"
     assert "(0.1 is pinned)" in found["packages"].found
     assert "(0.2 is pinned)" in found["packages"].found

@@ -14,8 +14,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.security import SecretRedactor
-from jobgroup.doctor import gpu, machine, network, storage
-from jobgroup.doctor.report import Check, Result, fail, ok, perform
+from jobgroup.doctor import machine, network, storage
+from jobgroup.doctor.report import Check, Result, perform
 from tests.support.doctor_groups import plan_of
 from tests.support.ports import free_port
 
@@ -29,7 +29,7 @@ def _only(results: Iterable[Result]) -> Result:
 
 def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
     def crashing() -> Iterable[Result]:
-        yield ok("first", "fine")
+        yield Result("first", "ok", "fine")
         raise ZeroDivisionError("by zero")
 
     def refusing() -> Iterable[Result]:
@@ -38,9 +38,9 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
     hanging = threading.Event()
     checks = [
         Check("crashing", crashing),
-        Check("hanging", lambda: [fail("never", "", "")] if hanging.wait(60) else [], limit_s=0.2),
+        Check("hanging", lambda: [Result("never", "fail", "")] if hanging.wait(60) else [], limit_s=0.2),
         Check("refusing", refusing),
-        Check("last", lambda: [ok("last", "fine")]),
+        Check("last", lambda: [Result("last", "ok", "fine")]),
     ]
     results = list(perform(checks))
     hanging.set()
@@ -57,8 +57,8 @@ def test_values_of_secret_variables_are_hidden() -> None:
         SecretRedactor({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}),
         SecretRedactor({"API_TOKEN": "0123456789"}),
     ]
-    told = fail("x", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(redactors)
-    assert told == fail("x", "[secret] of model", "not [secret], [secret]")
+    told = Result("x", "fail", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(redactors)
+    assert told == Result("x", "fail", "[secret] of model", "not [secret], [secret]")
 
 
 @linux
@@ -145,31 +145,31 @@ def test_threads_of_every_process_on_every_core_are_warned_of(tmp_path: Path) ->
 
 @pytest.mark.process
 def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "COLLECTIVE_S", 240.0)
+    monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     plan = plan_of(tmp_path, {"critic-server": ""})
-    result = _only(perform([Check("all_reduce", lambda: gpu.check_collective(plan), 300)]))
+    result = _only(perform([Check("all_reduce", lambda: machine.check_collective(plan), 300)]))
     assert (result.name, result.state) == ("all_reduce", "ok")
     assert result.found.startswith("2 processes over gloo")
 
 
 @pytest.mark.process
 def test_gloo_on_an_interface_that_does_not_exist_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "COLLECTIVE_S", 240.0)
+    monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     plan = plan_of(tmp_path, {"critic-server": ""})
-    result = _only(perform([Check("all_reduce", lambda: gpu.check_collective(plan), 300)]))
+    result = _only(perform([Check("all_reduce", lambda: machine.check_collective(plan), 300)]))
     assert result.state == "fail"
     assert "nosuch0" in result.found
     assert "GLOO_SOCKET_IFNAME=lo" in result.fix
 
 
 def test_a_service_that_needs_no_torch_is_not_asked_for_it(tmp_path: Path) -> None:
-    assert list(gpu.check_collective(plan_of(tmp_path, {"data-server": ""}))) == []
+    assert list(machine.check_collective(plan_of(tmp_path, {"data-server": ""}))) == []
 
 
 def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"rollout-server": ""})
-    result = _only(gpu.check_gpus(plan))
+    result = _only(machine.check_gpus(plan))
     assert result.state == "fail"
     assert "rollout.engine sglang with rollout.device cuda" in result.found
 
@@ -182,13 +182,13 @@ def test_gpus_are_read_and_chosen_as_the_processes_will(tmp_path: Path, monkeypa
     smi.write_text(f"#!/bin/sh\ncase $1 in *compute-apps*) echo 'GPU-bb, 77, python3';; *) echo '{listed}';; esac\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found, _ = gpu.visible({})
+    found, _ = machine.visible({})
     assert [(each.number, each.total >> 20) for each in found] == [("0", 81559), ("1", 81559)]
-    chosen, _ = gpu.visible({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
+    chosen, _ = machine.visible({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
     assert [each.number for each in chosen] == ["1"]
     plan = plan_of(tmp_path, {"ppo-trainer": "num_nodes: 2\nresources: {accelerators: 'H100:2'}\n"})
     plan.gpus = found
-    results = list(gpu.check_gpus(plan))
+    results = list(machine.check_gpus(plan))
     states = [(result.name, result.state) for result in results]
     assert states == [("GPUs", "warn"), ("GPU 0", "ok"), ("GPU 1", "warn")]
     assert "process 77 (python3)" in results[2].found

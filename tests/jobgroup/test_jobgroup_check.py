@@ -77,24 +77,6 @@ FAULTS = {
     "variable": Fault(DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"),
     "skypilot-variable": Fault(DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"),
     "variable-of-setup": Fault(DATA, f"{SETUP}\n{RUN_DATA}", "setup: A=1; echo $A\nrun: echo $A", f"{DATA}.run: ${{A}} is not"),
-    "no-such-node": Fault(
-        TRAINER,
-        RUN_TRAINER,
-        "run: curl http://reward-server-1.${SKYPILOT_JOBGROUP_NAME}:8002 &&",
-        f"{TRAINER}.run: no task makes",
-    ),
-    "no-such-host": Fault(
-        TRAINER, RUN_TRAINER, "run: curl http://data-0.rlhf-math:8000 &&", "the host data-0.rlhf-math; there are"
-    ),
-    "host-in-env": Fault(
-        DATA, 'RUN_CONFIG: ""', "REWARD_URL: http://reward-0.rlhf-math:8002", f"{DATA}.envs.REWARD_URL: no task makes the host"
-    ),
-    "host-in-setup": Fault(
-        DATA,
-        SETUP,
-        "setup: curl replay-buffer-0.$SKYPILOT_JOBGROUP_NAME:8003",
-        f"{DATA}.setup: replay-buffer-0.rlhf-math does not",
-    ),
     "no-restarts": Fault(REPLAY, RESTARTS, "", f"{REPLAY}: nobody restarts it after an error"),
     "restarts-on-preemption-only": Fault(REPLAY, RESTARTS, "\n  job_recovery: failover", f"{REPLAY}: nobody restarts it"),
     "another-cloud": Fault(REWARD, "infra: kubernetes", "infra: aws", f"{REWARD}: resources.infra is AWS"),

@@ -54,8 +54,6 @@ def test_a_wrong_yaml_is_refused_by_name(tmp_path: Path, old: str, new: str, fie
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "mian"], ["--only", "mian", "the tasks are main"]),
-        (["--only", ""], ["--only", "the tasks are main"]),
         (["--follow", "mian"], ["--follow", "mian", "the tasks are main"]),
         (["--num-nodes", "mian=2"], ["--num-nodes", "mian", "the tasks are main"]),
         (["--num-nodes", "main=0"], ["--num-nodes", "main=0", "TASK=N"]),

@@ -96,7 +96,6 @@ def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_words_come_last
         + "---\nname: flaky\nresources: {job_recovery: {max_restarts_on_errors: 1}}\nrun: echo its last words; exit 4\n"
         + "---\nname: fine\nrun: echo nothing to do\n"
         + "---\nname: main\nrun: sleep 600\n",
-        "--quiet",
     )
     assert status == 4, out
     assert "flaky FAILED after 1 restarts" in out
@@ -132,16 +131,6 @@ def test_without_primary_tasks_all_are_primary(local: "LocalRun") -> None:
     status, _, _ = local.run(text)
     assert status == 3
     assert "whole" in local.log("two-0")  # as SkyPilot: the other primaries run to their end
-
-
-def test_only_runs_some_tasks_and_still_names_all(local: "LocalRun") -> None:
-    status, out, _ = local.run(
-        HEADER + "---\nname: helper\nrun: echo $JOBGROUP_HOSTS; echo $ONE\n---\nname: main\nrun: sleep 600\n",
-        *("--only", "helper", "--env", "ONE=1"),
-    )
-    assert status == 0, out
-    assert "main-0.small=" in local.log("helper-0")
-    assert not (local.logs / "main-0.log").exists()
 
 
 def test_two_runs_side_by_side_have_addresses_of_their_own(make_run: "Callable[[str], LocalRun]") -> None:
@@ -192,15 +181,11 @@ def test_follow_relays_bytes_as_they_are(local: "LocalRun") -> None:
     assert "SUCCEEDED" in err
 
 
-def test_setup_runs_only_when_asked_for_and_its_failure_is_told(local: "LocalRun") -> None:
+def test_setup_is_not_run(local: "LocalRun") -> None:
     text = f"{HEADER}---\nname: main\nsetup: echo preparing; exit 6\nrun: echo ran\n"
     status, out, _ = local.run(text)
     assert status == 0
     assert "setup is not run" in out
-    status, out, _ = local.run(text, "--setup", "--quiet")
-    assert status == 6
-    assert "main-setup ended with status 6" in out
-    assert "    preparing" in out
 
 
 def test_secrets_come_from_the_option_or_the_environment(local: "LocalRun", monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +204,7 @@ def test_a_port_in_use_is_named_with_the_log_of_the_node(local: "LocalRun") -> N
         "    except ConfigError as error: fail(error)"
     )
     text = f'{HEADER}---\nname: main\nrun: |\n    exec "$PYTHON" -c "{serve}"\n'
-    status, out, _ = local.run(text, "--env", f"PYTHON={sys.executable}", "--quiet")
+    status, out, _ = local.run(text, "--env", f"PYTHON={sys.executable}")
     assert status == 2
     assert "Address already in use" in out
     assert "value: 8000" in out

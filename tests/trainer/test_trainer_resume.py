@@ -98,7 +98,6 @@ def test_the_same_model_elsewhere_is_the_same_model(own: Config, tmp_path: Path)
     [
         ("sampling", "group_size", 3),
         ("trainer", "batch_size", 2),
-        ("trainer", "optimizer", "muon"),
         ("replay", "reuse_ratio", 0.5),
         ("lora", "rank", 4),
         ("algorithm", "advantage", "gae"),

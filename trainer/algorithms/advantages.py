@@ -37,15 +37,6 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return group_centred(rewards) * (n / (n - 1))
 
 
-def batch_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """REINFORCE++ with group baseline (Hu et al. 2025, arXiv:2501.03262): r - group mean, divided by the batch's std + eps.
-
-    The standard deviation is unbiased and over all completions of the batch. Raises ValueError for groups of one.
-    """
-    centred = group_centred(rewards)
-    return centred / (centred.std(correction=1) + eps)
-
-
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     """OPO (Hao et al. 2025, arXiv:2505.23585): r minus the length-weighted mean Σ l·r / Σ l of its group."""
     _check(rewards)
@@ -85,10 +76,13 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_normalised": lambda rewards, _, eps: group_normalised(rewards, eps),
     "group_centred": lambda rewards, _, __: group_centred(rewards),
     "leave_one_out": lambda rewards, _, __: leave_one_out(rewards),
-    "batch_normalised": lambda rewards, _, eps: batch_normalised(rewards, eps),
+    "batch_normalised": lambda rewards, _, __: group_centred(rewards),
     "length_weighted": lambda rewards, lengths, _: length_weighted(rewards, lengths),
 }
 """The group-relative advantages by name."""
+WHITENED = ("gae", "batch_normalised")
+"""The advantages that are then whitened over the tokens of the batch: PPO, and REINFORCE++ with a group baseline (Hu et al.
+2025, arXiv:2501.03262), as in the public implementations."""
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:

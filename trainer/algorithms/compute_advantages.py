@@ -7,7 +7,7 @@ from torch import Tensor
 from common.algorithm import AlgorithmSection
 from common.config import Config
 from learning.batching import split
-from trainer.algorithms.advantages import ADVANTAGES, gae, overlong_penalty, whiten
+from trainer.algorithms.advantages import ADVANTAGES, WHITENED, gae, overlong_penalty, whiten
 from trainer.algorithms.batch import Batch, Column
 from trainer.algorithms.losses import kl_divergence
 
@@ -24,14 +24,19 @@ def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Co
     if algorithm.overlong_buffer:
         rewards = rewards + overlong_penalty(lengths, config.sampling.max_new_tokens, algorithm.overlong_buffer)
     penalties = _kl_penalties(batch, algorithm, kl_coef)
+    returns = None
     if algorithm.advantage == "gae":
-        return _token_advantages(batch, rewards, penalties, algorithm)
-    if penalties is not None:
-        rewards = rewards - torch.tensor([float(penalty.sum()) for penalty in penalties])
-    shape = (-1, batch.group_size)
-    estimate = ADVANTAGES[algorithm.advantage]
-    advantages = estimate(rewards.view(shape), lengths.view(shape), algorithm.advantage_eps).flatten()
-    return split(advantages.repeat_interleave(lengths).float().numpy(), batch.lengths), None
+        advantages, returns = _gae(batch, rewards, penalties, algorithm)
+    else:
+        if penalties is not None:
+            rewards = rewards - torch.tensor([float(penalty.sum()) for penalty in penalties])
+        shape = (-1, batch.group_size)
+        estimate = ADVANTAGES[algorithm.advantage]
+        grouped = estimate(rewards.view(shape), lengths.view(shape), algorithm.advantage_eps)
+        advantages = grouped.flatten().float().repeat_interleave(lengths)
+    if algorithm.advantage in WHITENED:
+        advantages = whiten(advantages, torch.tensor([row.counts for row in batch.rows]).repeat_interleave(lengths))
+    return split(advantages.numpy(), batch.lengths), None if returns is None else split(returns.numpy(), batch.lengths)
 
 
 def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Column | None:
@@ -41,13 +46,11 @@ def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Col
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     old, reference = (torch.from_numpy(np.concatenate(part)) for part in (batch.old_logprobs, batch.ref_logprobs))
-    return split((kl_coef * kl_divergence(old, reference, config.kl_estimator)).numpy(), batch.lengths)
+    return split((kl_coef * kl_divergence(old, reference, "k1")).numpy(), batch.lengths)
 
 
-def _token_advantages(
-    batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection
-) -> tuple[Column, Column]:
-    """Returns GAE advantages and returns of every token; a completion's reward is that of its last token."""
+def _gae(batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    """Returns GAE advantages and returns [tokens]; a completion's reward is that of its last token."""
     assert batch.values is not None
     width = max(batch.lengths)
     token_rewards, values, mask = (np.zeros((len(batch.rows), width), np.float32) for _ in range(3))
@@ -57,12 +60,9 @@ def _token_advantages(
         token_rewards[i, length - 1] += float(rewards[i])
         values[i, :length] = batch.values[i]
         mask[i, :length] = 1
+    counts = torch.from_numpy(mask)
     advantages, returns = gae(
-        torch.from_numpy(token_rewards), torch.from_numpy(values), torch.from_numpy(mask), config.gamma, config.gae_lambda
+        torch.from_numpy(token_rewards), torch.from_numpy(values), counts, config.gamma, config.gae_lambda
     )
-    counts = torch.from_numpy(mask) * torch.tensor([[float(row.counts)] for row in batch.rows])
-
-    def by_row(matrix: Tensor) -> Column:
-        return [row[:length] for row, length in zip(matrix.numpy(), batch.lengths, strict=True)]
-
-    return by_row(whiten(advantages, counts)), by_row(returns)
+    counts = counts.bool()
+    return advantages[counts], returns[counts]

@@ -3,29 +3,17 @@
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo_math_small": {
-        "trainer_type": "grpo",
-        "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
-        "num_generations": 4,
-        "learning_rate": 5e-6,
-    },
+    "grpo_math_small": {},
     "grpo_math_medium": {
-        "trainer_type": "grpo",
         "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
         "num_generations": 8,
         "learning_rate": 2e-6,
         "gradient_accumulation_steps": 16,
         "max_new_tokens": 512,
     },
-    "rloo_math": {
-        "trainer_type": "rloo",
-        "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
-        "num_generations": 4,
-        "learning_rate": 5e-6,
-        "kl_coef": 0.05,
-    },
+    "rloo_math": {"trainer_type": "rloo", "kl_coef": 0.05},
 }
-"""Fields of each preset; all others have their defaults."""
+"""The fields of each preset that differ from the defaults of `TrainerConfig`."""
 
 OTHER_NAMES = {
     "beta": "kl_coef",

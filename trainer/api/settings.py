@@ -119,7 +119,6 @@ class TrainerConfig(BaseModel):
 
     @property
     def problems_per_step(self) -> int:
-        """Problems per step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
 
     def total_steps(self, problems: int) -> int:

@@ -14,7 +14,6 @@ _EPILOG = """\
 examples:
   python -m trainer.dashboard runs/my-run
   python -m trainer.dashboard runs/first runs/second --port 9000      # overlaid
-  python -m trainer.dashboard copied/run --replay-store copied/replay.db
 
 A running trainer serves the same page itself, with the health of all services: http://ITS-NODE:8004/dashboard/.
 With API_TOKEN in the environment the page asks for it.
@@ -23,30 +22,19 @@ With API_TOKEN in the environment the page asks for it.
 
 def parser() -> Parser:
     """Returns the command line."""
-    usage = "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS] [--replay-store FILE]"
-    made = Parser("trainer.dashboard", __doc__ or "", usage, _EPILOG)
+    made = Parser("trainer.dashboard", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]", _EPILOG)
     made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run")
     made.add_argument("--port", type=int, default=8004, help="port (default 8004)")
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1, this machine)")
-    made.add_argument(
-        "--replay-store",
-        type=Path,
-        metavar="FILE",
-        help="replay.db of the replay-buffer, if it is not where config.json says (one run only)",
-    )
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
     """Serves the page until it is stopped. Raises ConfigError for a missing directory or an unusable port."""
     arguments = parser().parse_args(argv)
-    store: Path | None = arguments.replay_store
-    if store is not None and (not store.is_file() or len(arguments.run_dir) > 1):
-        wrong = "it belongs to one run" if store.is_file() else "there is no such file"
-        raise ConfigError(wrong, field="--replay-store", value=str(store), remedy="name one run and its replay.db")
     if not 0 < arguments.port < 65536:
         raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="1 to 65535")
-    app = create_dashboard_app([RunReader(directory, replay_store=store) for directory in arguments.run_dir])
+    app = create_dashboard_app([RunReader(directory) for directory in arguments.run_dir])
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
     serve(app, arguments.host, arguments.port)

@@ -1,4 +1,4 @@
-"""One group in full, from the run directory or the replay store."""
+"""One group in full, from the run directory or the replay-buffer."""
 
 import math
 from pathlib import Path
@@ -6,15 +6,13 @@ from typing import Any
 
 from common.errors import NotFound, ServiceError
 from common.wire import group_json
-from trainer.dashboard.replay import Replay, reason
+from trainer.dashboard.replay import Replay
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group, recorded_steps
 
 
-def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay, texts: TokenTexts | ServiceError) -> dict[str, Any]:
+def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay | None, texts: TokenTexts | ServiceError) -> dict[str, Any]:
     """Returns the full group of a row of the index; `missing` names what is not known about it.
-
-    The replay store is read when the run directory lacks the group.
 
     Raises NotFound with the reason when the content of the group is gone.
     """
@@ -78,14 +76,14 @@ def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None
     return content, ""
 
 
-def _from_replay(row: dict[str, Any], replay: Replay, why: str) -> dict[str, Any]:
-    """Returns the group as the replay store has it. Raises NotFound, which says why no place has it."""
-    there = "there is no replay store, or the group has left it"
+def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[str, Any]:
+    """Returns the group as the replay-buffer has it. Raises NotFound, which says why no place has it."""
+    there = "the group has left the replay-buffer, or none runs"
     try:
-        if (group := replay.group(row["id"])) is not None:
+        if replay and (group := replay.group(row["id"])) is not None:
             return group_json(group)
-    except (ServiceError, OSError) as error:
-        there = reason(error)
+    except ServiceError as error:
+        there = error.message
     remedy = "raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run goes on"
     raise NotFound(
         f"the group is known, but not in full: {why}; {there}", code="evicted", field="id", value=row["id"], remedy=remedy

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import ServiceError
 from trainer.dashboard.jsonl import JsonlReader
-from trainer.dashboard.replay import Replay, reason
+from trainer.dashboard.replay import Replay
 from trainer.observe.group_files import LINES
 from trainer.observe.run_dir import ATTEMPTS, run_ids
 
@@ -37,9 +37,8 @@ _SHOWN = (
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = ("unparsable", "timeout", "died", "error", "truncated", "aborted")
 """Marks of completions that were not graded or not finished."""
-_MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "unrecorded", "reused", *_ENDINGS)
-"""Reasons of a drop (each also `dropped`), and marks of groups that only the replay store has: `waiting` to be trained on, or
-`unrecorded` because the step that trained on it is lost."""
+_MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "reused", *_ENDINGS)
+"""Reasons of a drop (each also `dropped`), and marks of other groups; those that are `waiting` are in the replay-buffer."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -65,7 +64,7 @@ class Query(BaseModel):
 
 
 class GroupIndex:
-    """Groups of one run directory, complete or not, and those that only its replay store has. Thread-safe."""
+    """Groups of one run directory, complete or not, and those that wait in its replay-buffer. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
         self._replay, self._lock, self._run_dir = replay, threading.Lock(), run_dir
@@ -77,7 +76,7 @@ class GroupIndex:
         """Ids of the prompts whose text is stored."""
         self._asked = -_REPLAY_EVERY_S
         self._stored: list[tuple[Any, ...]] = []
-        """A row for each group of the replay store."""
+        """A row for each group that waits."""
         self._replay_problem = ""
 
     def search(self, query: Query, limit: int, offset: int) -> tuple[int, list[dict[str, Any]]]:
@@ -102,7 +101,6 @@ class GroupIndex:
         return None if row is None else _shown(row)
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        """Returns the newest `limit` groups of a prompt, by step."""
         query = f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
         with self._lock:
             self._refresh()
@@ -147,24 +145,22 @@ class GroupIndex:
         self._prompts.update(prompts)
 
     def _read_replay(self) -> bool:
-        """Reads the replay store now and then; returns whether its groups have changed."""
+        """Asks the replay-buffer now and then; returns whether it has."""
         if self._replay is None or time.monotonic() - self._asked < _REPLAY_EVERY_S:
             return False
         try:
             listing = self._replay.listing()
             own = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir)) if listing else ()
-            lacking = "" if own or not listing else f"{ATTEMPTS} is missing, so which of them are this run's is not known"
+            problem = "" if own or not listing else f"{ATTEMPTS} is missing, so which of them are this run's is not known"
         except (ServiceError, OSError) as error:
-            listing, own, lacking = [], (), reason(error)
-        self._replay_problem = lacking and f"groups that only the replay store has are not shown: {lacking}"
+            listing, own, problem = [], (), error.message if isinstance(error, ServiceError) else str(error)
+        self._replay_problem = problem and f"groups that wait are not shown: {problem}"
         self._asked = time.monotonic()
-        if listing is not None:  # a store that several runs share has their groups too
-            self._stored = [_stored_row(row) for row in listing if row["id"].startswith(own)]
-        return listing is not None
+        self._stored = [_stored_row(row) for row in listing if row["id"].startswith(own)]  # a shared store has other runs' too
+        return True
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
-    """Returns the SQL condition and its parameters."""
     terms = ["1"]
     values: list[Any] = []
     for column, least, most in (
@@ -219,11 +215,9 @@ def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | Non
 
 
 def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the row of a group that no step of the run directory has."""
-    mark = "unrecorded" if row["state"] == "consumed" else "waiting"
     return (
         *(None, None, row["id"], row["prompt_id"], row["position"], row["version"], None, row["mean_reward"], "[]"),
-        *(row["correct"], row["completions"], None, "[]", None, None, _marked([mark]), False, None, None),
+        *(row["correct"], row["completions"], None, "[]", None, None, _marked(["waiting"]), False, None, None),
     )
 
 

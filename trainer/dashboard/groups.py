@@ -13,7 +13,7 @@ from common.errors import NotFound, ServiceError
 from services.http.openapi import JSON, OBJECT, described
 from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
-from trainer.dashboard.replay import Replay, StoredReplay
+from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.tokens import TokenTexts
 
@@ -23,13 +23,12 @@ class RunGroups:
 
     def __init__(self, run: RunReader, live: Replay | None) -> None:
         self.directory = run.directory
-        self._replay: Replay = live or StoredReplay(lambda: run.replay_store)
+        self._replay = live
         self.index = GroupIndex(run.directory, self._replay)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
 
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
-        """Returns one group in full. Raises NotFound."""
         row = self.index.find(group_id, step)
         if row is None:
             remedy = "list the groups with /dashboard/api/groups"
@@ -38,7 +37,6 @@ class RunGroups:
         return group_detail(self.directory, row, self._replay, self._read_tokenizer())
 
     def _read_tokenizer(self) -> TokenTexts | ServiceError:
-        """Returns the tokenizer, which is read once, or the error that prevents it."""
         with self._lock:
             try:
                 self._token_texts = self._token_texts or TokenTexts.of_run(self.directory)

@@ -1,7 +1,6 @@
 """Health of every service and rollout node, checked when a page asks."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,8 +23,6 @@ _ENGINE_PATIENCE_S = 1.0
 """The agent decides whether the node is alive; its engine may be busy."""
 _FRESH_S = 1.0
 """How long an answer serves all pages."""
-_GENERATED = re.compile(r"^\w\S*genera\w+_tokens_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
-"""Counter of generated tokens in the `/metrics` of both engines."""
 
 
 class ServiceHealth(BaseModel):
@@ -45,7 +42,7 @@ class ServiceHealth(BaseModel):
     waiting: int | None = None
     """Completions, answers or groups that wait."""
     tokens_per_s: float | None = None
-    """Generation rate since the last check."""
+    """Generation rate."""
 
 
 Check: TypeAlias = "Callable[[_Target], Awaitable[ServiceHealth]]"
@@ -61,8 +58,6 @@ class _Target:
     engine: Client | None = None
     state: str = ""
     since: float = 0.0
-    generated: tuple[float, float] | None = None
-    """Tokens, and the time of that count."""
 
 
 class Health:
@@ -214,30 +209,10 @@ async def _rollout_node(target: _Target) -> ServiceHealth:
     if state == "ready" and target.engine is not None:  # while it loads weights it may answer late
         try:
             async with asyncio.timeout(_ENGINE_PATIENCE_S):
-                await _load(found, target, target.engine)
+                load = (await _get(target.engine, "/v1/loads"))["loads"]
+                found.running = sum(part["num_running_reqs"] for part in load)
+                found.waiting = sum(part["num_waiting_reqs"] for part in load)
+                found.tokens_per_s = sum(part["gen_throughput"] for part in load)
         except TimeoutError:
             found.state, found.text = "warning", f"ready, but its engine told no load within {_ENGINE_PATIENCE_S:.0f} s"
     return found
-
-
-async def _load(found: ServiceHealth, target: _Target, engine: Client) -> None:
-    """Adds the engine's load to `found`."""
-    load = (await _get(engine, "/v1/loads"))["loads"]
-    found.running = sum(part["num_running_reqs"] for part in load)
-    found.waiting = sum(part["num_waiting_reqs"] for part in load)
-    if all("gen_throughput" in part for part in load):
-        found.tokens_per_s = sum(part["gen_throughput"] for part in load)
-    else:
-        found.tokens_per_s = await _rate(target, engine)
-
-
-async def _rate(target: _Target, engine: Client) -> float | None:
-    """Returns the tokens per second since the last check, from the engine's counter; None at the first one."""
-    text = (await engine.http.get("/metrics", timeout=PATIENCE_S)).text
-    counted = [float(value) for value in _GENERATED.findall(text)]
-    if not counted:
-        return None
-    before, target.generated = target.generated, (sum(counted), time.monotonic())
-    if before is None or target.generated[0] < before[0]:  # the engine restarted
-        return None
-    return (target.generated[0] - before[0]) / (target.generated[1] - before[1])

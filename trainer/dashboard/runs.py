@@ -35,23 +35,14 @@ class RunSummary(BaseModel):
 
 
 class RunReader:
-    """One run, read as it grows. Thread-safe.
+    """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError without the directory."""
 
-    Args:
-        directory: of the run.
-        live: whether this process trains it.
-        replay_store: the replay-buffer's file; when None, the place that `config.json` names.
-
-    Raises ConfigError when there is no such directory.
-    """
-
-    def __init__(self, directory: Path, live: bool = False, replay_store: Path | None = None) -> None:
+    def __init__(self, directory: Path, live: bool = False) -> None:
         if not live and not directory.is_dir():
             raise ConfigError(
                 "there is no such run directory", field="RUN_DIR", value=str(directory), remedy="name one, as runs/NAME"
             )
         self.directory, self.live = directory, live
-        self._replay_store = replay_store
         self._lock = threading.Lock()
         self._metrics, self._evaluations = (JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         self._columns, self._offsets = Columns(), array("q")
@@ -64,15 +55,6 @@ class RunReader:
     def config(self) -> dict[str, Any] | None:
         """The resolved configuration; None when it is missing or damaged."""
         return self._read_config()[0]
-
-    @property
-    def replay_store(self) -> Path | None:
-        """The replay-buffer's file, if it exists."""
-        path = self._replay_store
-        if path is None:
-            state = (self.config or {}).get("state_dir")
-            path = Path(state) / "replay" / "replay.db" if isinstance(state, str) else None
-        return path if path is not None and path.is_file() else None
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
         """Returns one setting, or `default` where the configuration has none."""
@@ -92,7 +74,6 @@ class RunReader:
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:
-        """Returns a summary of the run, whose index is `run`."""
         problems, name = self.problems, self.directory.resolve().name
         with self._lock:
             steps, times = self._columns.steps, self._columns.column("time")
@@ -114,12 +95,11 @@ class RunReader:
             "stages": [WAITING, *STAGES[3:], *STAGES[:3]],  # waiting first, then the trainer's own work
         }
 
-    def steps(self, after: int = 0) -> list[dict[str, Any]]:
-        """Returns the lines of `metrics.jsonl` of the steps after this one."""
+    def steps(self) -> list[dict[str, Any]]:
+        """Returns the lines of `metrics.jsonl`."""
         self._refresh()
         with self._lock:
-            first = self._columns.rows(after + 1, 2**62).start
-            lines = [self._metrics.at(offset) for offset in self._offsets[first:]]
+            lines = [self._metrics.at(offset) for offset in self._offsets]
         return [line for line in lines if line is not None]
 
     def step(self, step: int) -> dict[str, Any]:
@@ -135,17 +115,11 @@ class RunReader:
     def series(
         self, after: int = 0, generation: int = -1, evaluations: int = 0, points: int = 600, first: int = 0, last: int = 2**62
     ) -> dict[str, Any]:
-        """Returns the data of the charts.
+        """Returns the data of the charts, at most `points` rows: all steps from `first` to `last`, or what the caller lacks.
 
-        Args:
-            after: newest step that the caller has; the answer has only later ones, if they are at most `points`.
-            generation: generation of the caller's data; with another one the answer has everything.
-            evaluations: number of evaluations that the caller has.
-            points: largest number of rows; more are merged.
-            first, last: range of steps.
-
-        Returns the result of `Columns.thinned`, `whole` (false: append it to the caller's data), `generation`,
-        `evaluations` (those that the caller lacks), `newest` (step) and `verdict`.
+        The caller has the steps up to `after` and this many `evaluations`, of a `generation`; with another one it gets
+        everything. Returns the result of `Columns.thinned`, `whole` (false: append it to the caller's data), `generation`,
+        `evaluations`, `newest` (step) and `verdict`.
         """
         self._refresh()
         with self._lock:

@@ -14,12 +14,7 @@ _SOLVED = 0.95
 
 
 def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, str]:
-    """Returns `level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`.
-
-    Args:
-        reward: [steps] mean rewards; NaN where there is none.
-        accuracy: [steps] shares of right completions.
-    """
+    """Returns `level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`, from [steps] means, NaN for none."""
     reward, accuracy = reward[~np.isnan(reward)], accuracy[~np.isnan(accuracy)]
     steps = len(reward)
     if steps < _FEWEST:

@@ -47,12 +47,9 @@ class RecordedGroup:
 
 
 class GroupRecorder:
-    """Writes the summaries, and the full content in a thread.
+    """Writes the summaries, and the full content in a thread; files of steps after `step`, of an earlier attempt, are removed.
 
-    Args:
-        run_dir: the run directory.
-        keep_bytes: limit of all files in `groups/`; the oldest steps are removed first. 0: no files.
-        step: the run continues after this step; files of later steps are removed. (`run_dir.py` removes their lines.)
+    `keep_bytes` bounds all files in `groups/`: the oldest steps are removed first. 0: no files.
     """
 
     def __init__(self, run_dir: Path, keep_bytes: int, step: int) -> None:

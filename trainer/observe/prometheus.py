@@ -73,12 +73,10 @@ class TrainerMetrics:
         self.tracked = metrics.counter("trainer_tracker_records_total", "Records for trackers by result", ["tracker", "result"])
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Records that training starts after `step`."""
         self._step.set(step)
         self._total_steps.set(total_steps)
 
     def record(self, record: StepRecord, fresh_groups: int) -> None:
-        """Records a finished step."""
         self._step.set(record.step)
         self._time.set_to_current_time()
         for field, gauge in self._record.items():
@@ -104,17 +102,14 @@ class TrainerMetrics:
             self._alarm.labels(name).set(name in record.alarms)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Records an evaluation."""
         for field, gauge in self._evaluation.items():
             gauge.set(getattr(evaluation, field))
         if evaluation.pass_at_k is not None:
             self._pass_at_k.labels(evaluation.k).set(evaluation.pass_at_k)
 
     def took(self, stage: str, seconds: float) -> None:
-        """Records the duration of one activity of a stage."""
         self._activities.labels(stage).observe(seconds)
 
     def published(self, size: int, seconds: float) -> None:
-        """Records that the engines serve a weight version of `size` bytes."""
         self._published_bytes.set(size)
         self._publish.observe(seconds)

@@ -150,7 +150,6 @@ class Recorder:
         self._progress = None
 
     def step(self, record: StepRecord, groups: Sequence[Group]) -> None:
-        """Records a step that was trained on these groups."""
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         remember(self._history, asdict(record))
         record.hints = hints(self._history, self._config)
@@ -170,7 +169,6 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Records an evaluation."""
         _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # by an attempt that was killed
         answers = [answer.__dict__ for answer in evaluation.answers]
         self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})

@@ -39,7 +39,6 @@ def identity(config: Config) -> Facts:
         "seed": config.seed,
         "sampling.group_size": config.sampling.group_size,
         "trainer.batch_size": config.trainer.batch_size,
-        "trainer.optimizer": config.trainer.optimizer,
         "replay.reuse_ratio": config.replay.reuse_ratio,
         "lora.rank": config.lora.rank,
     }

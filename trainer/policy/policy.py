@@ -38,7 +38,10 @@ from trainer.policy.update_metrics import Sums, UpdateMetrics
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the rate of the update after `step` steps: linear warm-up, then `lr_schedule`, to zero after `total_steps`."""
+    """Returns the rate of the update after `step` steps: linear warm-up, then `lr_schedule`, to zero after `total_steps`.
+
+    The first of W warm-up steps has 1/W of the rate. In transformers' schedules it has 0: its batch would teach nothing.
+    """
     warmup = settings.warmup_steps
     if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
         return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
@@ -80,8 +83,7 @@ class Policy:
         self.scorer = load_policy(config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        adam = (settings.optimizer, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
-        self.optimizer = Optimizer(self.model, *adam)
+        self.optimizer = Optimizer(self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
 
     @classmethod
     def resume(cls, config: Config, ranks: Ranks, run_dir: Path) -> "tuple[Policy, TrainerState | None, Path | None]":
@@ -238,20 +240,20 @@ class Policy:
         if algorithm.correction is not None:
             # Decoupled: the ratio refers to the trainer's own policy before the updates; a weight corrects for the engine's.
             old = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-            mode, level, cap = algorithm.correction, algorithm.correction_level, algorithm.correction_cap
-            scale = scale * importance_correction(old, sampled, rows, count, mode, level, cap)
         policy = policy_loss(algorithm, scores.logprobs, old, advantages, rows, count)
-        per_token, kl_reference = policy.loss, torch.zeros_like(scores.logprobs)
+        per_token = policy.loss
+        if algorithm.correction is not None:
+            mode, level, cap = algorithm.correction, algorithm.correction_level, algorithm.correction_cap
+            per_token = per_token * importance_correction(old, sampled, rows, count, mode, level, cap)
         if algorithm.off_policy_delta is not None:
             delta = algorithm.off_policy_delta
             per_token = per_token * off_policy_mask(scores.logprobs, sampled, advantages, rows, count, delta)
-        if micro.ref_logprobs is not None:
-            kl_reference = kl_divergence(scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator)
-            if algorithm.kl_in == "loss":
-                per_token = per_token + self.kl_coef * kl_reference
+        # Corrections and masks are of the policy loss alone; the KL term and the entropy bonus count every token.
+        if micro.ref_logprobs is not None and algorithm.kl_in == "loss":
+            per_token = per_token + self.kl_coef * kl_divergence(scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator)
         per_token = per_token - algorithm.entropy_coef * scores.entropy
         loss = (per_token * scale).sum()
         loss.backward()
         with torch.no_grad():
-            sums.add(loss, policy, scores, old, sampled, kl_reference, micro.current, first)
+            sums.add(loss, policy, scores, old, micro, first)
         return scores.logprobs.detach()

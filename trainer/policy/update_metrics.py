@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.algorithms.batch import MicroBatch
 from trainer.algorithms.losses import PolicyLoss, kl_divergence, probability_ratio
 from trainer.policy.scorer import TokenScores
 
@@ -28,6 +29,7 @@ class UpdateMetrics:
     kl_rollout: float
     """k3 estimate of KL(sampling policy ‖ trainer), before the first update."""
     kl_reference: float
+    """k3 estimate of KL(policy ‖ reference), whatever estimator is trained with."""
     kl_coef: float
     entropy: float
     effective_sample_size: float
@@ -65,14 +67,13 @@ class Sums:
         policy: PolicyLoss,
         scores: TokenScores,
         old: Tensor,
-        behaviour: Tensor,
-        kl_reference: Tensor,
-        current: Tensor,
+        micro: MicroBatch,
         first: bool,
     ) -> None:
         """Adds the tokens of one micro-batch."""
-        ones = torch.ones_like(old)
+        ones, reference, behaviour, current = torch.ones_like(old), micro.ref_logprobs, micro.rollout_logprobs, micro.current
         kl_old = kl_divergence(old, scores.logprobs, "k3")
+        kl_reference = torch.zeros_like(old) if reference is None else kl_divergence(scores.logprobs, reference, "k3")
         columns = [ones, policy.clipped, policy.ratio, kl_old, kl_reference, scores.entropy]
         if first:
             weight, delta = probability_ratio(scores.logprobs, behaviour), (scores.logprobs - behaviour).abs()

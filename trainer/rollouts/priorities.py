@@ -1,22 +1,39 @@
-"""Priorities of groups for reuse: pure functions of a group and the advantages of its completions.
+"""Prioritised reuse: what the replay buffer is asked for, and the priorities of groups.
 
-Priorities are relative: the replay buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum.
+A priority is a pure function of a group and the advantages of its completions. Priorities are relative: the replay buffer takes
+them to the power of PRIORITY_EXPONENT and divides by their sum. Groups of priority 0 are not reused.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 
+from common.config import Config
 from common.errors import ConfigError, shorten
 from common.imports import import_callable
-from common.schemas import Group
+from common.schemas import Group, SampleRequest
 
 Priority = Callable[[Group, Sequence[float]], float]
 """(group, mean |advantage| of each completion) -> priority, finite and at least 0."""
-MIN_PRIORITY = 1e-3
-"""Floor of all priorities: no group is excluded from reuse."""
 PRIORITY_EXPONENT, IMPORTANCE_EXPONENT = 0.6, 0.4
-"""α and, at the first step, β of prioritised experience replay (Schaul et al. 2016); β rises linearly to 1."""
+"""α and, at the first step, β of prioritised experience replay (Schaul et al. 2016)."""
+
+
+def reuse_request(config: Config, count: int, step: int, total_steps: int, request_id: str) -> SampleRequest:
+    """Returns the request for `count` groups to reuse in the update after `step` of `total_steps`.
+
+    β rises linearly from IMPORTANCE_EXPONENT at the first step to 1 at the last.
+    """
+    low, settings = IMPORTANCE_EXPONENT, config.replay
+    return SampleRequest(
+        count=count,
+        min_version=max(0, step - settings.max_reuse_staleness),
+        priority_exponent=PRIORITY_EXPONENT,
+        importance_exponent=low + (1 - low) * min(1.0, step / max(1, total_steps - 1)),
+        max_times_sampled=settings.max_times_sampled,
+        seed=config.seed * 1_000_003 + step,
+        request_id=request_id,
+    )
 
 
 def by_advantage(group: Group, advantages: Sequence[float]) -> float:
@@ -35,7 +52,9 @@ PRIORITIES: dict[str, Priority] = {"advantage": by_advantage, "reward": by_rewar
 
 
 def load_priority(name: str) -> Priority:
-    """Returns the priority of that name, or the function at the import path `package.module:name`, with the floor.
+    """Returns the priority of that name, or the function at the import path `package.module:name`.
+
+    Whatever the function, the priority of a group without a policy gradient, whose advantages are all 0, is 0.
 
     Raises ConfigError when there is none or it cannot be called. The function that is returned raises ConfigError when an
     imported function returns anything but a finite number of at least 0; errors of that function itself come through.
@@ -59,6 +78,6 @@ def load_priority(name: str) -> Priority:
                 value=name,
                 remedy="return a finite number of at least 0",
             )
-        return max(MIN_PRIORITY, number)
+        return number if any(advantages) else 0.0
 
     return priority

@@ -12,13 +12,13 @@ from common import watchdog
 from common.config import Config
 from common.errors import ConfigError
 from common.logs import SHOWN
-from common.schemas import Group, SampleRequest, TakeRequest
+from common.schemas import Group, TakeRequest
 from common.wire import decode_groups, encode_groups
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
 from trainer.rollouts.collector import CollectFailed, Collector, Drops
-from trainer.rollouts.priorities import IMPORTANCE_EXPONENT, PRIORITY_EXPONENT, load_priority
+from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
@@ -261,19 +261,11 @@ class ServedRollouts(Rollouts):
 
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
         """Samples up to `count` earlier groups by priority, with importance weights (arXiv:1511.05952)."""
-        settings, low = self._config.replay, IMPORTANCE_EXPONENT
-        request = SampleRequest(
-            count=count,
-            min_version=max(0, step - settings.max_reuse_staleness),
-            priority_exponent=PRIORITY_EXPONENT,
-            importance_exponent=low + (1 - low) * step / self._total_steps,
-            max_times_sampled=settings.max_times_sampled,
-            seed=self._config.seed * 1_000_003 + step,
-            request_id=f"{self._run_id}-sample-{self._batches}",
-        )
+        request_id = f"{self._run_id}-sample-{self._batches}"
+        request = reuse_request(self._config, count, step, self._total_steps, request_id)
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        weights = sampled.weights.tolist() if settings.corrected else [1.0] * len(sampled.groups)
+        weights = sampled.weights.tolist() if self._config.replay.corrected else [1.0] * len(sampled.groups)
         return [TrainingGroup(group, weight, reused=True) for group, weight in zip(sampled.groups, weights, strict=True)]
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:

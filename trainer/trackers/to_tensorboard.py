@@ -34,5 +34,4 @@ class TensorBoardTracker:
 
 
 def _cell(value: Cell) -> str:
-    """Escapes a cell of a Markdown table."""
     return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")

@@ -100,7 +100,6 @@ class Trackers:
 
 
 def _own_id(path: Path, new: bool) -> str:
-    """Returns the id of the run in this directory, a new one when it has none."""
     if new or not path.exists():
         partial = path.with_name("id.partial")
         partial.write_text(uuid.uuid4().hex[:12], encoding="ascii")
@@ -109,7 +108,6 @@ def _own_id(path: Path, new: bool) -> str:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns every number of a record, those of mappings as `mapping/name`."""
     return {name: float(value) for name, value in flatten(record, "/") if isinstance(value, int | float)}
 
 

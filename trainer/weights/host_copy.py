@@ -20,13 +20,10 @@ _VOCABULARY, _VOCABULARY_ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
 
 
 class HostCopy:
-    """The tensors of one version, in buckets. Each bucket is contiguous and is sent as one message.
+    """The tensors of one version, in contiguous buckets, each sent as one message; a tensor over `bucket_bytes` has its own.
 
-    It costs the published weights once in host memory. `fill` and `reading` exclude each other.
-
-    Args:
-        pinned: allocate pages that a GPU can copy from directly.
-        bucket_bytes: upper limit of a bucket; a larger tensor has its own.
+    It costs the published weights once in host memory, with `pinned` in pages that a GPU can copy from directly. `fill` and
+    `reading` exclude each other.
     """
 
     def __init__(self, pinned: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:

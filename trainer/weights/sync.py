@@ -38,13 +38,10 @@ class WeightSync:
 
 
 class PublishedWeights(WeightSync):
-    """Rank 0's weight sync.
+    """Rank 0's weight sync; with `in_background` `push` returns before the engines serve the weights.
 
-    In the background, a thread publishes a copy of the weights. At most one version is on its way: the next one waits for
-    it, so versions arrive in order and one copy is held.
-
-    Args:
-        in_background: whether `push` returns before the engines serve the weights (`trainer.max_staleness` above 0).
+    A thread then publishes a copy of the weights. At most one version is on its way: the next one waits for it, so versions
+    arrive in order and one copy is held.
     """
 
     def __init__(self, publisher: WeightPublisher, clock: StageClock, in_background: bool) -> None:

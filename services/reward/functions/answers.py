@@ -34,7 +34,7 @@ class MathHost(ProcessHost):
         if find_spec("math_verify") is None:
             raise ConfigError("math-verify is not installed", remedy="pip install 'rlhf-math[services]'")
         arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
-        spec = WorkerSpec("services.reward.equivalence", arguments, MEMORY_MB)
+        spec = WorkerSpec("services.reward.equivalence", arguments, MEMORY_MB, spares=config.workers)
         pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
         super().__init__("math", pool, check=lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
         self._require_stop = config.require_stop
@@ -58,17 +58,20 @@ class MathHost(ProcessHost):
                 read = 0
                 await asyncio.sleep(0)
         self._check_room(self.pool.unfinished, len(hard))
-        found = await asyncio.gather(*(self._compare(golds[i], str(scores[i].answer)) for i in hard))
+        batch = object()
+        found = await asyncio.gather(*(self._compare(golds[i], str(scores[i].answer), batch) for i in hard))
         for i, score in zip(hard, found, strict=True):
             scores[i] = score
         return scores
 
-    async def _compare(self, gold: str, answer: str) -> Score:
+    async def _compare(self, gold: str, answer: str, batch: object) -> Score:
         try:
-            right = await self.pool.call(json.dumps([gold, answer]).encode()) == b"right"
+            found = await self.pool.call(json.dumps([gold, answer]).encode(), batch)
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer)
-        return _verdict(answer, right)
+        if found == b"unparsable":
+            return Score(0.0, "unparsable", correct=False, answer=answer)
+        return _verdict(answer, found == b"right")
 
 
 def _verdict(answer: str, right: bool) -> Score:

@@ -14,6 +14,7 @@ from common.schemas import RewardStatus
 
 log = logging.getLogger(__name__)
 _MAX_REASON_CHARS = 500
+_LARGEST = 3e38  # of a float32, in which the trainer computes
 Message = dict[str, str]
 """`{"role": …, "content": …}`"""
 
@@ -31,6 +32,25 @@ class Score:
     """What was verified: the extracted answer, or the outcome of every test case."""
     components: dict[str, float | None] = field(default_factory=dict)
     """Score of every part of a composite by its name, before weights."""
+
+    def __post_init__(self) -> None:
+        """Makes plain numbers of the values; one that is no number of a float32 is an error."""
+        value = _number(self.value)
+        if value is None and self.status in ("ok", "unparsable"):
+            object.__setattr__(self, "status", "error")
+        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "components", {name: _number(part) for name, part in self.components.items()})
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None for anything else, and beyond a float32."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # also what a user's own type raises
+        return None
+    return number if abs(number) <= _LARGEST else None
 
 
 class RewardFunction(ABC):
@@ -71,14 +91,14 @@ class RewardFunction(ABC):
 
         Raises InvalidInput when it does not return a number for every completion.
         """
-        values: Sequence[float | None] = self(completions, **kwargs)
+        values = list(self(completions, **kwargs))
         if len(values) != len(completions):
             raise InvalidInput(
                 f"the reward function {self.name} returned {len(values)} scores for {len(completions)} completions",
                 field=self.name,
                 remedy="return one number for each completion",
             )
-        return [Score(float(value)) if value is not None and math.isfinite(value) else Score(None, "error") for value in values]
+        return [Score(value) for value in values]
 
 
 class DetailedRewardFunction(RewardFunction):

@@ -1,5 +1,6 @@
 """Several reward functions as one."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -36,6 +37,8 @@ class CompositeRewardFunction(DetailedRewardFunction):
                 value=weights,
                 remedy="give at least one function, and one weight for each",
             )
+        if not all(map(math.isfinite, weights)):
+            raise ConfigError("a weight is not a finite number", field="weights", value=weights, remedy="correct it")
         check_names([function.name for function in functions])
         self.functions, self._name = list(functions), name
         self.weights = {function.name: float(weight) for function, weight in zip(functions, weights, strict=True)}

@@ -14,19 +14,27 @@ from services.reward.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKi
 MAX_SOURCE_CHARS = 100_000
 """Longer programs do not count."""
 # Possessive: the text after a fence is read once, however long it is.
-_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
-_LANGUAGES = ("", "python", "python3", "py", "python2")
+_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+_PYTHON = re.compile(r"\W*(?:(py|python)[\d.]*\W*)?", re.IGNORECASE)
+_DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(?!test)(\w+)", re.MULTILINE | re.IGNORECASE)
+_IMPORTED = re.compile(r"^(?:from[ \t]+\S+[ \t]+)?import[ \t]+([^#\n]+)", re.MULTILINE)
+_ASSIGNED = re.compile(r"^(\w+)[ \t]*=[^=]", re.MULTILINE)
+_STATEMENT = re.compile(r"^[ \t]*(?:@|(?:def|class|import|from|for|while|if|with|try|print|async)\b)|=|\w\(", re.MULTILINE)
+_SESSION = re.compile(r"^(?:>>>|\$) ", re.MULTILINE)
+_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0")
+_NAME = re.compile(r"[^\W\d]\w*")
 
 
 class CodeRewardFunction(DetailedRewardFunction):
     """1.0 for a completion whose program passes all of `test_cases`, else 0.0, or the share that it passes.
 
-    The program is the last code block that is not marked as another language; thoughts do not count. It runs in a sandbox
+    `extract_program` says which code blocks are the program. It runs in a sandbox
     (bubblewrap) without network, files or further processes. `services.reward.sandbox.cases.parse_cases` documents test cases.
-    A program that fails, hangs or uses too much fails its case; only a failure of the sandbox itself gives no score.
+    A program that fails, hangs or uses too much fails its case. Only a failure of the sandbox itself, or a machine too busy to
+    run the program, gives no score.
 
     Args:
-        timeout: seconds of wall time for one case; all cases of a program share five times as much.
+        timeout: seconds for one case, in which it computes or waits; all cases of a program share five times as much.
         partial_credit: reward the share of the cases that pass; every case runs then.
         slots: programs at once; the number of processors when None.
         memory_mb: address space of a program.
@@ -52,7 +60,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         python: str = "",
         sandbox: SandboxKind = "bubblewrap",
     ) -> None:
-        slots = slots or os.cpu_count() or 1
+        self.slots = slots = slots or os.cpu_count() or 1
         check_positive(timeout=timeout, slots=slots, memory_mb=memory_mb, output_kb=output_kb)
         self.partial_credit = partial_credit
         self._sandbox = Sandbox(Limits(timeout, memory_mb, output_kb), slots, sandbox, python)
@@ -69,7 +77,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         return self._sandbox.run(source, parse_cases(test_cases))
 
     def _score(self, text: str, cases: Sequence[Case]) -> Score:
-        source = extract_program(text)
+        source = extract_program(text, any(case.request["kind"] == "stdin" for case in cases))
         if source is None:
             return Score(0.0, "unparsable", correct=False)
         try:
@@ -79,24 +87,78 @@ class CodeRewardFunction(DetailedRewardFunction):
         passed = sum(result.status == "passed" for result in results)
         value = passed / len(results) if self.partial_credit else float(passed == len(results))
         answer = ", ".join(result.status for result in results)
+        statuses = {result.status for result in results}
+        failed = statuses - {"passed", "starved", "skipped"}
+        if "starved" in statuses and (self.partial_credit or not failed):  # a busy machine has decided nothing
+            return Score(None, "timeout", correct=False, answer=answer)
         return Score(value, correct=passed == len(results), answer=answer)
 
 
-def extract_program(response: str) -> str | None:
-    """Returns the last code block of a response that may be Python; None without one, or when over `MAX_SOURCE_CHARS`.
+def extract_program(response: str, reads_input: bool = True) -> str | None:
+    """Returns the program of a response; None without a code block that may be Python, or when over `MAX_SOURCE_CHARS`.
 
-    Thoughts do not count. A block that is never closed (a truncated response) counts only when there is no closed one.
+    The program is the last block of code. A block of output, and one that only calls what an earlier one defines, does not
+    count, unless the tests give input, the block reads it and no other does. What a block needs from earlier ones is put before
+    it. Thoughts do not count, and blocks without a language only where no other holds a program or they define or import
+    something. A block that is never closed (a truncated response) counts only when there is no closed one.
     """
-    text = without_thoughts(response)
-    source: str | None = None
+    closed, truncated = _blocks(without_thoughts(response))
+    blocks = [text for marked, text in closed if marked or _DEFINED.search(text) or _IMPORTED.search(text)]
+    source = _assembled(blocks or [text for _, text in closed] or truncated, reads_input)
+    return source if source.strip() and len(source) <= MAX_SOURCE_CHARS else None
+
+
+def _blocks(text: str) -> tuple[list[tuple[bool, str]], list[str]]:
+    """Returns the closed blocks that may be Python, with whether they say so, and the text of one that is not closed."""
+    blocks: list[tuple[bool, str]] = []
     opening: re.Match[str] | None = None
     for match in _FENCE.finditer(text):
         if opening is None:
             opening = match
-        elif match.group(1).startswith(opening.group(1)) and not match.group(2):
-            if opening.group(2).lower() in _LANGUAGES:
-                source = text[opening.end() + 1 : match.start()]
+        elif (
+            match[2].startswith(opening[2])
+            and not match[3]
+            and len(match[1].expandtabs(4)) <= len(opening[1].expandtabs(4)) + 3
+        ):
+            if language := _PYTHON.fullmatch(opening[3]):
+                blocks.append((bool(language[1]), _unindented(text[opening.end() + 1 : match.start()], opening[1])))
             opening = None
-    if source is None and opening is not None and opening.group(2).lower() in _LANGUAGES:
-        source = text[opening.end() + 1 :]
-    return source if source is not None and source.strip() and len(source) <= MAX_SOURCE_CHARS else None
+    if opening is not None and _PYTHON.fullmatch(opening[3]):
+        return blocks, [_unindented(text[opening.end() + 1 :], opening[1])]
+    return blocks, []
+
+
+def _depth(fence: re.Match[str]) -> int:
+    return len(fence[1].expandtabs(4))
+
+
+def _unindented(source: str, indent: str) -> str:
+    """Returns the content of a block without the indentation of its fence."""
+    return re.sub(rf"^{indent}", "", source, flags=re.MULTILINE) if indent else source
+
+
+def _assembled(blocks: list[str], reads_input: bool) -> str:
+    """Returns the last block that is a program, after those that it needs."""
+    programs = [block for block in blocks if _STATEMENT.search(block) and not _SESSION.search(block)]
+    if not programs:
+        return blocks[-1] if blocks else ""
+    bound = [_bound(block) for block in programs]
+    last = len(programs) - 1
+    while last > 0 and not _DEFINED.search(programs[last]):
+        drives = reads_input and _INPUT.search(programs[last]) and not any(map(_INPUT.search, programs[:last]))
+        earlier: set[str] = set().union(*(_DEFINED.findall(block) for block in programs[:last]))
+        if drives or not (earlier - bound[last]).intersection(_NAME.findall(programs[last])):
+            break
+        last -= 1
+    needed, parts = set(_NAME.findall(programs[last])) - bound[last], [programs[last]]
+    for block, names in zip(programs[:last][::-1], bound[:last][::-1], strict=True):
+        if names & needed:
+            parts.insert(0, block)
+            needed = (needed | set(_NAME.findall(block))) - names
+    return parts[0] if len(parts) == 1 else "\n".join(parts)
+
+
+def _bound(source: str) -> set[str]:
+    """Returns the names that a program binds at its top level."""
+    imported = _NAME.findall(" ".join(_IMPORTED.findall(source)))
+    return {*_DEFINED.findall(source), *_ASSIGNED.findall(source), *imported} - {"as"}

@@ -1,12 +1,17 @@
 """Reward functions that read only the text: its format, length and repetitions."""
 
-import re
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import regex
 
 from common.errors import ConfigError
 from services.reward.functions.base import Message, RewardFunction, check_positive, text_of
 
+_SEARCH_S = 1.0  # of a processor, for one pattern in one completion
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_WORD = regex.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
 """Required pattern: thoughts between tags, then an answer. It never backtracks, so long thoughts take no time."""
 
@@ -14,7 +19,8 @@ THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
 class FormatRewardFunction(RewardFunction):
     """1.0 for a completion in which every required pattern and no forbidden one is found, else 0.0.
 
-    A dot matches line ends too, and `^` and `$` match at every line: `<think>.*</think>` finds thoughts of many lines.
+    A dot matches line ends too, and `^` and `$` match at every line: `<think>.*</think>` finds thoughts of many lines. A
+    completion in which a pattern takes more than a second of a processor has no score.
 
     Args:
         required_patterns: regular expressions, searched anywhere in the text.
@@ -33,11 +39,16 @@ class FormatRewardFunction(RewardFunction):
         self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """Returns 1.0 or 0.0 for each completion."""
-        return [float(self._fits(text_of(completion))) for completion in completions]
+        """Returns 1.0 or 0.0 for each completion, NaN for one in which a pattern takes too long."""
+        return [self._score(text_of(completion)) for completion in completions]
 
-    def _fits(self, text: str) -> bool:
-        return all(p.search(text) for p in self._required) and not any(p.search(text) for p in self._forbidden)
+    def _score(self, text: str) -> float:
+        try:
+            found = (bool(p.search(text, timeout=_SEARCH_S)) for p in (*self._required, *self._forbidden))
+            wanted = [True] * len(self._required) + [False] * len(self._forbidden)
+            return float(all(is_there == wants for is_there, wants in zip(found, wanted, strict=True)))
+        except TimeoutError:
+            return math.nan
 
 
 class LengthPenaltyFunction(RewardFunction):
@@ -65,6 +76,7 @@ class LengthPenaltyFunction(RewardFunction):
 class RepetitionPenaltyFunction(RewardFunction):
     """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
 
+    In scripts without spaces (Chinese, Japanese, Thai, …), and in words of more than five n-grams, every character is a word.
     Raises ConfigError when `ngram` is not above 0.
     """
 
@@ -76,23 +88,27 @@ class RepetitionPenaltyFunction(RewardFunction):
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
         """Returns a number in (-1, 0] for each completion."""
-        return [-self._repeated(text_of(completion).split()) for completion in completions]
+        return [-self._repeated(self._words(text_of(completion))) for completion in completions]
+
+    def _words(self, text: str) -> list[str]:
+        found = _WORD.findall(text)
+        return [part for word in found for part in (word if len(word) > 5 * self._ngram else (word,))]
 
     def _repeated(self, words: list[str]) -> float:
         total = len(words) - self._ngram + 1
         if total < 1:
             return 0.0
-        return 1 - len({tuple(words[i : i + self._ngram]) for i in range(total)}) / total
+        return 1 - len({hash(tuple(words[i : i + self._ngram])) for i in range(total)}) / total
 
 
-def _compiled(field: str, patterns: Sequence[str]) -> list[re.Pattern[str]]:
+def _compiled(field: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:
     if isinstance(patterns, str):
         raise ConfigError(f"{field} is one text", field=field, value=patterns, remedy="give a list of patterns")
     compiled = []
     for pattern in patterns:
         try:
-            compiled.append(re.compile(pattern, re.DOTALL | re.MULTILINE))
-        except re.error as error:
+            compiled.append(regex.compile(pattern, regex.DOTALL | regex.MULTILINE))
+        except regex.error as error:
             raise ConfigError(
                 f"not a regular expression: {error}", field=field, value=pattern, remedy="correct the pattern"
             ) from None

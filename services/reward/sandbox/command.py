@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,12 @@ from typing import Any
 
 from common.errors import ConfigError
 
-INSIDE = Path(__file__).with_name("inside.py")
+_SOURCES = {
+    "services.reward.sandbox.values": "values.py",
+    "services.reward.sandbox.remote": "remote.py",
+    "__main__": "inside.py",
+}
+"""Modules of the process inside, which can read no file; the second one is for Python tests alone."""
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --as-pid-1 --die-with-parent "
@@ -27,7 +33,9 @@ _OPTIONS = (
 _CLONE_NEW = 0x7E020080  # every CLONE_NEW* namespace flag of clone
 _CLONE_THREAD = 0x00010000
 _AF_UNIX = 1
+_F_SETPIPE_SZ = 1031
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+_BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
 _FORBIDDEN = {
     "keys, tracing, kernel interfaces with a history of holes": "add_key keyctl request_key bpf perf_event_open "
     "io_uring_setup io_uring_enter io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise "
@@ -35,7 +43,7 @@ _FORBIDDEN = {
     "namespaces and mounts": "unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount "
     "fspick mount_setattr name_to_handle_at open_by_handle_at",
     "memory and messages that no limit of a process counts": "memfd_create memfd_secret shmget shmat shmctl msgget msgsnd "
-    "msgrcv msgctl semget semop semctl semtimedop mq_open mq_unlink",
+    "msgrcv msgctl semget semop semctl semtimedop mq_open mq_unlink vmsplice",
     "the machine itself": "init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct "
     "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup iopl "
     "ioperm",
@@ -106,7 +114,7 @@ def _inspected(path: str, packages: bool) -> Interpreter | None:
     return Interpreter(path, tuple(folders), packages) if modern else None
 
 
-def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: int) -> list[str]:
+def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: int, tests: bool) -> list[str]:
     """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
     words = [bwrap, *_OPTIONS.split()]
     if variant.disable_userns:
@@ -121,13 +129,19 @@ def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: 
     if variant.proc:
         words += ["--proc", "/proc"]
     words += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python)]
+    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python, tests)]
 
 
-def inside_command(python: Interpreter) -> list[str]:
-    """Returns the command line of Python with the program that runs test cases."""
+def inside_command(python: Interpreter, tests: bool) -> list[str]:
+    """Returns the command line of Python with the program that runs test cases, and `tests` in Python where there are any."""
     site = [] if python.packages else ["-S"]
-    return [python.executable, "-I", *site, "-B", "-c", INSIDE.read_text(encoding="utf-8")]
+    files = {name: Path(__file__).with_name(file) for name, file in _SOURCES.items() if tests or file != "remote.py"}
+    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    script = (
+        f"import sys, types\nfor name, source in {sources!r}.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n    exec(compile(source, name, 'exec'), module.__dict__)"
+    )
+    return [python.executable, "-I", *site, "-B", "-c", script]
 
 
 @cache
@@ -137,6 +151,8 @@ def base_filter() -> bytes:
     rules: list[tuple[Any, ...]] = [(name,) for name in " ".join(_FORBIDDEN.values()).split()]
     rules += [("clone", arg(0, equal, flag, flag)) for flag in (1 << bit for bit in range(32)) if _CLONE_NEW & flag]
     rules.append(("socket", arg(0, differs, _AF_UNIX)))
+    rules += [("setsockopt", arg(2, equal, 0xFFFFFFFF, name)) for name in _BUFFER_SIZES]
+    rules.append(("fcntl", arg(1, equal, 0xFFFFFFFF, _F_SETPIPE_SZ)))
     rules += [("ioctl", arg(1, equal, 0xFFFFFFFF, request)) for request in _TERMINAL_INPUT]
     # clone3 takes its flags from memory, which a filter cannot read; where it is missing, the C library uses clone.
     return _compiled(rules, missing="clone3")

@@ -28,6 +28,7 @@ from services.reward.sandbox.command import (
     threads_only_filter,
     unavailable,
 )
+from services.reward.sandbox.inside import WALL_TIMES
 from services.reward.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Limits:
     """Resources of one program."""
 
     timeout_s: float
-    """Wall time of one case; all cases of a program share five times as much."""
+    """Time of one case, as `Meter` counts it; all cases of a program share five times as much."""
     memory_mb: int
     """Address space; a program has one process."""
     output_kb: int = 64
@@ -118,7 +119,8 @@ class Sandbox:
         results: list[CaseResult] = []
         total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
         longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
-        with self._process(slot, _START_S + total_s + _SLACK_S) as process:
+        tests = any(case.request["kind"] == "code" for case in cases)
+        with self._process(slot, _START_S + WALL_TIMES * total_s + _SLACK_S, tests) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             if process.stdout.readline(longest) != b"ready\n":
@@ -126,6 +128,10 @@ class Sandbox:
             process.stdin.write(self._job(source, cases, total_s))
             process.stdin.flush()
             while len(results) < len(cases) and (line := process.stdout.readline(longest)):
+                if line == b'"test"\n':
+                    test = json.dumps([len(results), cases[len(results)].request["code"]]).encode() + b"\n"
+                    threading.Thread(target=_send, args=(process, test), daemon=True).start()
+                    continue
                 if not line.endswith(b"\n"):
                     raise SandboxFault("it wrote too much, or was ended while it wrote")
                 results.append(cases[len(results)].verdict(json.loads(line)))
@@ -139,7 +145,7 @@ class Sandbox:
     def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
         job = {
             "source": source,
-            "cases": [case.request for case in cases],
+            "cases": [{name: value for name, value in case.request.items() if name != "code"} for case in cases],
             "timeout_s": self.limits.timeout_s,
             "total_s": total_s,
             "memory_bytes": self.limits.memory_mb << 20,
@@ -150,7 +156,7 @@ class Sandbox:
         return json.dumps(job).encode() + b"\n"
 
     @contextmanager
-    def _process(self, slot: int, limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    def _process(self, slot: int, limit_s: float, tests: bool) -> Iterator[subprocess.Popen[bytes]]:
         """Starts a sandbox and kills it after `limit_s`; at the end everything in it is dead and its pipes are closed."""
         user = None
         if self.kind == "bubblewrap" and os.geteuid() == 0:
@@ -161,7 +167,9 @@ class Sandbox:
             into.close()
             bare = self.kind == "none"
             process = subprocess.Popen(
-                inside_command(self._python) if bare else bwrap_command(self._bwrap, self._python, self._variant, filter_fd),
+                inside_command(self._python, tests)
+                if bare
+                else bwrap_command(self._bwrap, self._python, self._variant, filter_fd, tests),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -210,6 +218,14 @@ class Sandbox:
 def _counts_per_namespace() -> bool:
     """Returns whether the kernel counts a user's processes separately in every user namespace (Linux 5.14)."""
     return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
+
+
+def _send(process: subprocess.Popen[bytes], test: bytes) -> None:
+    """Sends a test into the sandbox, where a program may have killed the process that should read it."""
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):
+        process.stdin.write(test)
+        process.stdin.flush()
 
 
 def _stderr(process: subprocess.Popen[bytes]) -> str:

@@ -30,13 +30,9 @@ _LOST_BEFORE_STALE = 3
 
 
 class WeightFollower:
-    """Updates the engine to the newest weights and records the progress in `state`.
+    """Updates the engine to the newest weights, records the progress in `state`, and calls `changed`.
 
-    Args:
-        api: client of the engine.
-        engine: the engine's process, restarted after repeated failures.
-        changed: called when the state has changed.
-        name: name of the node for trainer and broadcasts.
+    The process `engine` is restarted after repeated failures of its client `api`.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class WeightFollower:
             await self._adopt(manifest)
 
     async def run(self) -> None:
-        """Follows until cancelled."""
         while True:
             manifest = await self._ask(_POLL_S, _POLL_S + 10)
             if manifest is None or WeightId.of(manifest) == self._state.serves:

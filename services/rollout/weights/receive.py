@@ -23,9 +23,7 @@ class BroadcastWithdrawn(ServiceError):
 class BroadcastReceiver:
     """Receives weights by broadcast. After an error the engine may hold part of a version and stays paused.
 
-    Args:
-        name: name of the node in its reports.
-        timeout_s: limit for one version, from the rendezvous to the verdict.
+    `timeout_s` limits one version, from the rendezvous to the verdict.
     """
 
     def __init__(self, name: str, api: EngineClient, trainer: TrainerClient, timeout_s: float) -> None:

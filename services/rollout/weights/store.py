@@ -76,7 +76,6 @@ class TrainerClient(Client):
             raise
 
     async def report(self, report: WorkerReport) -> None:
-        """Reports to the trainer what this node serves."""
         await self.request("POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5)
 
     async def verify(self, version: int, sums: WeightChecksums, deadline_s: float) -> WeightVerdict:
@@ -243,7 +242,6 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
 
 
 async def _download(trainer: TrainerClient, version: int, file: WeightFile, target: Path) -> None:
-    """Downloads a file, with a few attempts."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             await trainer.download(version, file, target)
@@ -257,7 +255,6 @@ async def _download(trainer: TrainerClient, version: int, file: WeightFile, targ
 
 
 def _sync(*paths: Path) -> None:
-    """Syncs files and directories to disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
@@ -152,6 +154,27 @@ def test_the_critic_may_start_from_another_model_than_the_policy(config: Config,
         {name: value + 1 for name, value in first.items() if not name.startswith("score")},
         0,
     )
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo2", "opt"])
+def test_a_decoder_without_a_token_classifier_can_be_a_critic(kind: str, config: Config, tmp_path: Path) -> None:
+    """The value head is ours. The body is the language model's, and the checkpoint has the names of other critics."""
+    assert kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    shape = AutoConfig.for_model(kind, vocab_size=VOCABULARY, num_key_value_heads=1, **sizes)
+    language = AutoModelForCausalLM.from_config(shape)
+    language.save_pretrained(tmp_path / "language")
+    config.critic.model = str(tmp_path / "language")
+    critic, rows = Critic(config, Ranks()), make_rows(4)
+    body = dict(language.named_parameters())
+    own = {name for name, value in parameters(critic).items() if not (name in body and torch.equal(value, body[name]))}
+    assert own == {"score.weight", "score.bias"}
+    assert not np.concatenate(critic.values(make_sequences(3))).any()
+    critic.update(rows, seed=0)
+    critic.save(tmp_path / "saved")
+    again = Critic(config, Ranks(), tmp_path / "saved")
+    assert_same(parameters(again), parameters(critic), 0)
+    assert np.concatenate(again.values(make_sequences(3))).any()
 
 
 @pytest.mark.parametrize("ids", [[VOCABULARY], [5, -1], [2**31 - 1]])

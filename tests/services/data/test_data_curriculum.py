@@ -159,10 +159,10 @@ def test_a_prompt_that_is_out_waits_for_its_pass_rate_and_not_for_ever(tmp_path:
 
 def test_pass_rates_are_smoothed(tmp_path: Path) -> None:
     source = stream(tmp_path, difficulty=Difficulty(smoothing=0.75))
-    for number, value in enumerate((1.0, 0.0, 1.0)):
+    for number, value in enumerate((1.0, 0.0, 1.0, 1.0)):
         source.report([("p3", value)], f"r{number}")
     now = known(source)
-    assert (now.known, now.mean_pass_rate) == (1, 0.75 * 0.75 + 0.25)
+    assert (now.known, now.mean_pass_rate) == (1, 1 - 0.25 * 0.75**2)  # the weight of the one that failed
 
 
 def test_a_repeated_report_counts_once(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_embedded_greedy_equals_generate(engine: Engine, model_dir: Path) -> Non
 def test_embedded_seeds_repeat_whatever_else_is_in_the_batch(engine: Engine) -> None:
     chosen = [20, 30, 40]
     (alone,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
-    mates = [job(prompt, n=2, max_new_tokens=25, top_k=5) for prompt in prompts(8)]
+    mates = [job(prompt, n=2, max_new_tokens=25, top_p=0.5) for prompt in prompts(8)]
     engine.submit(mates)
     until(lambda: engine.running > 0)
     (crowded,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
@@ -131,7 +131,7 @@ def test_embedded_more_samples_than_rows_are_all_answered(engine: Engine) -> Non
     assert engine.running == engine.waiting == 0
 
 
-def test_embedded_stop_tokens_and_least_tokens(engine: Engine) -> None:
+def test_embedded_stop_tokens(engine: Engine) -> None:
     options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20}
     ((free,),) = run(engine, job([20, 21], **options))
     stop = free.tokens[3]
@@ -139,32 +139,8 @@ def test_embedded_stop_tokens_and_least_tokens(engine: Engine) -> None:
     ((stopped,),) = run(engine, job([20, 21], stop_ids=(stop,), **options))
     assert stopped.tokens == free.tokens[: at + 1]
     assert stopped.finish == {"type": "stop", "matched": stop}
-    ((later,),) = run(engine, job([20, 21], stop_ids=(stop,), min_new_tokens=10, **options))
-    assert len(later.tokens) >= 10
-    assert stop not in later.tokens[:10]
-
-
-def test_embedded_stop_strings_end_and_trim(engine: Engine) -> None:
-    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 30}
-    ((free,),) = run(engine, job([20, 21], **options))
-    text = free.text(engine.model.tokenizer)
-    stop = text[5:8]
-    ((stopped,),) = run(engine, job([20, 21], stop=(stop, "never seen"), **options))
-    assert stopped.finish == {"type": "stop", "matched": stop}
-    assert stopped.text(engine.model.tokenizer) == text[: text.index(stop)]
-    assert stopped.tokens == free.tokens[: len(stopped.tokens)]
-    ((kept,),) = run(engine, job([20, 21], stop=(stop,), keep_stop=True, **options))
-    assert stop in kept.text(engine.model.tokenizer)
-
-
-def test_embedded_no_new_tokens_only_scores(engine: Engine, model_dir: Path) -> None:
-    scored = job([20, 21, 22], max_new_tokens=0)
-    scored.prompt_logprobs_from = 0
-    ((sequence,),) = run(engine, scored)
-    assert sequence.tokens == sequence.logprobs == []
-    assert sequence.finish == {"type": "length", "length": 0}
-    wanted = plain_logprobs(model_dir, [20], [21, 22], 1.0)
-    torch.testing.assert_close(torch.tensor(scored.prompt_logprobs), wanted, atol=1e-5, rtol=1e-5)
+    tokenizer = engine.model.tokenizer
+    assert stopped.text(tokenizer) == tokenizer.decode(stopped.tokens[:-1], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -212,8 +188,6 @@ def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(engine: 
     engine.submit([frozen])
     until(lambda: engine.running == 2)
     engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
-    with pytest.raises(Refused):
-        engine.call(lambda scheduler: scheduler.flush_cache()).result(LIMIT_S)
     with pytest.raises(Refused):
         update_weights(engine, new, "1", True).result(LIMIT_S)
     assert engine.scheduler.weight_version == "0"
@@ -265,7 +239,7 @@ def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows
     weight = engine.model.module.model.norm.weight
     good = weight.clone()
     engine.call(lambda scheduler: scheduler.pause("abort")).result(LIMIT_S)
-    engine.call(lambda scheduler: scheduler.flush_cache()).result(LIMIT_S)
+    engine.call(lambda scheduler: scheduler.model.cache.release()).result(LIMIT_S)
     weight.data.fill_(torch.nan)
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     with pytest.raises(LogitsNotFinite):

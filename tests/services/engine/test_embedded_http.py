@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 IDS = [20, 21, 22]
 BAD: list[tuple[Any, str]] = [
     ({}, "input_ids"),
-    ({"text": "a", "input_ids": IDS}, "input_ids"),
+    ({"text": "a", "input_ids": IDS}, "text"),
     ({"input_ids": []}, "input_ids"),
     ({"input_ids": [[]]}, "input_ids"),
     ({"input_ids": [1, [2]]}, "input_ids"),
@@ -27,9 +27,8 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": [1, True]}, "input_ids"),
     ({"input_ids": [1, "2"]}, "input_ids"),
     ({"input_ids": [5] * 256}, "input_ids"),
-    ({"text": "a" * 100_000}, "input_ids"),
-    ({"text": []}, "text"),
     ({"text": 5}, "text"),
+    ({"input_ids": IDS, "stream": True}, "stream"),
     ({"input_ids": IDS, "sampling_params": {"temprature": 1}}, "sampling_params.temprature"),
     ({"input_ids": IDS, "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
     ({"input_ids": IDS, "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
@@ -40,12 +39,15 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": IDS, "sampling_params": {"n": 10**9}}, "sampling_params.n"),
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 254}}, "max_new_tokens"),
-    ({"input_ids": IDS, "sampling_params": {"stop": [""]}}, "stop"),
+    ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ({"input_ids": IDS, "sampling_params": {"stop": ["a"]}}, "sampling_params.stop"),
+    ({"input_ids": IDS, "sampling_params": {"top_k": 5}}, "sampling_params.top_k"),
+    ({"input_ids": IDS, "sampling_params": {"min_new_tokens": 5}}, "sampling_params.min_new_tokens"),
     ({"input_ids": IDS, "sampling_params": 3}, "sampling_params"),
     ({"input_ids": IDS, "sampling_params": [{}, {}]}, "sampling_params"),
     ({"input_ids": IDS, "top_logprobs_num": 3}, "top_logprobs_num"),
     ({"input_ids": IDS, "lora_path": "a"}, "lora_path"),
-    ({"input_ids": IDS, "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len"),
+    ({"input_ids": IDS, "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
 ]
 
 
@@ -96,13 +98,11 @@ def test_embedded_bodies_that_are_not_usable_json_are_400(client: httpx.Client, 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": ""}),
-        ("/v1/completions", {"prompt": "a", "echo": True}),
-        ("/v1/completions", {"prompt": "a", "stream": True}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
-        ("/abort_request", {}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stop": "b"}),
         ("/pause_generation", {"mode": "sleep"}),
         ("/update_weights_from_disk", {}),
         ("/update_weights_from_disk", {"model_path": "/no/such/place"}),
@@ -131,8 +131,7 @@ async def test_embedded_three_hundred_requests_at_once(url: str) -> None:
     assert found == [(2, 1 + index % 7) for index in range(300)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, stream: bool, directory: Path) -> None:
+async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, directory: Path) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as watcher:
 
         async def sequences(count: int) -> None:
@@ -142,7 +141,7 @@ async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, stream:
 
         await watcher.post("/pause_generation", json={"mode": "in_place"})
         async with httpx.AsyncClient(base_url=url, trust_env=False) as leaver:
-            body = {"input_ids": IDS, "sampling_params": {"n": 50, "max_new_tokens": 250, "ignore_eos": True}, "stream": stream}
+            body = {"input_ids": IDS, "sampling_params": {"n": 50, "max_new_tokens": 250, "ignore_eos": True}}
             request = asyncio.create_task(leaver.post("/generate", json=body, timeout=60))
             await sequences(50)
             request.cancel()
@@ -162,10 +161,9 @@ def test_embedded_metrics_count_tokens(client: httpx.Client) -> None:
 
 def test_embedded_health_stays_while_paused(client: httpx.Client) -> None:
     client.post("/pause_generation", json={"mode": "abort"})
-    statuses = [client.get(path).status_code for path in ("/health", "/ready", "/health_generate")]
+    status = client.get("/health").status_code
     client.post("/continue_generation", json={})
-    assert statuses == [200, 503, 503]
-    assert [client.get(path).status_code for path in ("/health", "/ready", "/health_generate")] == [200, 200, 200]
+    assert status == client.get("/health").status_code == 200
 
 
 def test_embedded_sigterm_ends_with_status_0(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Sampling: the right distribution, the right log-probabilities, numbers that depend on seed and position alone."""
 
-from typing import Any
-
 import torch
 
 from services.engine.sampling import sample, sample_seed, stream_key, uniforms
@@ -9,14 +7,11 @@ from services.engine.sampling import sample, sample_seed, stream_key, uniforms
 ROWS = 20_000
 
 
-def draw(
-    logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     rows = len(logits)
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
-    t, p, k, m = (torch.full((rows,), value) for value in (temperature, top_p, top_k, min_p))
-    return sample(logits, t, p, k, m, uniform)
+    return sample(logits, torch.full((rows,), temperature), torch.full((rows,), top_p), uniform)
 
 
 def test_embedded_sampling_follows_the_distribution_also_at_a_temperature() -> None:
@@ -39,7 +34,7 @@ def test_embedded_sampling_never_draws_what_has_no_probability() -> None:
 
 def test_embedded_sampling_reaches_the_ends_of_the_unit_interval() -> None:
     logits = torch.randn(1, 37, generator=torch.Generator().manual_seed(2))
-    options = (torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([0]), torch.tensor([0.0]))
+    options = (torch.tensor([1.0]), torch.tensor([1.0]))
     first, _ = sample(logits, *options, torch.tensor([0.0], dtype=torch.float64))
     last, _ = sample(logits, *options, torch.tensor([1.0 - 2**-53], dtype=torch.float64))
     assert (first.item(), last.item()) == (0, 36)
@@ -47,15 +42,9 @@ def test_embedded_sampling_reaches_the_ends_of_the_unit_interval() -> None:
 
 def test_embedded_sampling_truncates_but_reports_the_full_distribution() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(2000, -1)
-    cases: list[tuple[dict[str, Any], set[int]]] = [
-        ({"top_k": 2}, {0, 1}),
-        ({"top_k": 1}, {0}),
-        ({"top_p": 0.7}, {0, 1}),
-        ({"min_p": 0.25}, {0, 1, 2}),
-    ]
-    for options, allowed in cases:
-        tokens, logprobs = draw(logits, **options)
-        assert set(tokens.tolist()) == allowed, options
+    for top_p, allowed in ((1e-6, {0}), (0.7, {0, 1}), (0.9, {0, 1, 2})):
+        tokens, logprobs = draw(logits, top_p=top_p)
+        assert set(tokens.tolist()) == allowed, top_p
         torch.testing.assert_close(logprobs, logits[0][tokens])
 
 
@@ -70,12 +59,11 @@ def test_embedded_sampling_rows_do_not_see_each_other() -> None:
     logits = torch.randn(8, 64, generator=torch.Generator().manual_seed(4))
     uniform = torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     temperature = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 1.0, 1.0, 1.0])
-    top_k = torch.tensor([0, 3, 0, 5, 0, 0, 1, 0])
-    one, zero = torch.ones(8), torch.zeros(8)
-    together, _ = sample(logits, temperature, one, top_k, zero, uniform)
+    top_p = torch.tensor([1.0, 0.5, 1.0, 0.3, 1.0, 1.0, 0.1, 1.0])
+    together, _ = sample(logits, temperature, top_p, uniform)
     for i in range(8):
         row = slice(i, i + 1)
-        alone, _ = sample(logits[row], temperature[row], one[row], top_k[row], zero[row], uniform[row])
+        alone, _ = sample(logits[row], temperature[row], top_p[row], uniform[row])
         assert alone.item() == together[i].item()
 
 

@@ -49,14 +49,32 @@ def test_inclusion_by_hand(chances: Float64, count: int, expected: Float64) -> N
 
 
 def test_importance_weights_by_hand() -> None:
-    # P = 0.1, 0.2, 0.3, 0.4 of N = 4: (N·P)^-0.5 = 1.5811, 1.1180, 0.9129, 0.7906, over the largest
+    # P = 0.1, 0.2, 0.3, 0.4 of N = 4: 1 / (N·P), whose mean over draws, Σ P / (N·P), is 1
     included, everyone = inclusion(array(0.1, 0.2, 0.3, 0.4), 2), np.arange(4)
-    np.testing.assert_allclose(importance_weights(included, everyone, 0.5), [1, 0.707107, 0.577350, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(importance_weights(included, everyone, 1.0), [1, 1 / 2, 1 / 3, 1 / 4], rtol=1e-12)
+    np.testing.assert_allclose(importance_weights(included, everyone, 1.0), [2.5, 1.25, 5 / 6, 0.625], rtol=1e-12)
+    # P^-0.5 = 3.1623, 2.2361, 1.8257, 1.5811 over Σ P^0.5 = 1.9436
+    np.testing.assert_allclose(importance_weights(included, everyone, 0.5), [1.62701, 1.15047, 0.93935, 0.81350], rtol=1e-5)
     np.testing.assert_allclose(importance_weights(included, everyone, 0.0), [1, 1, 1, 1])
-    # over the largest of the buffer, also when the group that has it was not drawn
-    np.testing.assert_allclose(importance_weights(included, np.array([3, 1]), 1.0), [1 / 4, 1 / 2])
-    np.testing.assert_allclose(importance_weights(array(1, 0, 1), np.array([2]), 1.0), [1])
+    np.testing.assert_allclose(importance_weights(included, np.array([3, 1]), 1.0), [0.625, 1.25])
+    np.testing.assert_allclose(importance_weights(array(1, 0, 1), np.array([2]), 0.7), [1])
+
+
+@pytest.mark.parametrize("lowest", [1e-3, 1e-9, 1e-300, 5e-324, 0.0])
+@pytest.mark.parametrize("exponent", [0.4, 0.7, 1.0])
+def test_one_group_of_low_priority_takes_no_weight_from_the_others(lowest: float, exponent: float) -> None:
+    """Divided by the largest weight of the buffer, the others' mean was 0.0185 at exponent 1 with one such group of 40."""
+    priorities = np.append(np.random.default_rng(0).uniform(0.6, 1.0, 39), lowest)
+    included = inclusion(probabilities(priorities, 0.6), 4)
+    weights = importance_weights(included, np.arange(39), exponent)
+    assert weights.min() > 0.8
+    assert weights.mean() == pytest.approx(1, abs=0.04)
+
+
+@given(arrays(np.float64, st.integers(1, 60), elements=st.floats(1e-3, 1e3)), st.integers(1, 80), st.floats(0, 1))
+def test_weights_are_one_on_average(priorities: Float64, count: int, exponent: float) -> None:
+    included = inclusion(probabilities(priorities, 0.6), count)
+    weights = importance_weights(included, np.arange(len(priorities)), exponent)
+    assert (included * weights).sum() / included.sum() == pytest.approx(1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,6 +109,14 @@ def test_frequencies_are_the_inclusion_chances(count: int) -> None:
     assert (np.abs(deviations) < 4.5).all(), deviations
 
 
+def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:
+    """Points at equal distances would never fall on neighbours: the groups are shuffled first."""
+    included = inclusion(probabilities(array(1, 1, 1, 1, 1, 1), 0.6), 2)
+    rng = np.random.default_rng(0)
+    pairs = {tuple(draw(included, rng).tolist()) for _ in range(1_000)}
+    assert pairs == {(i, j) for i in range(6) for j in range(6) if i != j}
+
+
 def test_weighted_mean_of_samples_is_the_mean_of_all() -> None:
     """What the weights are for: with β = 1 a prioritised sample estimates the uniform mean without bias."""
     values = array(3, -1, 4, 1, -5, 9)
@@ -100,8 +126,8 @@ def test_weighted_mean_of_samples_is_the_mean_of_all() -> None:
     for _ in range(20_000):
         chosen = draw(included, rng)
         weights = importance_weights(included, chosen, 1.0)
-        sums += (weights * values[chosen]).sum(), weights.sum()
-    assert sums[0] / sums[1] == pytest.approx(values.mean(), abs=0.05)
+        sums += (weights * values[chosen]).mean(), weights.mean()
+    assert sums / 20_000 == pytest.approx([values.mean(), 1], abs=0.05)
 
 
 async def consume(client: ReplayClient, make_group: MakeGroup, count: int) -> None:
@@ -118,7 +144,7 @@ def request(count: int, **more: float) -> SampleRequest:
 async def test_sampling_over_http_by_the_numbers(client: ReplayClient, make_group: MakeGroup) -> None:
     await consume(client, make_group, 4)
     await client.set_priorities({"g0": 1, "g1": 2, "g2": 3, "g3": 4, "nobody": 9})
-    expected = {"g0": 1, "g1": 0.5, "g2": 1 / 3, "g3": 0.25}
+    expected = {"g0": 2.5, "g1": 1.25, "g2": 5 / 6, "g3": 0.625}
     seen = set()
     for seed in range(30):
         sampled = await client.sample(request(2, priority_exponent=1, importance_exponent=1, seed=seed))

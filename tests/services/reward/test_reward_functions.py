@@ -3,8 +3,11 @@
 import math
 import re
 import time
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import ConfigError, InvalidInput
@@ -102,6 +105,29 @@ def test_repetition_is_the_share_of_repeated_ngrams() -> None:
         RepetitionPenaltyFunction(0)
 
 
+@pytest.mark.parametrize("text", ["哈" * 500, "我们再算一遍。" * 50, "abcdefgh" * 60, "そうです" * 60, "ไม่ใช่" * 50])
+def test_repetition_is_seen_in_text_without_spaces(text: str) -> None:
+    assert RepetitionPenaltyFunction()(chats(text))[0] < -0.7
+
+
+def test_text_without_repetition_has_no_penalty() -> None:
+    characters = "".join(chr(0x4E00 + i) for i in range(500))
+    words = " ".join(f"word{i}" for i in range(500))
+    formulas = " ".join(["so \\frac{a+b}{c}"] + [f"step {i}" for i in range(30)] + ["and \\frac{a+b}{c}"])
+    assert RepetitionPenaltyFunction()(chats(characters, words, formulas)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("pattern", ["a.*b.*c.*d.*e.*f", "(a*)*b", "(a|a)*b", "<think>.*</think>.*<answer>.*</answer>.*<x>"])
+def test_a_pattern_that_takes_too_long_fails_its_completion_alone(pattern: str) -> None:
+    hostile = {"a": "a" * 5000 + "c", "<": "<think></think><answer></answer>" * 1500, "(": "a" * 5000 + "c"}[pattern[0]]
+    hostile = "abcde" * 10_000 if pattern.startswith("a.") else hostile
+    before = time.process_time()
+    scores = FormatRewardFunction([pattern])(chats("no", hostile))
+    assert time.process_time() - before < 10
+    assert scores[0] == 0.0
+    assert scores[1] == 0.0 or math.isnan(scores[1])
+
+
 class Fixed(RewardFunction):
     """Returns what it was given."""
 
@@ -130,6 +156,54 @@ def test_a_composite_weighs_its_parts_and_reports_them() -> None:
     }  # fmt: skip
 
 
+ODD: dict[str, tuple[Any, float | None]] = {
+    "bool": (True, 1.0),
+    "numpy": (np.float32(0.5), 0.5),
+    "numpy array": (np.array(0.5), 0.5),
+    "Decimal": (Decimal("0.5"), 0.5),
+    "Fraction": (Fraction(1, 2), 0.5),
+    "int": (10**30, 1e30),
+    "infinite": (math.inf, None),
+    "minus infinite": (-math.inf, None),
+    "nan": (math.nan, None),
+    "numpy nan": (np.float64("nan"), None),
+    "huge": (1e308, None),
+    "beyond float32": (1e39, None),
+    "huge int": (10**400, None),
+    "Decimal nan": (Decimal("sNaN"), None),
+    "Decimal huge": (Decimal("1e999"), None),
+    "none": (None, None),
+    "text": ("1.0", None),
+    "complex": (1j, None),
+    "list": ([1.0], None),
+    "object": (object(), None),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("weight", [1.0, -1e30])
+def test_an_odd_value_is_an_error_of_its_item_alone(name: str, weight: float) -> None:
+    value, number = ODD[name]
+    first, second = CompositeRewardFunction([Fixed("a", value, 0.5)], [weight]).scores(chats("x", "y"))
+    assert (second.value, second.status) == (0.5 * weight, "ok")
+    assert first.components == {"a": number}
+    expected = None if number is None or abs(number * weight) > 3e38 else number * weight
+    assert (first.value, first.status) == (expected, "error" if expected is None else "ok")
+
+
+def test_values_come_in_any_sequence() -> None:
+    assert [score.value for score in FromGenerator().scores(chats("x", "y"))] == [1.0, 2.0]
+
+
+class FromGenerator(RewardFunction):
+    """Returns no list."""
+
+    name = "generator"
+
+    def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> Any:
+        return (float(i + 1) for i in range(len(completions)))
+
+
 def test_an_exception_in_a_part_is_the_composites() -> None:
     with pytest.raises(ValueError, match=re.escape("no\nscore")):
         CompositeRewardFunction([Fixed("a", 1.0), Moody()])(chats("raise"))
@@ -138,7 +212,9 @@ def test_an_exception_in_a_part_is_the_composites() -> None:
 
 
 def test_a_composite_that_makes_no_sense_is_refused() -> None:
-    for functions, weights in (([], None), ([Fixed("a")], [1.0, 2.0]), ([Fixed("a"), Fixed("a")], None)):
+    for functions, weights in (
+        ([], None), ([Fixed("a")], [1.0, 2.0]), ([Fixed("a"), Fixed("a")], None), ([Fixed("a")], [math.inf])
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
             CompositeRewardFunction(functions, weights)
 

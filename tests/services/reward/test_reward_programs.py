@@ -4,6 +4,7 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ def code() -> CodeRewardFunction:
     return code_function(timeout=5, partial_credit=True)
 
 
+F = "```python\ndef f(x):\n    return x\n```"
+
+
 def block(source: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": f"Here it is:\n```python\n{source}\n```\n"}]
 
@@ -56,10 +60,43 @@ def statuses(code: CodeRewardFunction, source: str, cases: Any) -> list[str]:
         ("```python\n\n```", None),
         ("```bash\nls\n```", None),
         ("```python\n" + "x" * 100_001 + "\n```", None),
+        (f"{F}\nUsage:\n```python\nprint(f(2))\n```", "def f(x):\n    return x\n"),
+        (f"{F}\n```python\nresult = f(2)\nassert result == 2\n```", "def f(x):\n    return x\n"),
+        (f"{F}\n```python\nfor i in range(3):\n    print(f(i))\n```\n```python\nf(3)\n```", "def f(x):\n    return x\n"),
+        (f"{F}\nOutput:\n```\n[1, 2]\n```", "def f(x):\n    return x\n"),
+        (f"{F}\nOutput:\n```python\n2\n```", "def f(x):\n    return x\n"),
+        (f"{F}\n```python\n>>> f(2)\n2\n```", "def f(x):\n    return x\n"),
+        (f"{F}\n```\n$ python f.py\nf = 2\n```", "def f(x):\n    return x\n"),
+        (f"{F}\n```python\ndef test_f():\n    assert f(1) == 1\n```", "def f(x):\n    return x\n"),
+        (f"{F}\nBetter:\n```python\ndef f(x):\n    return 2 * x\n```", "def f(x):\n    return 2 * x\n"),
+        (f"{F}\n```python\ndef g(x):\n    return f(x) + 1\n```", "def f(x):\n    return x\n\ndef g(x):\n    return f(x) + 1\n"),
+        (f"{F}\n```python\nprint(f(int(input())))\n```", "def f(x):\n    return x\n\nprint(f(int(input())))\n"),
+        ("```python\nimport sys\nprint(sys.stdin.read())\n```\n```\n5\n```", "import sys\nprint(sys.stdin.read())\n"),
+        ("```\ndef f(): pass\n```\n```\n5 apples\n```", "def f(): pass\n"),
+        ("1. Try:\n\n    ```python\n    def f(x):\n        return x\n    ```\n", "def f(x):\n    return x\n"),
+        ("\t```python\n\tdef f(x):\n\t\treturn x\n\t```\n", "def f(x):\n\treturn x\n"),
+        ("~~~~ python\na = 1\n~~~\n~~~~\n", "a = 1\n~~~\n"),
+        ("~~~\na = 1\n```\n~~~\n", "a = 1\n```\n"),
+        ('```python\ndef f():\n    """\n        ```\n    """\n```\n', 'def f():\n    """\n        ```\n    """\n'),
+        ("```{.python}\na = 1\n```", "a = 1\n"),
+        ("```Python3.11\na = 1\n```", "a = 1\n"),
     ],
 )
-def test_the_last_code_block_is_the_program(response: str, program: str | None) -> None:
+def test_the_program_is_found_among_code_blocks(response: str, program: str | None) -> None:
     assert extract_program(response) == program
+
+
+def test_what_reads_input_is_no_program_for_calls() -> None:
+    assert extract_program(f"{F}\n```python\nprint(f(int(input())))\n```", reads_input=False) == "def f(x):\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["```\n" * 50_000, "```python\n" * 50_000, " " * 500_000, "```python\ndef a(): b()\n```\n" * 15_000]
+)
+def test_the_program_is_found_in_bounded_time(text: str) -> None:
+    before = time.process_time()
+    extract_program(text)
+    assert time.process_time() - before < 20
 
 
 def test_standard_input_and_output(code: CodeRewardFunction) -> None:
@@ -92,6 +129,33 @@ def test_calls_are_compared_outside(code: CodeRewardFunction) -> None:
     assert statuses(code, source, cases) == ["passed", "passed", "passed", "wrong", "wrong", "wrong", "error", "error"]
 
 
+def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
+    source = (
+        "import array, collections\n"
+        "def f(kind):\n    a = [1, 2, 3]\n    d = dict.fromkeys(a, 5)\n    return {'range': range(1, 4), 'tuple': (1, 2, 3), "
+        "'deque': collections.deque(a), 'generator': (i for i in a), 'map': map(int, a), 'set': {3, 1, 2}, "
+        "'frozen': frozenset(a), 'keys': d.keys(), 'values': {i: i for i in a}.values(), 'array': array.array('i', a),"
+        " 'zip': [x for x, in zip(a)],"
+        " 'reversed': reversed(a[::-1]), 'bytes': b'123', 'text': '123', 'dict': d}[kind]\n"
+        "def g():\n    return {(1, 'a'), (2, 'b')}\ndef h(): return [range(2), (i for i in 'ab')]\nexit()"
+    )
+    right = ["range", "tuple", "deque", "generator", "map", "set", "frozen", "keys", "values", "array", "zip", "reversed"]
+    wrong = ["bytes", "text", "dict"]
+    cases: list[Any] = [{"function": "f", "args": [kind], "output": [1, 2, 3]} for kind in right + wrong]
+    assert statuses(code, source, cases) == ["passed"] * len(right) + ["wrong"] * len(wrong)
+    others = [
+        {"function": "f", "args": ["range"], "output": [1, 2, 4]},
+        {"function": "f", "args": ["set"], "output": [1, 2, 3, 3]},
+        {"function": "f", "args": ["set"], "output": [3, 2, 1]},
+        {"function": "g", "args": [], "output": [[2, "b"], [1, "a"]]},
+        {"function": "h", "args": [], "output": [[0, 1], ["a", "b"]]},
+        "assert f('range') == [1, 2, 3]",
+        "assert f('keys') == {1, 2, 3}",
+        "assert list(f('generator')) == [1, 2, 3]",
+    ]
+    assert statuses(code, source, others) == ["wrong", "wrong", "passed", "passed", "passed", "wrong", "passed", "passed"]
+
+
 def test_assert_lines(code: CodeRewardFunction) -> None:
     source = "import fractions\ndef f(x): return x * 2\ndef s(): return {1, 2}\ndef o(): return object()\n"
     cases = [
@@ -122,6 +186,9 @@ HARMLESS = {
     "threads": "import threading\nthreading.stack_size(1 << 26)\nt = threading.Thread(target=lambda: print('ok'))\nt.start()",
     "a socket pair": "import socket\na, b = socket.socketpair()\na.send(b'ok')\nprint(b.recv(2).decode())",
     "deep recursion": "import sys\nsys.setrecursionlimit(50000)\ndef f(n): return n and 1 + f(n - 1)\nf(20000)\nprint('ok')",
+    "exit": "print('ok')\nexit()",
+    "exit with 0": "print('ok')\nexit(0)",
+    "quit in a function": "def main():\n    print('ok')\n    quit()\nmain()",
     "sys.exit": "import sys\nprint('ok')\nsys.exit(0)",
     "os._exit": "import os\nprint('ok', flush=True)\nos._exit(0)",
     "main": "if __name__ == '__main__':\n    print('ok')",

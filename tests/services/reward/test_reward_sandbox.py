@@ -115,6 +115,9 @@ def test_the_memory_of_a_program_is_bounded_in_all(code: CodeRewardFunction) -> 
         "os.memfd_create('x')",
         "denied(libc.shmget(0, 1 << 20, 0o1666))",
         "denied(libc.mq_open(b'/x', 0o102, 0o600, None))",
+        "denied(libc.vmsplice(1, 0, 0, 0))",
+        "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)",
+        "fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
         "open('/dev/shm/x', 'w')",
         "open('/tmp/x', 'w')",
     ]
@@ -138,6 +141,52 @@ def contained(code: CodeRewardFunction, attempts: list[str]) -> list[str]:
         if code.results(alone, [{"input": "", "output": "contained"}])[0].status != "passed":
             succeeded.append(attempt)
     return succeeded or [f"{result}"]
+
+
+FILLED = """
+import array, fcntl, os, socket
+total = 0
+def fill(write):
+    global total
+    try:
+        while True: total += write(b'x' * 65536) or 1
+    except OSError: pass
+def pairs(kind, keep):
+    try:
+        while True:
+            pair = socket.socketpair(socket.AF_UNIX, kind)
+            for end in pair:
+                end.setblocking(False)
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33):
+                    try: end.setsockopt(socket.SOL_SOCKET, option, 1 << 30)
+                    except OSError: pass
+                fill(end.send)
+            if not keep(pair): return
+    except OSError: pass
+carriers = [socket.socketpair() for _ in range(4)]
+def in_flight(pair):
+    fds = array.array('i', [end.fileno() for end in pair])
+    carriers[0][0].sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    return True
+held = []
+pairs(KIND, in_flight)
+pairs(KIND, lambda pair: held.append(pair) or len(held) < 15)
+try:
+    while True:
+        reader, writer = os.pipe()
+        held.append((reader, writer))
+        try: fcntl.fcntl(writer, 1031, 1 << 20)
+        except OSError: pass
+        os.set_blocking(writer, False)
+        fill(lambda data: os.write(writer, data))
+except OSError: pass
+print('contained' if 1 << 20 < total < 64 << 20 else total)
+"""
+
+
+@pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
+def test_sockets_and_pipes_hold_little_memory(code: CodeRewardFunction, kind: str) -> None:
+    assert run(code, FILLED.replace("KIND", f"socket.{kind}")).status == "passed"
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "none"])
@@ -306,9 +355,7 @@ def test_a_program_cannot_fake_the_result_of_a_call(code: CodeRewardFunction) ->
     tests = ["assert f(2) == 4", {"function": "f", "args": [2], "output": 4}, "assert f(2) == 4 and True"]
     for source in fakes:
         results = code.results(source, tests)
-        allowed = {"passed"} if "Same" in source else set[str]()  # a test in the program's own process asks the program
-        assert "passed" not in {result.status for result in results[:2]}, source
-        assert results[2].status not in {"passed"} - allowed, source
+        assert "passed" not in {result.status for result in results}, source
 
 
 def test_a_program_reaches_nothing_of_its_other_cases(code: CodeRewardFunction) -> None:

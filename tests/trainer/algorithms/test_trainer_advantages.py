@@ -8,7 +8,6 @@ from hypothesis.extra import numpy as arrays
 
 from trainer.algorithms.advantages import (
     ADVANTAGES,
-    batch_normalised,
     gae,
     group_centred,
     group_normalised,
@@ -75,12 +74,6 @@ def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others() -> None:
     )
     torch.testing.assert_close(leave_one_out(REWARDS), expected)
     torch.testing.assert_close(leave_one_out(REWARDS)[0], torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
-
-
-def test_batch_normalised_hand_computed() -> None:
-    # centred: .75 −.25 −.25 −.25 .5 .5 −.5 −.5; sum of squares .75 + 1 = 1.75; std sqrt(1.75 / 7) = 0.5
-    expected = group_centred(REWARDS) / 0.5
-    torch.testing.assert_close(batch_normalised(REWARDS, eps=1e-12), expected)
 
 
 def test_length_weighted_hand_computed() -> None:

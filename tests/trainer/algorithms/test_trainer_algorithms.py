@@ -75,6 +75,7 @@ def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> 
         ({"reference_refresh": 5}, "reference_refresh"),
         ({"early_stop_kl": 0.1}, "early_stop_kl"),
         ({"name": "ppo", "advantage_eps": 1e-3}, "advantage_eps"),
+        ({"name": "reinforce_pp", "advantage_eps": 1e-3}, "advantage_eps"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field: str) -> None:
@@ -82,13 +83,42 @@ def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field
         AlgorithmSection.model_validate(settings)
 
 
-def test_a_saved_configuration_can_be_read_again(tmp_path: Any) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(recipe: str) -> None:
+    """The default fits too; what it measures is in test_trainer_kl_gradient.py."""
+
+    def estimator(**settings: Any) -> str:
+        return AlgorithmSection.model_validate({"name": recipe, "kl_coef": 0.1, **settings}).kl_estimator
+
+    assert estimator() == "k3"
+    assert estimator(kl_estimator="k2") == "k2"
+    assert estimator(kl_in="reward") == estimator(kl_in="reward", kl_estimator="k1") == "k1"
+    for name in ("k2", "k3"):
+        with pytest.raises(ValidationError, match=rf"algorithm\.kl_estimator {name} with algorithm\.kl_in reward.*take k1"):
+            estimator(kl_in="reward", kl_estimator=name)
+    for place in ({}, {"kl_in": "loss"}):
+        with pytest.raises(ValidationError, match=r"algorithm\.kl_estimator k1 with algorithm\.kl_in loss.*take k2.*or k3"):
+            estimator(kl_estimator="k1", **place)
+
+
+def test_kl_noise_that_is_scaled_to_one_is_cautioned_against() -> None:
+    def caution(**settings: Any) -> str | None:
+        return AlgorithmSection.model_validate({"kl_coef": 0.1, "kl_in": "reward", **settings}).caution
+
+    assert "whatever algorithm.kl_coef is. Take algorithm.advantage group_centred" in str(caution())
+    assert caution(name="dapo")
+    for settings in ({"name": "rloo"}, {"name": "dr_grpo"}, {"name": "opo"}, {"name": "ppo"}, {"kl_in": "loss"}):
+        assert caution(**settings) is None, settings
+    assert AlgorithmSection().caution is None
+
+
+@pytest.mark.parametrize("words", [["--algorithm.name", "gspo"], ["--algorithm.kl_in", "reward"]])
+def test_a_saved_configuration_can_be_read_again(tmp_path: Any, words: list[str]) -> None:
     path = tmp_path / "config.json"
-    first = load(["--algorithm.name", "gspo", "--algorithm.kl_coef", "0.01"], {})
+    first = load([*words, "--algorithm.kl_coef", "0.01"], {})
     path.write_text(first.model_dump_json())
     again = load(["--config", str(path)], {})
     assert again.algorithm == first.algorithm
-    assert again.algorithm.importance_level == "sequence"
 
 
 def test_what_is_set_beside_a_recipe_wins() -> None:

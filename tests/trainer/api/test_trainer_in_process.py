@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
 from rich.console import Console
 
@@ -20,6 +21,8 @@ from common.schemas import Group
 from common.wire import decode_groups
 from tests.support.paths import ROOT
 from trainer import train_in_process
+from trainer.algorithms.advantages import group_normalised
+from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
@@ -164,11 +167,37 @@ def test_staleness_is_bounded(settings: Callable[..., Config], staleness: int) -
     assert len({group.prompt_id for group in stored(config)}) >= 20
 
 
-def test_reused_groups_carry_importance_weights(settings: Callable[..., Config]) -> None:
-    config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "4")
+@pytest.mark.parametrize("corrected", [True, False])
+def test_reused_groups_carry_importance_weights(
+    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, corrected: bool
+) -> None:
+    trained: list[tuple[bool, float]] = []
+    whole = Batch.of
+
+    def recorded(groups: list[TrainingGroup], *more: Any) -> Batch:
+        trained.extend((item.reused, item.weight) for item in groups)
+        return whole(groups, *more)
+
+    monkeypatch.setattr(Batch, "of", recorded)
+    size = ("--trainer.batch_size", "8", "--trainer.max_steps", "4")
+    reuse = ("--replay.reuse_ratio", "0.25", "--replay.priority", f"{__name__}:longest", "--replay.corrected", str(corrected))
+    config = settings(*size, *reuse)
     train_in_process(config, quiet())
     assert [line["reused_groups"] for line in metrics(config)] == [0, 2, 2, 2]
-    assert [group.position for group in stored(config)] == list(range(8))
+    assert [group.position for group in stored(config)] == list(range(24))
+    with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
+        answers = [json.loads(answer)[1] for (answer,) in db.execute("SELECT answer FROM samples ORDER BY key")]
+    weights = [weight for answer in answers for weight in answer]
+    assert len({*weights}) > 1
+    assert [weight for reused, weight in trained if reused] == pytest.approx(weights if corrected else [1.0] * 6)
+    assert {weight for reused, weight in trained if not reused} == {1.0}
+
+
+def test_a_run_begins_with_what_its_settings_need_known(settings: Callable[..., Config]) -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    train_in_process(settings("--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--trainer.max_steps", "1"), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "warning: algorithm.kl_in reward with algorithm.advantage group_normalised" in console.file.getvalue()
 
 
 def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config], tmp_path: Path) -> None:
@@ -187,7 +216,8 @@ def test_every_priority_reuses_groups(settings: Callable[..., Config], priority:
         priorities = dict(db.execute("SELECT id, priority FROM groups"))
     expected = load_priority(priority)
     for group in stored(config):
-        assert priorities[group.id] == pytest.approx(expected(group, [0.0] * 4))  # none of these reads the advantages
+        advantages = group_normalised(torch.from_numpy(group.rewards)[None]).flatten().tolist()
+        assert priorities[group.id] == pytest.approx(expected(group, advantages))
 
 
 def longest(group: Group, advantages: Sequence[float]) -> float:

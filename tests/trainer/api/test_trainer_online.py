@@ -260,9 +260,9 @@ def test_verbose(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings(run: Run) -> None:
     """Any other setting of the system acts, too."""
-    result = run(settings={"trainer.optimizer": "muon", "algorithm.entropy_coef": 0.01}, max_steps=1)
+    result = run(settings={"trainer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1)
     config = json.loads((result.output_dir / "config.json").read_text())
-    assert (config["trainer"]["optimizer"], config["algorithm"]["entropy_coef"]) == ("muon", 0.01)
+    assert (config["trainer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == ([0.8, 0.9], 0.01)
     assert update(result, "loss") != update(run(max_steps=1), "loss")
 
 

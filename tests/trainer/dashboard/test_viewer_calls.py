@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,15 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.clients import ReplayClient
-from common.errors import ServiceError
 from common.schemas import GroupIds, TakeRequest
 from common.sections import ReplaySection
 from services.http.app import create_app
 from services.replay.app import create_replay_app
-from services.replay.buffer import ReplayBuffer
 from tests.support.recorded_groups import group, record, trained, write_lines
 from trainer.background import LoopThread
 from trainer.cli.tiny_model import make_tokenizer
 from trainer.dashboard.groups import add_groups
-from trainer.dashboard.replay import LiveReplay, Replay, StoredReplay
+from trainer.dashboard.replay import LiveReplay, Replay
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 
@@ -134,7 +130,7 @@ def test_a_group_that_has_left_is_a_404_with_the_reason(run: RunReader) -> None:
     (run.directory / "groups" / "step_000001.zip").unlink()
     said = refused(client(run).get("/dashboard/api/groups/group-1"), 404, "id")
     assert said.startswith("evicted: the group is known, but not in full: the groups of step 1 left to make room")
-    assert said.endswith("there is no replay store, or the group has left it")
+    assert said.endswith("the group has left the replay-buffer, or none runs")
     (run.directory / "groups" / "step_000002.zip").write_bytes(b"half a file")
     said = refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
     assert "the groups of step 2 cannot be read: File is not a zip file" in said
@@ -159,68 +155,6 @@ def test_a_run_directory_with_nothing_in_it_says_what_is_missing(tmp_path: Path)
     answer = client(RunReader(tmp_path)).get("/dashboard/api/groups").json()
     assert (answer["total"], answer["groups"]) == (0, [])
     assert answer["problems"] == [f"{LINES} is missing: which groups a step trained on is not known"]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ReplayBuffer]:
-    """A replay-buffer with a consumed group 1, a leased group 2 and a fresh group 5."""
-    with closing(ReplayBuffer(ReplaySection(), tmp_path / "state" / "replay.db")) as buffer:
-        buffer.add([group(1, [1.0, 0.0]), group(2, [0.0, 1.0])])
-        buffer.take(TakeRequest(count=2, request_id="one"))
-        buffer.ack(["group-1"])
-        buffer.add([group(5, [0.0, 1.0])])
-        yield buffer
-
-
-def test_what_the_run_directory_lacks_comes_from_the_store_of_a_run_that_has_ended(run: RunReader, store: ReplayBuffer) -> None:
-    path = store.store.path
-    run = RunReader(run.directory, replay_store=path)
-    (run.directory / "groups" / "step_000001.zip").unlink()
-    calls = client(run)
-    answer = calls.get("/dashboard/api/groups", params={"sort": "position"}).json()
-    assert "in use by another process" in answer["problems"][0]
-    assert answer["total"] == 4
-    assert "in use by another process" in refused(calls.get("/dashboard/api/groups/group-1"), 404, "id")
-    store.close()
-    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
-    calls = client(run)
-    answer = calls.get("/dashboard/api/groups", params={"sort": "position"}).json()
-    assert [(row["id"], row["step"], row["marks"]) for row in answer["groups"]] == [
-        *(("group-1", 1, []), ("group-2", 1, []), ("group-4", 2, [])),
-        *(("group-5", None, ["waiting"]), ("group-9", 2, ["dropped", "stale"])),
-    ]
-    shown = calls.get("/dashboard/api/groups/group-1").json()
-    assert (shown["source"], shown["step"], shown["weight"]) == ("replay", 1, None)
-    assert shown["missing"][0].startswith("advantages and the trainer's log-probabilities: the groups of step 1 left")
-    assert shown["completions"][0]["logprobs"][0] == -2.0
-    assert shown["completions"][0]["components"] == {"math": 1.0, "format": None}
-    waiting = calls.get("/dashboard/api/groups/group-5").json()
-    assert (waiting["source"], waiting["step"]) == ("replay", None)
-    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before  # it was only read
-
-
-def test_a_store_of_a_killed_replay_buffer_is_read_with_its_log(tmp_path: Path, store: ReplayBuffer) -> None:
-    killed = tmp_path / "killed"
-    shutil.copytree(store.store.path.parent, killed)  # as a kill leaves it: what was added is in the log
-    assert (killed / "replay.db-wal").stat().st_size
-    replay = StoredReplay(lambda: killed / "replay.db")
-    listing = replay.listing()
-    assert listing is not None
-    assert [row["id"] for row in listing] == ["group-1", "group-2", "group-5"]
-    assert replay.listing() is None
-    again = ReplayBuffer(ReplaySection(), killed / "replay.db")
-    assert again.stats()["groups"] == 3
-    again.close()
-
-
-def test_a_store_that_is_damaged_or_of_another_layout_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "replay.db"
-    path.write_bytes(b"not a database" * 1000)
-    with pytest.raises(ServiceError, match=r"the replay store cannot be read.*replay\.db"):
-        StoredReplay(lambda: path).listing()
-    path.write_bytes(b"")
-    with pytest.raises(ServiceError, match="its layout is 0"):
-        StoredReplay(lambda: path).group("group-1")
 
 
 def test_groups_that_wait_come_from_the_replay_buffer_of_a_run_that_goes_on(run: RunReader, tmp_path: Path) -> None:

@@ -173,7 +173,6 @@ def test_a_layer_that_is_not_there_is_refused_with_those_that_are(lora: Config) 
     [
         (["--lora.alpha", "8"], r"lora\.alpha is set but not read: lora\.rank is 0"),
         (["--lora.publish", "merged"], r"lora\.publish is set but not read"),
-        (["--lora.rank", "4", "--trainer.optimizer", "muon"], r"trainer\.optimizer muon.*take adamw"),
         (
             ["--lora.rank", "4", "--trainer.weight_sync", "distributed"],
             r"weight_sync distributed.*lora\.publish is adapter: set lora\.publish merged, or trainer\.weight_sync http",

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Group
 from tests.support.groups import make_group
-from trainer.rollouts.priorities import MIN_PRIORITY, PRIORITIES, load_priority
+from trainer.rollouts.priorities import PRIORITIES, load_priority, reuse_request
 
 
 def group_of(rewards: list[float]) -> Group:
@@ -23,18 +24,31 @@ def group_of(rewards: list[float]) -> Group:
     ("name", "rewards", "advantages", "expected"),
     [
         ("advantage", [1, 0, 0, 1], [0.5, -1.5, 1.0, -2.0], 1.25),  # (0.5 + 1.5 + 1 + 2) / 4
-        ("advantage", [1, 1], [0.0, 0.0], MIN_PRIORITY),
+        ("advantage", [1, 1], [0.0, 0.0], 0),
         ("advantage", [1, 0], [1e-3, -4e-3], 2.5e-3),
-        ("advantage", [1, 0], [math.nan, 1.0], MIN_PRIORITY),
-        ("advantage", [1, 0], [math.inf, 1.0], MIN_PRIORITY),
-        ("reward", [1, 0, 0, 1], [0, 0, 0, 0], 0.6),  # 0.1 + ½
-        ("reward", [3, 1.5], [0, 0], 2.35),
+        ("advantage", [1, 0], [math.nan, 1.0], 0),
+        ("advantage", [1, 0], [math.inf, 1.0], 0),
+        ("reward", [1, 0, 0, 1], [1, -1, -1, 1], 0.6),  # 0.1 + ½
+        ("reward", [3, 1.5], [1, -1], 2.35),
         ("reward", [0, 0], [5, 5], 0.1),
-        ("reward", [-3, 1], [0, 0], 0.1),
+        ("reward", [-3, 1], [-1, 0], 0.1),
+        ("reward", [1, 1], [0, 0], 0),  # without a gradient it is not reused
     ],
 )
 def test_hand_computed(name: str, rewards: list[float], advantages: list[float], expected: float) -> None:
     assert load_priority(name)(group_of(rewards), advantages) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("step", "beta", "oldest"), [(0, 0.4, 0), (5, 0.7, 2), (10, 1.0, 7)])
+def test_what_is_asked_for_reuse(step: int, beta: float, oldest: int) -> None:
+    """Of 11 steps: β rises from 0.4 to 1, and no group is older than `max_reuse_staleness` versions."""
+    config = Config(seed=2)
+    config.replay.max_reuse_staleness, config.replay.max_times_sampled = 3, 5
+    asked = reuse_request(config, 7, step, 11, "id")
+    assert asked.importance_exponent == pytest.approx(beta, abs=1e-12)
+    assert (asked.min_version, asked.count, asked.max_times_sampled, asked.request_id) == (oldest, 7, 5, "id")
+    assert (asked.priority_exponent, asked.seed) == (0.6, 2_000_006 + step)
+    assert reuse_request(config, 1, 0, 1, "id").importance_exponent == 0.4  # a run of one step
 
 
 @given(
@@ -43,7 +57,7 @@ def test_hand_computed(name: str, rewards: list[float], advantages: list[float],
 )
 def test_every_priority_can_be_stored(name: str, rows: list[tuple[float, float]]) -> None:
     value = load_priority(name)(group_of([reward for reward, _ in rows]), [advantage for _, advantage in rows])
-    assert MIN_PRIORITY <= value < math.inf
+    assert 0 <= value < math.inf
 
 
 SOURCE = """
@@ -86,9 +100,10 @@ def test_a_function_of_ones_own_is_imported_once(package: str, capsys: pytest.Ca
     assert capsys.readouterr().out == "imported\n"
 
 
-@pytest.mark.parametrize(("name", "expected"), [("zero", MIN_PRIORITY), ("whole", 7.0), ("single", 0.5)])
+@pytest.mark.parametrize(("name", "expected"), [("zero", 0.0), ("whole", 7.0), ("single", 0.5)])
 def test_numbers_that_are_taken(package: str, name: str, expected: float) -> None:
-    assert load_priority(f"{package}.module:{name}")(group_of([1]), [0]) == expected
+    assert load_priority(f"{package}.module:{name}")(group_of([1]), [0.5]) == expected
+    assert load_priority(f"{package}.module:{name}")(group_of([1]), [0.0]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["nothing", "text", "negative", "nan", "infinite", "huge", "boolean"])

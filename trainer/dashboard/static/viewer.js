@@ -23,7 +23,6 @@ const ERRORS = {
   aborted: "Aborted",
   reused: "Reused",
   waiting: "Waiting to be trained on",
-  unrecorded: "Only in the replay store",
 };
 const COLUMNS = [
   { title: "Step", sort: "step", show: (row) => (row.step === null ? "waits" : String(row.step)) },

@@ -41,7 +41,7 @@ function about(group) {
   const facts = [`position ${short(group.position)}`, `epoch ${short(group.epoch)}`];
   if (group.created_at !== null) facts.push(`made ${new Date(1000 * group.created_at).toLocaleString()}`);
   if (group.reused) facts.push(`reused with weight ${short(group.weight)}`);
-  return [...facts, group.source === "replay" ? "from the replay store" : "from the run directory", `id ${group.id}`].join(" · ");
+  return [...facts, group.source === "replay" ? "from the replay-buffer" : "from the run directory", `id ${group.id}`].join(" · ");
 }
 
 function problem(group) {

@@ -13,24 +13,26 @@ from common.security import TOKEN, token
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub
 from jobgroup.doctor.plan import ROOT, Plan
-from jobgroup.doctor.report import Result, ask, expect, fail, ok, warn
+from jobgroup.doctor.report import Result, ask, expect
 
 _EXTRA = {DATA: "services", REWARD: "services", REPLAY: "services", ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
 _SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
-_HOW = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when launching: the same in every task"
+_SHARE = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when launching: the same in every task"
 
 
 def check_python(plan: Plan) -> Iterator[Result]:
     """Checks this interpreter and those that the tasks name."""
-    found = f"{platform.python_version()} in {sys.prefix}"
-    fix = "make the environment anew: make PYTHON=/path/to/python3.11 lint"
-    yield expect("python", (3, 11) <= sys.version_info[:2] <= (3, 13), found, f"3.11 to 3.13 is needed: {fix}")
+    found, good = f"{platform.python_version()} in {sys.prefix}", (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield expect(
+        "python", good, found, "3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11 lint makes the environment anew"
+    )
     for job in plan.here if _CHECKOUT else ():  # an installed package gives the tasks of a local run its own Python
-        if ".venv/bin/python" in job.run and not (job.workdir / ".venv/bin/python").exists():
-            fix = f"in {job.workdir}: {job.setup.strip() or 'make lint'}"
-            yield fail(f"python of {job.name}", f"there is no {job.workdir}/.venv/bin/python", fix)
+        python = job.workdir / ".venv/bin/python"
+        if ".venv/bin/python" in job.run and not python.exists():
+            fix = f"in {job.workdir}: {(job.setup or '').strip() or 'make lint'}"
+            yield Result(f"python of {job.name}", "fail", f"there is no {python}", fix)
 
 
 def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
@@ -40,12 +42,10 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA} | {"trainer" for job in plan.here if job.needs_torch}
     wanted = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
-    names = ",".join(sorted(extras))
-    fix = f".venv/bin/pip install -c constraints.txt -e '.[{names}]'"
-    if not _CHECKOUT:
-        fix = f"{sys.executable} -m pip install -c {root / 'constraints.txt'} 'rlhf-math[{names}]'"
+    install = "-e '.[{}]'" if _CHECKOUT else "'rlhf-math[{}]'"
+    fix = f"{sys.executable} -m pip install -c {root / 'constraints.txt'} {install.format(','.join(sorted(extras)))}"
     for name in sorted({_key(re.split(r"[^\w.-]", text)[0]) for text in wanted} - installed.keys()):
-        yield fail(f"package {name}", "not installed", fix)
+        yield Result(f"package {name}", "fail", "not installed", fix)
     other = [f"{name} {installed[name]} ({pin} is pinned)" for name, pin in pins.items() if _differs(installed.get(name), pin)]
     more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
     same = f"{len(installed.keys() & pins.keys())} in the pinned versions"
@@ -56,7 +56,7 @@ def check_router(plan: Plan) -> Iterator[Result]:
     """Imports the router, a compiled extension: that it is installed does not prove it usable."""
     if plan.job(ROLLOUT):
         ask(sys.executable, "-c", "import sglang_router", fix="bash jobgroup/setup.sh rollout")
-        yield ok("sglang-router", "can be imported")
+        yield Result("sglang-router", "ok", "can be imported")
 
 
 def check_sglang(plan: Plan) -> Iterator[Result]:
@@ -66,10 +66,12 @@ def check_sglang(plan: Plan) -> Iterator[Result]:
         return
     python, cpu = job.path(job.config.rollout.engine_python), job.config.rollout.device == "cpu"
     fix = "make sglang-cpu" if cpu else "bash jobgroup/setup.sh sglang"
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        yield fail("sglang", f"its wheel is for Linux on x86-64, this is {platform.platform()}", "rollout.engine embedded")
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        wrong = f"its wheel is for Linux on x86-64, this is {platform.platform()}"
+        yield Result("sglang", "fail", wrong, "rollout.engine embedded")
     elif not python.is_file():
-        yield fail("sglang", f"there is no {python}", f"{fix}; or another rollout.engine_python; or rollout.engine embedded")
+        fix += "; or another rollout.engine_python; or rollout.engine embedded"
+        yield Result("sglang", "fail", f"there is no {python}", fix)
     else:
         answer = ask(python, "-c", _SGLANG_VERSIONS, fix=f"remove {python.parent.parent} and run {fix}")
         version, torch = answer.split()
@@ -83,35 +85,35 @@ def check_skypilot(plan: Plan) -> Iterator[Result]:
     pin = _pins(ROOT / "jobgroup/skypilot-requirements.txt")["skypilot"]
     fix = f"uv tool install 'skypilot[kubernetes]=={pin}', in a separate environment"
     if plan.topology is None and (sky := shutil.which("sky")):
-        version = next(iter(re.findall(r"\d+\.\d+[\w.]*", ask(sky, "--version", fix=fix, timeout_s=30))), "no version")
+        version = next(iter(re.findall(r"\d+\.\d+[\w.]*", ask(sky, "--version", fix=fix))), "no version")
         yield expect("skypilot", version == pin, f"{version}, tried was {pin}", fix, "warn")
     elif plan.topology is None:
-        yield ok("skypilot", "not on the path; only a launch on a cluster needs it")
+        yield Result("skypilot", "ok", "not on the path; only a launch on a cluster needs it")
 
 
 def check_secrets(plan: Plan) -> Iterator[Result]:
     """Checks API_TOKEN (the same everywhere), JUDGE_API_KEY for a judge, and HF_TOKEN, which the hub may require."""
-    values = {job.env.get(TOKEN, "") for job in plan.here or plan.jobs}
-    exposed = plan.assumed_gb is not None or (plan.topology is not None and not plan.topology.local_hosts)
     reward, loading = plan.job(REWARD), [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)]
     if reward and "judge" in reward.config.reward.function_names():
-        found = "set" if reward.env.get("JUDGE_API_KEY") else "not set"
+        given = bool(reward.env.get("JUDGE_API_KEY"))
         fix = "give it with --secret JUDGE_API_KEY, unless the endpoint asks for none"
-        yield expect("JUDGE_API_KEY", found == "set", found, fix, "warn")
+        yield expect("JUDGE_API_KEY", given, "set" if given else "not set", fix, "warn")
     if loading:
-        given = Hub(loading[0].env).token
-        yield ok("HF_TOKEN", "set" if given else "not set; only gated or private models and data sets need it")
+        found = "set" if Hub(loading[0].env).token else "not set; only gated or private models and data sets need it"
+        yield Result("HF_TOKEN", "ok", found)
+    values = {job.env.get(TOKEN, "") for job in plan.here or plan.jobs}
     value = token({TOKEN: max(values, default="")})
+    exposed = plan.assumed_gb is not None or (plan.topology is not None and not plan.topology.local_hosts)
     if len(values) > 1:
-        yield fail(TOKEN, "the tasks have different ones", _HOW)
-    elif exposed and not value:
-        yield warn(TOKEN, "not set: whoever reaches the cluster's network can call every service", _HOW)
+        yield Result(TOKEN, "fail", "the tasks have different ones", _SHARE)
+    elif value:
+        yield Result(TOKEN, "ok", f"set, {len(value)} characters")
     else:
-        yield ok(TOKEN, f"set, {len(value)} characters" if value else "not set; a local run listens on loopback addresses only")
+        why = "whoever reaches the cluster's network can call every service" if exposed else "a local run is on loopback alone"
+        yield expect(TOKEN, not exposed, f"not set: {why}", _SHARE, "warn")
 
 
 def _pins(path: Path) -> dict[str, str]:
-    """Reads every `name==version` of a file."""
     lines = re.findall(r"(?m)^([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)", path.read_text(encoding="utf-8"))
     return {_key(name): version for name, version in lines}
 

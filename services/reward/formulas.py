@@ -1,0 +1,61 @@
+"""Compares two values: by their numbers, and with math-verify where these cannot decide. Runs in worker processes."""
+
+import re
+
+import sympy
+from latex2sympy2_extended import latex2sympy
+from math_verify import verify
+
+from services.reward.notation import Tokens
+from services.reward.quantities import Value
+from services.reward.units import ratio
+from services.reward.values import Undecided, same_value
+
+_LATEX = {"\x04": "^\\circ", "\\root": "\\sqrt", "\\lt": "<", "\\gt": ">", "\\times": "\\cdot"}
+_TOLERANCE = sympy.Rational(1, 10**30)
+
+
+def same_values(expected: Value, given: Value) -> bool:
+    """Returns whether two values are the same, in units that fit."""
+    factor = ratio(expected.unit, given.unit)
+    if factor is None:
+        return False
+    if expected.node is not None and given.node is not None:
+        node = given.node if factor == 1 else ("*", given.node, ("num", factor))
+        try:
+            return same_value(expected.node, node)
+        except Undecided:
+            pass
+    return factor == 1 and same_formulas(expected.source, given.source)
+
+
+def _latex(part: Tokens) -> str:
+    text = " ".join(_LATEX.get(token.text, token.text) for token in part)
+    return re.sub(r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text.replace(" { ", "{").replace(" }", "}"))
+
+
+def same_formulas(gold: Tokens, answer: Tokens) -> bool:
+    """Returns whether math-verify finds two formulas equal; its verdict on numbers is checked again.
+
+    Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
+    """
+    try:
+        expected, given = latex2sympy(_latex(gold)), latex2sympy(_latex(answer))
+        same = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
+        return same and _close(expected, given)
+    except (MemoryError, RecursionError):  # no verdict: math-verify alone would return "wrong"
+        raise
+    except Exception:  # sympy raises anything for what it cannot read or compare
+        return False
+
+
+def _close(expected: object, given: object) -> bool:
+    """Returns False for two numbers that differ: math-verify rounds to 6 decimals, so it takes 10^-20 for 10^-30."""
+    numbers = [item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number]
+    if len(numbers) < 2:
+        return True
+    a, b = numbers
+    if (a.is_Rational and b.is_Rational) or not (a.is_finite and b.is_finite):
+        return bool(a == b)
+    difference, size = abs(sympy.N(a - b, 50, maxn=400)), max(abs(sympy.N(a)), abs(sympy.N(b)))
+    return bool(difference <= _TOLERANCE * size)

@@ -1,0 +1,149 @@
+"""Which notations state the same answer: verdicts in this process, and what counts as the final answer of a response."""
+
+import json
+import random
+import time
+from itertools import combinations
+
+import pytest
+
+from services.reward.equivalence import verdict
+from services.reward.exact import same_answer
+from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from tests.support.paths import ROOT, SHARED_DATA
+
+NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"
+GSM8K, MATH500 = SHARED_DATA / "gsm8k", SHARED_DATA / "math500" / "test.jsonl"
+FORMS = ("\\boxed{{{}}}", "#### {}", "The answer is {}.", "The answer is ${}$.", "So it must be:\n\n#### **${}$**")
+
+
+def graded(gold: str, response: str) -> str:
+    """The verdict on a response: right, wrong or unparsable."""
+    expected, answer = gold_answer(gold), extract_answer(response)
+    assert expected is not None
+    if answer is None:
+        return "unparsable"
+    same = same_answer(expected, answer)
+    return verdict(expected, answer) if same is None else "right" if same else "wrong"
+
+
+def boxed(gold: str, answer: str) -> str:
+    return graded(gold, f"So \\boxed{{{answer}}}")
+
+
+def test_notations() -> None:
+    rows = [json.loads(line) for line in NOTATIONS.read_text(encoding="utf-8").splitlines()]
+    assert min(sum(row["correct"] is right for row in rows) for right in (True, False)) >= 300
+    assert len({(row["gold"], row["answer"]) for row in rows}) == len(rows)
+    found = [(row, boxed(row["gold"], row["answer"])) for row in rows]
+    wrong = [(row["kind"], row["gold"], row["answer"], said) for row, said in found if (said == "right") != row["correct"]]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_equality_is_symmetric_and_every_gold_is_its_own_answer() -> None:
+    rows = [json.loads(line) for line in NOTATIONS.read_text(encoding="utf-8").splitlines()]
+    one_way = [
+        (row["gold"], row["answer"])
+        for row in rows
+        if row["correct"] and boxed(row["answer"], row["gold"]) != "right" and "(C) 12" not in row["answer"]
+    ]
+    assert not one_way, "\n".join(map(str, one_way))
+    other = [
+        (gold, form) for gold in {row["gold"] for row in rows} for form in FORMS if graded(gold, form.format(gold)) != "right"
+    ]
+    assert not other, "\n".join(map(str, other))
+
+
+def test_numbers_in_random_notations() -> None:
+    """An independent reference: the number itself."""
+    rng = random.Random(1)
+    ways = ("{0:,}", "{0}.0", "{0:e}", "+{0}", "{0} dollars", "\\${0}", "{0}\\%", "{0}^\\circ", "x = {0}", "\\frac{{{1}}}{{2}}",
+            "{1}/2", "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "\\frac{{{1}}}2", "2·{0}/2", "√{2}", "{0}\\,\\mathrm{{km/h}}")  # fmt: skip
+    for _ in range(300):
+        number, way = rng.randint(2, 9_000), rng.choice(ways)
+        way = "{0}" if way == "{0:e}" and number > 999_999 else way
+        shown = way.format(number, 2 * number, number * number)
+        assert boxed(str(number), shown) == "right", shown
+        assert boxed(str(number + 1), shown) == "wrong", shown
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("The probability is 2/3.", "2/3"),
+        ("The probability is \\frac{2}{3}.", "\\frac{2}{3}"),
+        ("So he has $14{,}916$.", "14{,}916"),
+        ("It took 3 1/2 hours.", "3 1/2"),
+        ("That makes 5 million.", "5 million"),
+        ("The area is $2\\sqrt{3}$.", "2\\sqrt{3}"),
+        ("The area is 3√2.", "3√2"),
+        ("It goes 5→10.", "5→10"),
+        ("We get $x = \\frac{1}{2}$.", "\\frac{1}{2}"),
+        ("The answer is a/b.", "a/b"),
+        ("The final answer is $\\text{east}$.", "\\text{east}"),
+        ("**Answer:** 42", "42"),
+        ("The answer is 18 because 3 + 15 = 18.", "18"),
+        ("The answer is 5 or more.", "5 or more"),
+        ("The answer is found by adding 3 and 4, which is 7.", "7"),
+        ("So \\boxed{42}.\n\n#### 2. Check", "42"),
+        ("So \\boxed{42}.\n\n#### **2) Check**\n2 + 40", "42"),
+        ("#### 3. Result\nThe answer is 42.", "42"),
+        ("#### Result\n42", "42"),
+        ("#### Step 2: add\n42", "42"),
+        ("#### 2 Check the result\nIt is 7.", "7"),
+        ("#### 42.", "42"),
+        ("#### 18 dollars\nThat was easy: 2 steps.", "18 dollars"),
+        ("So it is\n#### east", "east"),
+        ("#### Answer: 42", "42"),
+        ("\\boxed{42}\n#### Conclusion", "42"),
+    ],
+)
+def test_what_counts_as_the_final_answer(response: str, answer: str) -> None:
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["7|8", "5→10", "5 ☃ 3", "5 below zero", "5 or more", "5 is wrong", "5 blorps", "7 ⇒ 8", "7 ⊕ 1", "5 squared", "18 maybe"],
+)
+def test_what_is_not_understood_is_unparsable_and_never_cut(answer: str) -> None:
+    assert boxed(answer[0], answer) == "unparsable"
+    assert boxed(answer, answer) == "right"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["(", "x_", "1 cm ", "\\frac", "√", "2^", "\\text{a}", "1,", "x=", "±", "\\{", "a b ", "1<", "\\sin", "[1,", "-", "é"],
+)
+def test_long_answers_are_read_in_bounded_time(piece: str) -> None:
+    started = time.process_time()
+    text = (piece * MAX_ANSWER_CHARS)[:MAX_ANSWER_CHARS]
+    for answer in (text, "1 " + text[2:], text + ")"):
+        verdict("18", answer)
+        same_answer("18", answer)
+    assert time.process_time() - started < 20
+
+
+@pytest.mark.skipif(not MATH500.is_file(), reason="the MATH-500 file is not here")
+def test_real_math500_golds_are_their_own_answers_in_every_form_and_no_others() -> None:
+    golds = sorted({json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()})
+    wrong = [(gold, form) for gold in golds for form in FORMS if graded(gold, form.format(gold)) != "right"]
+    assert not wrong, "\n".join(map(str, wrong))
+    pairs = random.Random(0).sample(list(combinations(golds, 2)), 3000)
+    equal = {pair for pair in pairs if "right" in (boxed(*pair), boxed(*reversed(pair)))}
+    true = {("(-2,1)", "-2,1"), ("-2,1", "1,-2"), ("10,\\!080", "10080"), ("15", "15\\mbox{ cm}^2"), ("5", "x=5")}
+    unlike = [
+        pair for pair in equal - true if "circ" not in pair[1] and pair[1].replace("{", "").replace(" ", "") not in pair[0]
+    ]
+    assert len(equal) < 12, equal
+    assert not [pair for pair in unlike if pair not in {("2 \\sqrt{5}", "2\\sqrt{5}"), ("\\frac14", "\\frac{1}{4}")}]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
+def test_real_gsm8k_golds_in_percent_and_in_a_sentence() -> None:
+    for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        gold = gold_answer(row["answer"]) or ""
+        for form in ("\\boxed{{{}\\%}}", "#### {}%", "The answer is {}%.", "The answer is {}.", "The answer is {} percent."):
+            assert graded(gold, form.format(gold)) == "right", (gold, form)
+            assert graded(gold, form.format(int(gold.replace(",", "")) + 1)) == "wrong", (gold, form)
