@@ -35,6 +35,7 @@ from trainer.background import LoopThread
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell
 from trainer.observe.run_log import RecordedRun, RunLog
+from trainer.observe.timing import StageClock
 from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.identity import Facts, identity
@@ -46,7 +47,6 @@ from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
-from trainer.timing import StageClock
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.sync import PublishedWeights, WeightPublisher, WeightSync
@@ -141,6 +141,11 @@ class Run:
         if metrics is not None:  # from here on nothing is refused: lines of lost steps may go
             recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step)
+            if policy.step >= run.total_steps:
+                remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to go on"
+                recorder.say(
+                    f"already finished: all {run.total_steps} steps were trained before, and below is their result; {remedy}"
+                )
             checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is this run's
         run.evaluator.prepare()
         run.weights.push(policy).result()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from common.topology import WRONG_SETTING
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
@@ -59,8 +60,10 @@ class TaskRun:
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
-                self.failed = failed
-                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
+                own = 0 < self.nodes[0].ended.result() < 128  # node 0 was not ended because another one had failed
+                self.failed = self.nodes[0] if own else failed
+                wrong = " (a setting is wrong)" * (self.status == WRONG_SETTING)
+                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts{wrong}")
                 return
             self.restarts += 1
             self._tell(failed, f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})")
@@ -82,6 +85,8 @@ class TaskRun:
         return None
 
     def _may_restart(self) -> bool:
+        if self.status == WRONG_SETTING:
+            return False
         if self.status in self.task.restart_codes:
             return True
         self._counted += 1
