@@ -155,6 +155,8 @@ def test_a_prompt_that_is_out_waits_for_its_pass_rate_and_not_for_ever(tmp_path:
     assert known(source).drawn_by_difficulty == 3
     ids(source, SIZE - 3)  # nothing is left to draw by difficulty: the plain stream goes on
     assert known(source).drawn_freely == SIZE + SIZE - 3
+    ids(source, 2 * SIZE)  # their groups may have been dropped
+    assert known(source).drawn_by_difficulty > 3
 
 
 def test_pass_rates_are_smoothed(tmp_path: Path) -> None:

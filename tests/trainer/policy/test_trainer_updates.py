@@ -128,6 +128,8 @@ def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, 
     assert counted.std(ddof=1) == pytest.approx(1, abs=1e-4)
     returns, values = np.concatenate(known(batch.returns)), np.concatenate(known(batch.values))
     assert (returns - values).std() != pytest.approx(1, abs=1e-2)  # taken before whitening
+    means = [np.abs(advantages).mean() for advantages in known(batch.advantages)]
+    assert np.concatenate(batch.mean_advantages()) == pytest.approx(means, rel=1e-6)  # tokens of both signs
 
 
 def test_batch_normalised_hand_computed(config: Config) -> None:
