@@ -28,12 +28,12 @@ from common.config import Config, load
 from common.rollout_client import RolloutClient, completion_from_answer
 from common.wire import decode_groups
 from trainer.background import LoopThread
+from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
-from trainer.timing import StageClock
 
 IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
 

@@ -26,7 +26,7 @@ import orjson
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.cli.tiny_model import make_model, make_tokenizer
+from trainer.cli.tiny_base import make_model, make_tokenizer
 
 PROMPTS, SAMPLES = 32, 8
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,6 +33,7 @@ from benchmarks.processes import ROOT, free_port, processes
 from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config, load
 from common.rollout_client import RolloutClient
+from common.run_lock import RunLock
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
@@ -187,8 +188,9 @@ class Sockets:
 def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of a run."""
     assert config.trainer.run_dir is not None
-    with ExitStack() as stack:
-        parts = Run.build(config, Ranks(), config.trainer.run_dir, "overlap", Sockets(engine_url), stack)
+    run_dir = config.trainer.run_dir
+    with RunLock.of_new_run(run_dir, "overlap") as lock, ExitStack() as stack:
+        parts = Run.build(config, Ranks(), run_dir, lock, Sockets(engine_url), stack)
         parts.policy = cast(Policy, SleepingPolicy(training_s))
         train(parts)
     return read_lines(config.trainer.run_dir / "metrics.jsonl")

@@ -37,7 +37,7 @@ from common.schemas import Completion, Group
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.cli.tiny_model import make_tokenizer
+from trainer.cli.tiny_base import make_tokenizer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, quiet

@@ -109,16 +109,16 @@ class AlgorithmSection(Section):
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
         for name, reason in section._unread().items():
             if name in data and getattr(section, name) != defaults[name]:
-                raise ValueError(f"algorithm.{name} is set but not read: {reason}")
+                raise ValueError(f"algorithm.{name} is set but not read, since {reason}: leave it out")
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
-                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward: only k1, the log ratio, has the "
-                "gradient of the KL divergence there, and others can push away from the reference; take k1, or "
+                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, where only k1, the log ratio, has "
+                "the gradient of the KL divergence, and others can push away from the reference: take k1, or "
                 "algorithm.kl_in loss"
             )
         if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
             raise ValueError(
-                "algorithm.kl_estimator k1 with algorithm.kl_in loss: its expected gradient is 0; take k2 (the gradient of "
+                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of 0: take k2 (the gradient of "
                 "KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), or algorithm.kl_in reward"
             )
         return section

@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from common.config import fail, program
 from common.errors import ConfigError, ServiceError
+from common.explain import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,14 +29,40 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        fail(ConfigError(message, remedy=f"{self.prog} --help explains every argument"))
+        """Ends the program with what argparse says, in the form of every other error."""
+        field, _, problem = message.removeprefix("argument ").partition(": ")
+        field, value, remedy = field.rpartition("/")[2], None, f"{self.prog} --help explains every argument"
+        text, colon, hint = problem.rpartition(": ")
+        if found := re.match(r"invalid choice: (.+) \(choose from (.+)\)", problem):
+            value, choices = found[1].strip("'"), [choice.strip("' ") for choice in found[2].split(",")]
+            problem, remedy = "there is no such choice", did_you_mean(value, choices)
+        elif found := re.match(r"invalid (int|float|positive) value: (.+)", problem):
+            what = "number" if found[1] == "float" else "whole number"
+            problem, value, remedy = f"this is no {what}", found[2].strip("'"), f"give a {what}"
+        elif message.startswith("unrecognized arguments: "):
+            field, *rest = problem.split()
+            known = [option for action in self._actions for option in action.option_strings]
+            hint, value = did_you_mean(field.partition("=")[0], [], known), " ".join(rest) or None
+            problem, remedy = "there is no such argument", f"{hint} {remedy}".strip()
+        elif message.startswith("the following arguments are required: "):
+            field, problem, remedy = problem, "this is needed", f"give it; {remedy}"
+        elif problem == "expected one argument":
+            problem, remedy = "it has no value", f"write {field} VALUE"
+        elif colon:
+            problem, remedy = text, hint
+        fail(ConfigError(problem, field=field, value=value, remedy=remedy))
 
 
 def positive(text: str) -> int:
     """Parses a whole number above 0. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0: give one, such as 8")
     return int(text)
+
+
+def count(text: str) -> int:
+    """Parses a whole number from 0 on. Raises ArgumentTypeError."""
+    return 0 if text == "0" else positive(text)
 
 
 def run(main: Callable[[], None], interrupted: str) -> None:

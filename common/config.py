@@ -5,25 +5,23 @@ Environment: `RLHF_SECTION__FIELD`, and the short names of `SHORT_NAMES` (`MODEL
 Every program reads the whole configuration and uses its own sections; an unknown name is an error.
 """
 
+import difflib
+import json
 import os
 import sys
+import time
 from argparse import SUPPRESS, ArgumentError, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
 
 from common.algorithm import AlgorithmSection
 from common.errors import ConfigError, shorten
+from common.explain import explained
 from common.logs import last_words
 from common.removed import REMOVED
 from common.sections import (
@@ -40,7 +38,10 @@ from common.sections import (
     TrackersSection,
     TrainerSection,
 )
-from common.topology import Topology
+from common.topology import Topology, setting_status
+
+if TYPE_CHECKING:
+    from pydantic_settings import PydanticBaseSettingsSource
 
 SHORT_NAMES = {
     "MODEL_NAME": ("model", "name"),
@@ -51,7 +52,9 @@ SHORT_NAMES = {
     "STATE_DIR": ("state_dir",),
     "RUN_DIR": ("trainer", "run_dir"),
 }
+_VARIABLES = (*SHORT_NAMES, "RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
 _PREFIX = "RLHF_"
+_FORM = "write --section.name VALUE; --help lists the settings that matter most"
 _IN_RUN_DIR = Path("RUN_DIR/state")
 """Stands for `state` in the run directory: the state belongs to its run."""
 _RANK_OPTIONS = frozenset(
@@ -62,17 +65,11 @@ _RANK_OPTIONS = frozenset(
 """Arguments of SGLang that change the number of ranks of an engine; a data-parallel one refuses a weight-sync group."""
 
 
-class Config(BaseSettings):
+class Config(BaseModel):
     """The whole configuration."""
 
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        validate_default=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=(), validate_default=True
     )
 
     seed: Main[int] = Field(0, ge=0)
@@ -138,7 +135,7 @@ class Config(BaseSettings):
             section, _, field = name.partition(".")
             holder = getattr(self, section)
             if getattr(holder, field) != type(holder).model_fields[field].default:
-                raise ValueError(f"{name} is set but not read: {reason}")
+                raise ValueError(f"{name} is set but not read, since {reason}: leave it out")
         in_flight = (self.trainer.max_staleness + 1) * self.trainer.batch_size * self.sampling.group_size
         if in_flight > self.replay.capacity:
             raise ValueError(
@@ -195,13 +192,6 @@ class Config(BaseSettings):
             unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
         return unread
 
-    @classmethod
-    def settings_customise_sources(  # type: ignore[override]  # the other sources are not used
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Uses only what `load` passes, not pydantic-settings' own reading of the environment."""
-        return (init_settings,)
-
 
 def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None, prog: str | None = None) -> Config:
     """Builds the configuration from a file, the environment and the command line.
@@ -211,21 +201,35 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     path, rest = _take_config_option(list(argv))
-    for word in rest:
-        name, _, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in REMOVED:
-            raise _unknown(name, word.partition("=")[0], value or None)
+    for word, following in zip(rest, [*rest, None][1:], strict=True):
+        option, _, value = word.partition("=")
+        if word.startswith("--") and option[2:] not in (*names(), *Config.model_fields, "help", "help-all"):
+            raise _unknown(option[2:], option, value or following)
     path = path or env.get("RUN_CONFIG") or None
     try:
         default = {"trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}}
         from_file = _merge(default, _from_file(Path(path)) if path else {})
-        return Config(**_merge(_merge(from_file, _from_env(env)), _command_line(rest, prog)()))
+        words = _command_line(rest, prog)() if rest else {}
+        return Config(**_merge(_merge(from_file, _from_env(env)), words))
     except ValidationError as error:
         raise from_validation(error) from None
     except ConfigError:
         raise
     except Exception as error:  # argparse's own complaints, as pydantic-settings wraps them
-        raise ConfigError(f"the command line cannot be read: {error}", remedy="see --help-all") from None
+        option, _, reason = str(error).rpartition(": ")
+        reason = "it has no value" if reason == "expected one argument" else f"the command line cannot be read: {reason}"
+        raise ConfigError(reason, field=option.rpartition("argument ")[2] or None, remedy=_FORM) from None
+
+
+def from_mapping(settings: Mapping[str, Any]) -> Config:
+    """Builds the configuration from values by their names, such as `trainer.batch_size`. Raises ConfigError."""
+    content: dict[str, Any] = {}
+    for name, value in settings.items():
+        _put(content, tuple(name.split(".")), value)
+    try:
+        return Config(**content)
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def names() -> dict[str, FieldInfo]:
@@ -237,9 +241,14 @@ def names() -> dict[str, FieldInfo]:
     return found
 
 
-def _command_line(words: list[str], prog: str | None) -> PydanticBaseSettingsSource:
+def _command_line(words: list[str], prog: str | None) -> "PydanticBaseSettingsSource":
     """Reads the command line. `--help` shows the settings of type `Main`, `--help-all` every one; both exit."""
-    source: CliSettingsSource[ArgumentParser] = CliSettingsSource(Config, cli_prog_name=prog, cli_exit_on_error=False)
+    from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict  # not in SkyPilot's environment
+
+    class Words(Config, BaseSettings):
+        model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
+
+    source: CliSettingsSource[ArgumentParser] = CliSettingsSource(Words, cli_prog_name=prog, cli_exit_on_error=False)
     parser, settings = source.root_parser, names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
     parser.add_argument("--help-all", action="help", help="show every setting and exit")
@@ -252,12 +261,17 @@ def _command_line(words: list[str], prog: str | None) -> PydanticBaseSettingsSou
     return source(args=words)
 
 
+def variable(setting: str) -> str:
+    """Returns the environment variable of a setting."""
+    return f"{_PREFIX}{setting}".replace(".", "__").upper()
+
+
 def main(run: Callable[[Config], None], prog: str) -> None:
-    """Runs a program: loads its configuration and calls `run`; a wrong setting ends with status 2 and its name."""
+    """Runs a program: loads its configuration and calls `run`; a wrong setting ends with `setting_status` and its name."""
     try:
         run(load(prog=program(prog)))
     except ConfigError as error:
-        fail(error)
+        fail(error, setting_status())
 
 
 def program(module: str) -> str:
@@ -279,30 +293,58 @@ def packaged(path: Path, folder: str = ".") -> Path:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    last_words(f"error: {error}")
+    """Prints the error and exits; under torchrun, leaves it where torchrun looks for the reason of a rank."""
+    last_words(text := f"error: {error}")
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
     raise SystemExit(status)
 
 
 def from_validation(error: ValidationError) -> ConfigError:
     """Converts pydantic's first problem into a ConfigError."""
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"]) or "configuration"
+    name = ".".join(str(part) for part in first["loc"])
+    name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)  # without the place in a list
     if first["type"] == "extra_forbidden":
         return _unknown(name, name, first["input"])
     if (gone := f"{name} {first['input']}") in REMOVED:
         return ConfigError(f"there is no {gone} any more", field=name, value=first["input"], remedy=REMOVED[gone])
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    message, remedy = explained(first)
     whole = isinstance(first["input"], dict | BaseModel)  # a whole section: says nothing, and might hold a credential
-    return ConfigError(
-        f"{first['msg']}{more}", field=name, value=None if whole else shorten(first["input"]), remedy="see --help-all"
-    )
+    if whole:
+        named = [setting for setting in names() if setting.partition(".")[2] and setting in message]
+        name = min(named, key=message.index, default=name or "configuration")
+    return ConfigError(message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy)
 
 
-def _unknown(name: str, field: str, value: object = None, remedy: str = "see --help-all") -> ConfigError:
+def misspelt(variable_name: str) -> str:
+    """Returns the variable that was probably meant; empty for one that exists, or that is not like any of ours."""
+    if variable_name in _VARIABLES:
+        return ""
+    if variable_name.startswith(_PREFIX):
+        name = variable_name.removeprefix(_PREFIX).lower().replace("__", ".")
+        return "" if name in names() else " or ".join(map(variable, _near(name))) or "RLHF_SECTION__FIELD"
+    meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
+    leaf = variable_name.lower()
+    return " or ".join(meant or [variable(name) for name in names() if "_" in leaf and name.rpartition(".")[2] == leaf])
+
+
+def _near(name: str) -> list[str]:
+    """Returns the settings that a name that does not exist may mean."""
+    leaves = {setting: setting.rpartition(".")[2] for setting in names()}
+    near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
+    near = near or [setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]]
+    return near or [setting for setting, leaf in leaves.items() if difflib.get_close_matches(name, [leaf], cutoff=0.8)]
+
+
+def _unknown(name: str, field: str, value: object = None) -> ConfigError:
     """Returns the error for a setting that does not exist, or no longer does. `field` is how the user wrote it."""
-    more = " any more" if name in REMOVED else ""
-    return ConfigError(f"there is no setting {name}{more}", field=field, value=value, remedy=REMOVED.get(name, remedy))
+    if name in REMOVED:
+        return ConfigError(f"there is no setting {name} any more", field=field, value=value, remedy=REMOVED[name])
+    near = _near(name := name.replace("-", "_"))
+    written = map(variable, near) if field.startswith(_PREFIX) else ("--" * field.startswith("--") + each for each in near)
+    hint = f"did you mean {' or '.join(written)}? " if near else ""
+    return ConfigError(f"there is no setting {name}", field=field, value=value, remedy=f"{hint}--help-all lists every one")
 
 
 def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
@@ -312,7 +354,7 @@ def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     try:
         known, rest = parser.parse_known_args(argv)
     except ArgumentError:
-        raise ConfigError("--config needs a file", field="--config") from None
+        raise ConfigError("--config needs a file", field="--config", remedy="write --config FILE") from None
     return known.config, rest
 
 
@@ -320,11 +362,17 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
-        raise ConfigError(f"the configuration file cannot be read: {error}", field="--config", value=str(path)) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        remedy = "name a YAML file with settings by section, as those in jobgroup/configs"
+        problem = f"the configuration file cannot be read: {reason}"
+        raise ConfigError(problem, field="--config", value=str(path), remedy=remedy) from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ConfigError("the configuration file is not a mapping of sections", field="--config", value=str(path))
+        remedy = "write sections with settings, such as `trainer: {max_steps: 10}`"
+        raise ConfigError(
+            "the configuration file is not a mapping of sections", field="--config", value=str(path), remedy=remedy
+        )
     return content
 
 
@@ -339,7 +387,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
             if setting not in known:
                 if setting in Config.model_fields:
                     raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
-                raise _unknown(setting, name, remedy="RLHF_SECTION__FIELD; see --help-all")
+                raise _unknown(setting, name)
             _put(content, tuple(setting.split(".")), _list_or_text(name, value))
     return content
 

@@ -11,10 +11,12 @@ import re
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
@@ -148,6 +150,8 @@ def structured() -> JsonFormatter | None:
 
 def last_words(text: str) -> None:
     """Writes the reason why the process ends to standard error and the log files, in the form of the log."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it after the words of other ranks
+        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
     handled, as_json = bool(logging.getLogger().handlers), structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN)

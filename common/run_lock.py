@@ -39,7 +39,7 @@ class RunLock:
     """
 
     def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
-        self._path, self._field = directory / LOCK, field
+        self._path, self._field, self.run = directory / LOCK, field, run
         self._own: dict[str, Any] = {
             "run": run,
             "host": platform.node(),
@@ -51,6 +51,11 @@ class RunLock:
         }
         self._ended = threading.Event()
         self._thief: dict[str, Any] | None = None
+
+    @classmethod
+    def of_new_run(cls, directory: Path, name: str) -> Self:
+        """Returns the lock for a run whose id, a new one, begins with `name`."""
+        return cls(directory, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
 
     def __enter__(self) -> Self:
         with storing(LOCK, self._path, self._field):

@@ -174,6 +174,10 @@ class RewardResult(Wire):
     status: RewardStatus
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
+    verified: bool = True
+    """Whether `correct` is a verdict: of a function that verifies, or a reward of 0 or 1. Else it is a reward above 0.5."""
+    reason: str = ""
+    """Why there is no reward: what went wrong in the reward function, with its file and line."""
 
 
 class BatchRewardResult(Wire):
@@ -311,6 +315,8 @@ class Completion(Struct, forbid_unknown_fields=True):
     """(version, start, end) spans over the tokens: which weights sampled which tokens."""
     reward: _Finite = 0.0
     correct: bool = False
+    verified: bool = True
+    """As in `RewardResult`."""
     status: RewardStatus = "ok"
     extracted_answer: _Chars | None = None
     components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}

@@ -1,18 +1,34 @@
 """The settings of every section but `algorithm`, each declared once with its default, bounds and meaning."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from common.explain import did_you_mean
 
 _T = TypeVar("_T")
 MAIN = "main"
 Main = Annotated[_T, MAIN]
 """The type of a setting that `--help` shows; the others are in `--help-all`."""
 
-RewardName = Annotated[str, StringConstraints(pattern=r"^(math|code|format|reward_model|judge|length|repetition|[\w.]+:\w+)$")]
 
-TrackerName = Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb|mlflow|trackio|[\w.]+:\w+)$")]
+def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
+    """Returns a check that a text is one of `names` or an import path."""
+
+    def check(text: str) -> str:
+        if text in names or re.fullmatch(r"[\w.]+:\w+", text):
+            return text
+        raise ValueError(f"there is no {text}: {did_you_mean(text, [*filter(None, names), f'an import path {path}'])}")
+
+    return AfterValidator(check)
+
+
+RewardName = Annotated[
+    str, _among("math", "code", "format", "reward_model", "judge", "length", "repetition", path="package.module:Class")
+]
+TrackerName = Annotated[str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")]
 
 
 class Section(BaseModel):
@@ -80,7 +96,7 @@ class DataSection(Section):
     """Further columns that reward functions get. Unset: all."""
     task_field: str = ""
     """Column with the task of each row, which chooses its reward functions (`reward.tasks`)."""
-    map: str = Field("", pattern=r"^([\w.]+:\w+)?$")
+    map: Annotated[str, _among("", path="package.module:function")] = ""
     """Function `package.module:function` that changes every row before it is read. It gets the columns and returns columns, or
     None to leave the row out."""
     levels: list[int | str] = []
@@ -126,15 +142,16 @@ class RewardSection(Section):
     """Functions for the problems of each task; `functions` grade those without a task. Once a task is named here, a problem of
     any other task is refused."""
     function_timeout_s: float = Field(10.0, gt=0)
-    """Seconds for one call of `format`, `length`, `repetition` or your own function."""
+    """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a processor does not count."""
     workers: int = Field(2, gt=0)
-    """Worker processes for `math`, and as many for your own functions."""
+    """Worker processes for `math`, with as many spare ones, and as many for your own functions."""
     math_timeout_s: float = Field(1.0, gt=0)
-    """Seconds for one answer in a worker of `math`."""
+    """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
     """Reward only completions that ended by themselves. One cut at `max_new_tokens` gets 0, right or wrong."""
     code_timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one test case of `code`. All cases of a program share five times as much."""
+    """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting for a processor does not
+    count."""
     code_partial_credit: bool = False
     """`code` rewards the share of test cases that pass, instead of all or nothing."""
     code_slots: int | None = Field(None, gt=0)
@@ -189,16 +206,17 @@ class RewardSection(Section):
     @model_validator(mode="after")
     def _fits(self) -> "RewardSection":
         if strangers := set(self.weights) - set(self.function_names()):
-            raise ValueError(f"weights names {sorted(strangers)[0]}, which is not among the functions: name it there too")
+            raise ValueError(f"reward.weights names {sorted(strangers)[0]}, which reward.functions lacks: name it there too")
         for function, needed in (("reward_model", ("reward_model_name",)), ("judge", ("judge_url", "judge_model"))):
             missing = [name for name in needed if not getattr(self, name)]
             if function in self.function_names() and missing:
-                raise ValueError(f"the reward function {function} needs {missing[0]}: set it")
+                raise ValueError(f"the reward function {function} needs reward.{missing[0]}: set it")
         if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
-            raise ValueError("judge_url has credentials, and a run saves its settings: put them into JUDGE_API_KEY instead")
+            raise ValueError("reward.judge_url has credentials, and a run saves its settings: put them into JUDGE_API_KEY")
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
-                f"length_soft_chars {self.length_soft_chars} is not below length_hard_chars {self.length_hard_chars}: lower it"
+                f"reward.length_soft_chars {self.length_soft_chars} is not below reward.length_hard_chars "
+                f"{self.length_hard_chars}: lower it"
             )
         return self
 
@@ -214,7 +232,7 @@ class ReplaySection(Section):
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: Main[float] = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, 0 to below 1."""
-    priority: str = Field("advantage", pattern=r"^(advantage|reward|[\w.]+:\w+)$")
+    priority: Annotated[str, _among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own function
     `package.module:name` of (group, advantages) returns, at least 0."""
     corrected: bool = True
@@ -280,7 +298,8 @@ class RolloutSection(Section):
         for word in self.engine_args:
             if word.partition("=")[0] in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
                 raise ValueError(
-                    f"engine_args has {word.partition('=')[0]}, and a run saves its settings: set API_TOKEN in the environment"
+                    f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its settings: set API_TOKEN in the "
+                    "environment instead"
                 )
         return self
 

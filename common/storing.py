@@ -4,10 +4,12 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NEVER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG)
 
 
 class StorageFailed(ServiceError):
@@ -38,3 +40,15 @@ def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Ite
             code="disk_full" if full else None,
             status=507 if full else None,
         ) from error
+
+
+def make_directory(path: Path, field: str) -> None:
+    """Makes a directory that can be written to. Raises ConfigError naming `field` where that cannot be, but for a full disk."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        if error.errno in _NEVER:
+            problem = f"nothing can be written there: {error.strerror}"
+            raise ConfigError(problem, field=field, value=str(path), remedy="name another directory") from None

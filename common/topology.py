@@ -26,24 +26,36 @@ DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER = (
     "ppo-trainer",
 )
 TORCHRUN_PORT = 29500
+WRONG_SETTING = 78
+"""Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: starting it again would not help."""
 _TORCHRUN = """
-import logging, sys
+import logging
+import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
-logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+from common.logs import last_words
+for name in ("", ".multiprocessing.api", ".multiprocessing.errors.error_handler"):
+    logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
 try:
-    main()
+    getattr(main, "__wrapped__", main)()
 except SignalException as end:
     sys.exit(128 + end.sigval)
 except ChildFailedError as end:
     rank, failure = end.get_first_failure()
     if failure.exitcode < 0:
-        print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        last_words(f"error: rank {rank} has ended: {failure.message}")
+    elif failure.error_file_data["message"] == failure.message:
+        last_words(failure.message)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
-"""torchrun, except that its last lines are those of the rank that failed first, and its status is that rank's, or 128 plus the
-signal. This package never imports torch."""
+"""torchrun, except that it ends with the status of the rank that failed first, and with its reason, as `fail` wrote it, in the
+place of a traceback. This package never imports torch."""
+
+
+def setting_status() -> int:
+    """Returns the exit status of a wrong setting: `WRONG_SETTING` in a job group, else 2."""
+    return WRONG_SETTING if os.environ.get("SKYPILOT_JOBGROUP_NAME") else 2
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ valid, maybe with warnings, 1: problems, 2: wrong usage.
 Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of the repository.
 """
 
-import argparse
 import copy
 import json
 import logging
@@ -27,9 +26,11 @@ from typing import Any
 
 import yaml
 
+from common.cli import Parser
+from common.config import fail
 from common.errors import ConfigError
-from jobgroup.fit import Placed, problems, warnings
-from jobgroup.spec import assignment
+from jobgroup.fit import Placed, missing, problems, warnings
+from jobgroup.spec import assignment, known_variable
 
 FOLDER = Path(__file__).resolve().parent
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -97,13 +98,14 @@ class GroupCheck:
             return
         header, *contents = documents
         self._header(header)
+        self._variables(contents)
         loaded = [self._task(content, f"task {i + 1}") for i, content in enumerate(contents)]
         tasks = [task for task in loaded if task is not None]
         for task in tasks:
             self._scripts(task)
             self._resources(task)
         self._mounts(tasks)
-        self._fit([_placed(task) for task in tasks])
+        self._fit([_placed(task) for task in tasks], complete=len(tasks) == len(contents))
         if len(tasks) == len(contents) and header.get("execution") == "parallel":
             self._group(tasks)
 
@@ -120,6 +122,13 @@ class GroupCheck:
         self._name("header", header.get("name"))
         if header.get("inter_connection") is False:
             self._add("header", "inter_connection is off: the tasks cannot find each other by name")
+
+    def _variables(self, contents: Sequence[dict[str, Any]]) -> None:
+        for name in [name for name, _ in self._env if not name.startswith("RLHF_")]:  # of these `problems` knows more
+            try:
+                known_variable(name, contents, "--env")
+            except ConfigError as error:
+                self._add("--env", _one_line(error))
 
     def _name(self, where: str, name: Any) -> None:
         if not (isinstance(name, str) and _LABEL.fullmatch(name)):
@@ -178,13 +187,10 @@ class GroupCheck:
             if nodes > 1 and mode not in _SHARED:
                 self._add(where, f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: ReadWriteMany is needed")
 
-    def _fit(self, tasks: Sequence[Placed]) -> None:
-        try:
-            for problem in problems(tasks):
-                self._add(*problem)
-            self.warnings = [": ".join(warning) for warning in warnings(tasks)]
-        except (ValueError, OSError, AttributeError, yaml.YAMLError) as error:
-            self._add("settings", f"envs or RUN_CONFIG cannot be read: {_one_line(error)}")
+    def _fit(self, tasks: Sequence[Placed], complete: bool) -> None:
+        for problem in [*problems(tasks), *(missing(tasks) if complete else ())]:
+            self._add(*problem)
+        self.warnings = [": ".join(warning) for warning in warnings(tasks)]
 
     def _group(self, tasks: Sequence[Any]) -> None:
         load, dump = self._sky.groups.load_job_group_from_yaml_str, self._sky.groups.dump_job_group_to_yaml_str
@@ -286,7 +292,7 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(description="Checks job-group YAMLs with SkyPilot itself, offline.", allow_abbrev=False)
+    parser = Parser("jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline.")
     parser.add_argument(
         "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (every *-jobgroup.yaml beside this file)"
     )
@@ -297,8 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         env = [assignment(text, "--env") for text in options.env]
+        for path in [*options.yaml, *(options.volume or [])]:
+            if not path.is_file():
+                raise ConfigError("there is no such file", field="YAML", value=str(path), remedy="correct the path")
     except ConfigError as error:
-        parser.error(str(error))
+        fail(error)
     paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
     groups = {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path) for path in paths}
     switched_on = {name: _MARKED.sub(r"\1\2", text) for name, text in groups.items()}

@@ -4,20 +4,32 @@ SkyPilot checks none of this; it would show in a running pod. Part of `jobgroup/
 environment, so this imports nothing that needs the project's own.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from functools import cached_property
+from pathlib import PurePosixPath
 
-import yaml
+from common.config import Config, load
+from common.errors import ConfigError
+from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
 
 _SHARED = ("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "MAX_STEPS", "SEED", "RUN_CONFIG")
 _OWN = ("RLHF_STATE_DIR", "RLHF_TRAINER__RUN_DIR")
-_KEPT = {"ppo-trainer": ("RUN_DIR", "begins at step 0 again"), "critic-server": ("STATE_DIR", "ends the run")}
+_PROGRAMS = {
+    "services.data": DATA,
+    "services.rollout": ROLLOUT,
+    "services.reward": REWARD,
+    "services.replay": REPLAY,
+    "services.critic": CRITIC,
+    "trainer": TRAINER,
+}
+"""The task of each program."""
+_KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}
 """Tasks that must not lose their disk: the variable of its directory, and what else a preemption does."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placed:
     """The placement of one task."""
 
@@ -33,35 +45,35 @@ class Placed:
     """Mounts of buckets in the mode MOUNT_CACHED, which upload after a file is closed."""
     run: str
 
-    def setting(self, section: str, field: str) -> Any:
-        """Returns a setting as the process finds it: from the environment, else from the file RUN_CONFIG, else None."""
-        value = self.env.get(f"RLHF_{section}__{field}".upper())
-        path = Path(self.env.get("RUN_CONFIG") or "/")
-        if value is not None or not path.is_file():
-            return value
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return (content.get(section) or {}).get(field) if isinstance(content, dict) else None
-
-    @property
-    def engine_gpus(self) -> int:
-        """GPUs of one engine."""
-        return int(self.setting("rollout", "tensor_parallel_size") or 1)
+    @cached_property
+    def config(self) -> Config | ConfigError:
+        """The settings of its processes, or what is wrong with them."""
+        try:
+            return load([], self.env)
+        except ConfigError as error:
+            return error
 
 
 def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what cannot work, as (task, problem)."""
+    wrong: dict[str, list[str]] = {}
     for task in tasks:
-        if task.name == "rollout-server" and task.setting("rollout", "engine") in (None, "sglang") and task.gpus:
-            needed = f"an engine needs {task.engine_gpus} GPUs (rollout.tensor_parallel_size)"
-            if task.engine_gpus > task.gpus:
-                yield task.name, f"{needed}, and a node has {task.gpus}: raise the latter"
-        if task.name == "ppo-trainer" and (size := int(task.setting("trainer", "shard_size") or 1)) > 1:
+        yield from _misnamed(task)
+        if isinstance(task.config, ConfigError):
+            wrong.setdefault(str(task.config), []).append(task.name)
+        elif task.name == ROLLOUT and task.config.rollout.engine == "sglang":
+            needed = task.config.rollout.tensor_parallel_size
+            if needed > task.gpus > 0:
+                told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
+                yield task.name, f"{told}, and a node has {task.gpus}: raise the latter"
+        elif task.name == TRAINER and (size := task.config.trainer.shard_size or 1) > 1:
             ranks = task.nodes * max(1, task.gpus)
             if ranks % size:
                 yield task.name, f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)"
         if task.uploading and task.run.lstrip().startswith("exec "):
             waiting = f"after run SkyPilot waits until {task.uploading[0]} is uploaded"
             yield task.name, f"{waiting}, but `exec` leaves no shell that could: remove that word"
+    yield from ((", ".join(names), text) for text, names in wrong.items())
     first: dict[str, Placed] = {}
     for task in tasks:  # each task reads the whole configuration
         for name, value in task.env.items():
@@ -71,11 +83,36 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
                     yield task.name, f"{name} is {value!r}, but {other.env[name]!r} in {other.name}: make them equal"
 
 
+def _misnamed(task: Placed) -> Iterator[tuple[str, str]]:
+    """Yields a task that runs a program of ours under a name by which the others do not look for it."""
+    for program, name in _PROGRAMS.items():
+        if _runs(task, program) and task.name != name:
+            yield task.name, f"it runs {program}, which the other tasks look for by the name {name}: rename it"
+
+
+def _runs(task: Placed, program: str) -> bool:
+    return re.search(rf"-m {re.escape(program)}(?![\w.])", task.run) is not None
+
+
+def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
+    """Yields what the trainer would wait for in vain, as (task, problem)."""
+    there = {task.name: task for task in tasks}
+    if TRAINER not in there:
+        return
+    config = there[TRAINER].config
+    remote = isinstance(config, Config) and config.algorithm.needs_critic and config.critic.location == "server"
+    needed = (DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if remote else []))
+    for program, name in _PROGRAMS.items():
+        if name in needed and name not in there and not any(_runs(task, program) for task in tasks):
+            yield TRAINER, f"it needs the task {name}, and there is none: the tasks are {', '.join(there)}"
+
+
 def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what works, but seldom as intended, as (task, warning)."""
     for task in tasks:
-        if task.name == "rollout-server" and task.engine_gpus < task.gpus > 1:
-            unused = f"a node has {task.gpus} GPUs, and its engine uses {task.engine_gpus}"
+        engine_gpus = task.config.rollout.tensor_parallel_size if isinstance(task.config, Config) else task.gpus
+        if task.name == ROLLOUT and engine_gpus < task.gpus > 1:
+            unused = f"a node has {task.gpus} GPUs, and its engine uses {engine_gpus}"
             yield task.name, f"{unused}: set rollout.tensor_parallel_size, or more nodes"
         variable, loss = _KEPT.get(task.name, ("", ""))
         folder = PurePosixPath(task.env.get(variable) or "/")

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from common.config import misspelt
 from common.errors import ConfigError
+from common.explain import did_you_mean, explained
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -52,11 +54,12 @@ class JobGroup:
         for task in self.tasks:
             if task.name == name:
                 return task
+        names = [task.name for task in self.tasks]
         raise ConfigError(
             f"there is no task {name} in {self.name}",
             field=option,
             value=name,
-            remedy=f"the tasks are {', '.join(task.name for task in self.tasks)}",
+            remedy=f"{did_you_mean(name, [], names)} the tasks are {', '.join(names)}".strip(),
         )
 
 
@@ -98,6 +101,8 @@ def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nod
             field="execution",
             remedy="add it beside `name`",
         )
+    for name in env:
+        known_variable(name, documents, "--env")
     head = _validated(_Header, header, "header")
     tasks = [_validated(_TaskDocument, content, f"task {i + 1}") for i, content in enumerate(documents)]
     names = [task.name for task in tasks]
@@ -123,6 +128,14 @@ def variable(name: str, field: str) -> str:
             "this is no name of a variable", field=field, value=name, remedy="letters, digits and _, no digit first"
         )
     return name
+
+
+def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: str) -> None:
+    """Raises ConfigError for a variable that no task declares, and that looks like a misspelt setting."""
+    if any(isinstance(envs := document.get("envs"), Mapping) and name in envs for document in documents):
+        return
+    if hint := misspelt(name):
+        raise ConfigError("there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?")
 
 
 def assignment(text: str, option: str) -> tuple[str, str]:
@@ -154,7 +167,9 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
-        raise ConfigError(f"the job group cannot be read: {error}", field="YAML", value=str(path)) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
+        raise ConfigError(f"the job group cannot be read: {reason}", field="YAML", value=str(path), remedy=remedy) from None
     documents = [document for document in documents if document is not None]
     for document in documents:
         if not isinstance(document, dict):
@@ -179,8 +194,12 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
         field = ".".join([where, *(str(part) for part in first["loc"])])
         known = f"known here: {', '.join(model.model_fields)}"
         unknown = first["type"] == "extra_forbidden"
-        message = "this field is not one of a job group that can run here" if unknown else first["msg"]
-        raise ConfigError(message, field=field, value=first["input"], remedy=known if unknown else None) from None
+        message, remedy = explained(first)
+        if unknown:
+            hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
+            message, remedy = "this field is not one of a job group that can run here", f"{hint} {known}".strip()
+        value = None if first["type"] == "missing" else first["input"]
+        raise ConfigError(message, field=field, value=value, remedy=remedy) from None
 
 
 def _check_names(head: _Header, names: list[str]) -> None:

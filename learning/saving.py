@@ -92,7 +92,10 @@ class Snapshot:
         for name, text in self.texts.items():
             (directory / name).write_text(text)
         for name, tensors in self.files.items():
-            save_file(tensors, directory / name, metadata={"format": "pt"})
+            (path := directory / name).touch()
+            mode = path.stat().st_mode  # as all other files have it: the library makes its own readable for their owner only
+            save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(mode)
 
     def write_state(self, directory: Path, group: Any = None) -> None:
         """Writes the optimiser's state; with `together` a collective in `group`."""

@@ -84,7 +84,7 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch  # here: the tests of most services need none of this
 
     from tests.support.groups import VOCABULARY
-    from trainer.cli.tiny_model import make_model, make_tokenizer
+    from trainer.cli.tiny_base import make_model, make_tokenizer
 
     directory = tmp_path_factory.mktemp("policy")
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))

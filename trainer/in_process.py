@@ -16,6 +16,7 @@ from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
 from common.rollout_client import BASE_VERSION, RolloutClient
+from common.run_lock import RunLock
 from common.schemas import Prompt, WeightManifest
 from learning.ranks import Ranks
 from services.critic.app import create_critic_app
@@ -73,8 +74,8 @@ def train_in_process(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
     backend = InProcessBackend(console or standard_console(), rollout_transport or httpx.ASGITransport, problems, rewards)
-    with ExitStack() as stack:
-        run = Run.build(config, ranks, run_dir, "in-process", backend, stack)
+    with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
+        run = Run.build(config, ranks, run_dir, lock, backend, stack)
         train(run)
         return run.finish()
 

@@ -13,7 +13,6 @@ No part knows the run, and rollouts, weights, evaluator and log do not know one 
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -37,6 +35,7 @@ from trainer.background import LoopThread
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell
 from trainer.observe.run_log import RecordedRun, RunLog
+from trainer.observe.timing import StageClock
 from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.identity import Facts, identity
@@ -48,7 +47,6 @@ from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
-from trainer.timing import StageClock
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.sync import PublishedWeights, WeightPublisher, WeightSync
@@ -118,17 +116,17 @@ class Run:
     """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
 
     @classmethod
-    def build(cls, config: Config, ranks: Ranks, run_dir: Path, name: str, backend: Backend, stack: ExitStack) -> "Run":
+    def build(
+        cls, config: Config, ranks: Ranks, run_dir: Path, lock: RunLock | None, backend: Backend, stack: ExitStack
+    ) -> "Run":
         """Loads or resumes the models, starts the services and publishes the weights. A collective.
 
-        The run's id begins with `name`; `stack` closes everything. Raises ConfigError, or another ServiceError with the reason
-        why the run cannot begin.
+        Rank 0 holds the `lock` of `run_dir`, which names the run; `stack` closes everything. Raises ConfigError, or another
+        ServiceError with the reason why the run cannot begin.
         """
-        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{np.random.default_rng().integers(16**4):04x}"
-        lock = None
+        run_id = lock.run if lock else ""
         if ranks.first:
             check(config.trackers)
-            lock = stack.enter_context(RunLock(run_dir, run_id))
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
         reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints
@@ -143,6 +141,11 @@ class Run:
         if metrics is not None:  # from here on nothing is refused: lines of lost steps may go
             recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step)
+            if policy.step >= run.total_steps:
+                remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to go on"
+                recorder.say(
+                    f"already finished: all {run.total_steps} steps were trained before, and below is their result; {remedy}"
+                )
             checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is this run's
         run.evaluator.prepare()
         run.weights.push(policy).result()

@@ -5,7 +5,6 @@ Without a YAML: is this machine ready for `make demo`? With one: is it for a loc
 Exit status 0: nothing failed, 1: something did, 2: wrong usage.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -13,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.config import program
+from common.cli import Parser, positive
+from common.config import fail
 from common.errors import ConfigError
 from common.security import SecretRedactor
 from jobgroup.doctor import hub, machine, memory, network, software, storage
@@ -59,18 +59,18 @@ def results(plan: Plan) -> Iterator[Result]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     env = dict(os.environ)
     try:
-        if options.gpus is not None and (options.gpu_memory_gb is None or options.gpus < 1):
-            raise ConfigError("--gpus needs --gpu-memory-gb, and at least 1 GPU", field="--gpus", value=options.gpus)
+        if options.gpus is not None and options.gpu_memory_gb is None:
+            raise ConfigError("it needs --gpu-memory-gb", field="--gpus", value=options.gpus, remedy="give both")
         if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
-            raise ConfigError("it is no size of a memory", field="--gpu-memory-gb", value=options.gpu_memory_gb)
+            remedy = "give GB, such as 80"
+            raise ConfigError("it is no size of a memory", field="--gpu-memory-gb", value=options.gpu_memory_gb, remedy=remedy)
         overrides = dict(assignment(text, "--env") for text in options.env)
         plan = make(options.yaml, overrides, env, options.task)
     except ConfigError as error:
-        parser.error(str(error))
+        fail(error)
     plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus
     plan.gpus, plan.no_gpus = machine.visible(env)
     redactors = [SecretRedactor(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
@@ -99,9 +99,8 @@ def _title(plan: Plan) -> str:
     return f"this machine for {'make demo' if plan.demo else f'a local run of {plan.group}'}: {tasks}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    description = "Checks a machine, or a running job group from within."
-    parser = argparse.ArgumentParser(prog=program("jobgroup.doctor"), description=description, allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser("jobgroup.doctor", "Checks a machine, or a running job group from within.")
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task, as in jobgroup.local")
@@ -109,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     size = "judge the model for a cluster's GPUs of this size, not this machine's"
     add("--gpu-memory-gb", type=float, metavar="GB", help=size)
     count = "with --gpu-memory-gb: GPUs of the trainer in all (nodes × accelerators of the YAML)"
-    add("--gpus", type=int, metavar="N", help=count)
+    add("--gpus", type=positive, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser
 

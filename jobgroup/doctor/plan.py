@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from common.config import Config, load, packaged
 from common.errors import ConfigError
+from common.explain import did_you_mean
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
 from jobgroup import spec
 from jobgroup.doctor.report import Result, failed
@@ -93,7 +94,8 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
+        raise ConfigError("there is no such file", field="YAML", value=str(path), remedy=remedy)
     group, topology = env.get("SKYPILOT_JOBGROUP_NAME", ""), None
     inside, jobs, problems = bool(group), list[PlannedTask](), dict[str, tuple[ConfigError, list[str]]]()
     try:
@@ -110,7 +112,7 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
     except ConfigError as error:
         problems[str(error)] = error, []
     if task is not None and not problems and task not in (names := [job.name for job in jobs]):
-        raise ConfigError(f"there is no task {task}; there are {', '.join(names)}")
+        raise ConfigError("there is no such task", field="--task", value=task, remedy=did_you_mean(task, names))
     lines = [failed(f"settings of {', '.join(names)}" if names else "job group", error) for error, names in problems.values()]
     here = [job for job in jobs if (task is None and not inside) or job.name == task]
     wanted = [job for job in jobs if task in (None, job.name) or (inside and job.name in _CALLS.get(task, ()))]

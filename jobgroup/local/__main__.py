@@ -136,7 +136,7 @@ def _parser() -> Parser:
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task; K alone takes it from here")
     add("--secret", action="append", default=[], metavar="K[=V]", help="the same, for a secret")
     add("--num-nodes", action="append", default=[], metavar="TASK=N", help="nodes of a task, instead of the YAML's")
-    add("--log-dir", metavar="DIR", help="for one log file per node (runs/GROUP/logs/TIME when not given)")
+    add("--log-dir", metavar="DIR", help="for one log file per node (RUN_DIR/logs/TIME when not given)")
     add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
     add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
     add("--clear", metavar="DIR", help="empties this directory first, unless a run is using it")
@@ -151,7 +151,8 @@ def _node_count(text: str) -> tuple[str, int]:
 
 
 def _log_dir(given: str | None, group: JobGroup) -> Path:
-    default = Path("runs") / group.name / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = next((task.env["RUN_DIR"] for task in group.tasks if task.env.get("RUN_DIR")), f"runs/{group.name}")
+    default = Path(run_dir) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     log_dir = (Path(given) if given else default).resolve()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from common.topology import WRONG_SETTING
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
@@ -16,6 +17,8 @@ from jobgroup.spec import Task
 
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 _BACKSTOP_S = 5.0
+_LOST = 75
+"""Status of a trainer rank that ends because another one has (`learning.liveness`)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,12 +56,14 @@ class TaskRun:
             if failed is None:
                 self._finish("SUCCEEDED")
                 return
+            failed = next((node for node in (failed, *self.nodes) if _on_its_own(node)), failed)
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
                 own = 0 < self.nodes[0].ended.result() < 128  # node 0 was not ended because another one had failed
                 self.failed = self.nodes[0] if own else failed
-                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts")
+                wrong = " (a setting is wrong)" * (self.status == WRONG_SETTING)
+                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts{wrong}")
                 return
             self.restarts += 1
             self._tell(failed, f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})")
@@ -80,6 +85,8 @@ class TaskRun:
         return None
 
     def _may_restart(self) -> bool:
+        if self.status == WRONG_SETTING:
+            return False
         if self.status in self.task.restart_codes:
             return True
         self._counted += 1
@@ -92,6 +99,11 @@ class TaskRun:
         self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
         if self.state != "FAILED" and self.screen.follow is not None:
             self.screen.tail(failed.name, failed.tail, failed.log)
+
+
+def _on_its_own(node: Node) -> bool:
+    """Whether the node failed for a reason of its own: it was not ended, and does not say that it followed another one."""
+    return 0 < node.ended.result() < 128 and node.ended.result() != _LOST
 
 
 class Runner:

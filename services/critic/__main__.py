@@ -1,21 +1,24 @@
 """`python -m services.critic`: the critic-server task."""
 
-import torch
-
 from common.config import Config, main
+from common.hub import check_model
 from common.observe import setup_logging
 from common.topology import CRITIC, Topology
-from services.critic.app import create_critic_app
-from services.http.app import serve
 
 
 def run(config: Config) -> None:
     """Serves until SIGTERM."""
+    model = config.critic.model or config.model.name
+    check_model(model, "critic.model" if config.critic.model else "model.name")
+    import torch  # heavy, as the app is
+
+    from services.critic.app import create_critic_app
+    from services.http.app import serve
+
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     host, port = Topology.from_env().bind(CRITIC, config.critic.port)
     setup_logging(CRITIC, config.state_dir / "logs", service=CRITIC)
-    model = config.critic.model or config.model.name
     serve(create_critic_app(config), host, port, f"model={model} state_dir={config.state_dir}")
 
 

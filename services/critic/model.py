@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.config import Config
 from common.errors import ConfigError
+from common.hub import check_model
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
@@ -73,6 +74,8 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
         _register_classifier(type(found))
 
     trust = config.model.trust_remote_code
+    if directory is None:
+        check_model(name, "critic.model" if config.critic.model else "model.name")
     added = None if directory else _NewHead()
     pretrained = Pretrained(AutoModelForTokenClassification, name, directory, trust, configure, added)
     low = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"

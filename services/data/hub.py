@@ -2,25 +2,19 @@
 
 import re
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import ConfigError, shorten
+from common.hub import REACH_S, patiently
 from services.data.files import known_format
 from services.data.rows import Row
 
-REACH_S = 4.0
-"""Seconds that the hub may take to confirm that it has the data set. `load_dataset` alone tries for 24 s and more."""
 STALL_S = 30.0
 """Seconds without a byte after which a download is abandoned. `load_dataset` alone takes over 200 s."""
-_POLL_S = 0.5
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_T = TypeVar("_T")
 
 
 def is_hub_name(source: str) -> bool:
@@ -43,8 +37,8 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
     api = huggingface_hub.HfApi()
     try:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            _patiently(lambda: api.dataset_info(name, timeout=REACH_S), REACH_S, lambda: 0)
-        rows: Iterable[dict[str, Any]] = _patiently(
+            patiently(lambda: api.dataset_info(name, timeout=REACH_S), REACH_S)
+        rows: Iterable[dict[str, Any]] = patiently(
             lambda: datasets.load_dataset(name, config or None, split=split), STALL_S, lambda: _cached_bytes(name)
         )
         for number, row in enumerate(rows, 1):
@@ -60,32 +54,6 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
             "data.hub_config, the network, HF_TOKEN and HF_ENDPOINT; or with a cached copy set HF_HUB_OFFLINE=1 and HF_HOME "
             "to its folder",
         ) from error
-
-
-def _patiently(work: Callable[[], _T], limit_s: float, progress: Callable[[], int]) -> _T:
-    """Returns or raises what `work` does. Raises TimeoutError when `progress` has not changed for `limit_s` seconds.
-
-    The work runs in a daemon thread, which is abandoned then: a timeout of the library applies to one of its many attempts,
-    and not to resolving names.
-    """
-    import huggingface_hub
-
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
-    since, seen = time.monotonic(), -1
-    while not wait([future], min(_POLL_S, limit_s)).done:
-        if (now := progress()) != seen:
-            since, seen = time.monotonic(), now
-        if time.monotonic() - since >= limit_s:
-            raise TimeoutError(f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s")
-    return future.result()
 
 
 def _cached_bytes(name: str) -> int:

@@ -5,17 +5,10 @@ import logging
 import os
 from pathlib import Path
 
-import torch
-import transformers
-
 from common.cli import Parser, positive
 from common.config import fail
 from common.errors import ConfigError, NotReady
 from common.observe import setup_logging
-from services.engine.app import make_app
-from services.engine.engine import Engine
-from services.engine.model import Model
-from services.http.app import serve
 
 _CRASHED = 70  # EX_SOFTWARE
 
@@ -42,6 +35,14 @@ def _die() -> None:
 def main() -> None:
     """Serves until SIGTERM."""
     arguments = parse()
+    import torch  # heavy, as transformers and the app are
+    import transformers
+
+    from services.engine.app import make_app
+    from services.engine.engine import Engine
+    from services.engine.model import Model
+    from services.http.app import serve
+
     transformers.utils.logging.disable_progress_bar()
     try:
         log = setup_logging("rollout-engine")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
-from services.reward.functions.base import Message, RewardFunction, Score
+from services.reward.functions.base import Message, RewardFunction, Score, WrongScores, reason_of
 from services.reward.pool import CallFailed, WorkerPool
 from services.reward.turns import Turns
 
@@ -26,6 +26,8 @@ QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
 """Answers that may wait for one function."""
 CALL_ITEMS = 64
 """Completions of one call of a function; larger batches are spread over the workers."""
+_REASONS = 20
+"""Different reasons for missing scores that are logged as warnings."""
 _RESERVED = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], object]
 """Raises InvalidInput for an item that the function cannot score; the second argument is the prefix of the field."""
@@ -43,6 +45,7 @@ class Host(ABC):
         self.name, self._check = name, check
         self.unfinished = 0
         """Items that wait or are scored now."""
+        self._reasons: set[str] = set()
         self.call_items: int | None = None
         """Completions of one call; None: `CALL_ITEMS`."""
 
@@ -87,10 +90,17 @@ class Host(ABC):
         try:
             return await self._call(*arguments(items), batch)
         except CallFailed as error:
-            if len(items) == 1:
-                log.warning("the reward function %s has no score for an answer: %s", self.name, error)
-                return [Score(None, error.status)]
+            if len(items) == 1 or error.always:
+                self._report(str(error))
+                return [Score(None, error.status, reason=str(error))] * len(items)
         return [score for alone in await asyncio.gather(*(self._chunk([item], batch) for item in items)) for score in alone]
+
+    def _report(self, reason: str) -> None:
+        """Logs a reason once: the same function fails in the same way for many answers."""
+        known = reason in self._reasons or len(self._reasons) >= _REASONS
+        if not known:
+            self._reasons.add(reason)
+        log.log(logging.DEBUG if known else logging.WARNING, "the reward function %s has no score: %s", self.name, reason)
 
     @abstractmethod
     async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
@@ -130,8 +140,7 @@ class ThreadHost(Host):
             except TimeoutError as error:
                 raise CallFailed("timeout", f"no answer within {self._timeout_s} s {error}") from None
             except Exception as error:
-                log.debug("the reward function %s failed", self.name, exc_info=True)
-                raise CallFailed("error", f"{type(error).__name__}: {error}") from error
+                raise CallFailed("error", reason_of(error), always=isinstance(error, WrongScores)) from error
 
 
 class ProcessHost(Host):
@@ -152,7 +161,7 @@ class ProcessHost(Host):
         message = {"function": self._index, "completions": completions, "columns": columns}
         content = json.loads(await self.pool.call(json.dumps(message).encode(), batch))
         if "error" in content:
-            raise CallFailed("error", content["error"])
+            raise CallFailed("error", content["error"], content["always"])
         return [Score(**score) for score in content["scores"]]
 
 

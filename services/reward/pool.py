@@ -31,10 +31,10 @@ _MAX_LINE_BYTES = 256 << 20
 
 
 class CallFailed(Exception):
-    """A call of a reward function gave no scores; `status` is that of its answers."""
+    """A call of a reward function gave no scores; `status` is that of its answers. `always`: no completions would get any."""
 
-    def __init__(self, status: RewardStatus, reason: str) -> None:
-        self.status = status
+    def __init__(self, status: RewardStatus, reason: str, always: bool = False) -> None:
+        self.status, self.always = status, always
         super().__init__(reason)
 
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
 from common.errors import ConfigError, InvalidInput, TooLarge
+from common.hub import check_model
 from common.observe import Metrics
 from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from common.sections import RewardSection
@@ -97,6 +98,7 @@ class RewardScorer:
                 )
                 self._hosts[name] = ThreadHost(judge, None, config.judge_concurrency, call_items=1)
             elif name == "reward_model":  # a process of its own: the server never loads torch
+                check_model(config.reward_model_name, "reward.reward_model_name")
                 arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
                 model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
                 spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)
@@ -205,6 +207,7 @@ class RewardScorer:
         reward, correct = whole.value, whole.correct
         if item.finish_reason == "length" and self.config.require_stop and reward is not None:
             reward, correct = 0.0, False
+        verified = correct is not None or reward in (0.0, 1.0)
         if correct is None:
             correct = reward is not None and reward > 0.5
         return RewardResult(
@@ -214,6 +217,8 @@ class RewardScorer:
             correct=correct and reward is not None,
             status=whole.status,
             components=whole.components,
+            verified=verified,
+            reason=whole.reason,
         )
 
     def _on_restart(self) -> None:

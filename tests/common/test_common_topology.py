@@ -1,5 +1,6 @@
 """Where every task is: on a cluster, under the local runner, and outside a job group."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -131,7 +132,18 @@ def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("script", "status", "last"),
     [
-        ("import sys; sys.exit('the reason')", 1, "the reason"),
+        (
+            "import os, time; from common.config import fail; from common.errors import ConfigError\n"
+            "if os.environ['RANK'] == '0': fail(ConfigError('the reason'))\n"
+            "time.sleep(1); print('the other one', file=os.sys.stderr); os._exit(75)",
+            2,
+            "rank 0: error: the reason",
+        ),
+        (
+            "from common.config import fail; from common.errors import ConfigError; fail(ConfigError('the reason'))",
+            2,
+            "error: the reason",
+        ),
         ("import os, sys; print('the reason', file=sys.stderr); sys.stderr.flush(); os._exit(2)", 2, "the reason"),
         ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
     ],
@@ -141,5 +153,6 @@ def test_the_last_line_of_torchrun_is_the_reason_and_its_status_the_rank_s(
 ) -> None:
     (tmp_path / "rank.py").write_text(script)
     command = [sys.executable, "-m", "common.topology", "torchrun", str(tmp_path / "rank.py")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    env = {**os.environ, "SKYPILOT_NUM_GPUS_PER_NODE": "2" if "RANK" in script else "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last)

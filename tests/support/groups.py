@@ -72,7 +72,7 @@ def batch_of(groups: Sequence[Group], config: Config, step: int = 0) -> Batch:
     return Batch.of([TrainingGroup(group) for group in groups], config, step)
 
 
-def known(column: list[_T] | None) -> list[_T]:
+def known(column: _T | None) -> _T:
     """A column of a batch, which was computed."""
     assert column is not None
     return column

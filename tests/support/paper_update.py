@@ -31,7 +31,8 @@ class Row:
     """[L] log-probabilities under the policy before the update."""
     reference: Tensor | None
     advantage: Tensor
-    """[L]"""
+    returns: Tensor | None
+    """[L] the critic's targets."""
     weight: float
     counts: bool
     current: bool
@@ -87,6 +88,7 @@ class PaperUpdate:
                         start,
                         self.score(reference, prompt, tokens)[0].detach() if self.algorithm.kl_coef else None,
                         torch.zeros(0),
+                        None,
                         weight,
                         not (self.algorithm.mask_truncated and completion.finish_reason == "length"),
                         min(version for version, _, _ in completion.weight_versions) == step,
@@ -123,6 +125,7 @@ class PaperUpdate:
                 row.advantage = torch.stack(
                     [sum(decay ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))]
                 )
+                row.returns = row.advantage + value
         else:
             shaped = [r - float(penalty.sum()) for r, penalty in zip(rewards, penalties, strict=True)]
             size = len(rows) // groups

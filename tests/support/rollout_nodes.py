@@ -21,7 +21,7 @@ from common.rollout_client import RolloutClient
 from common.schemas import WeightFile, WeightManifest, WorkerReport
 from common.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
 from tests.support.paths import ROOT
-from trainer.cli.tiny_model import make_model, make_tokenizer
+from trainer.cli.tiny_base import make_model, make_tokenizer
 from trainer.weights.publisher import WeightBoard
 
 GROUP = "test"

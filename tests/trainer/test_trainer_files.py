@@ -21,12 +21,12 @@ from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
 from trainer.observe.run_dir import read_lines
+from trainer.observe.timing import StageClock
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.evaluation import pass_at_k
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.timing import StageClock
 from trainer.weights.adapters import static_files
 from trainer.weights.publisher import Publisher, PublishFailed, WeightBoard
 

@@ -17,8 +17,8 @@ from common.errors import ConfigError
 from common.rollout_client import GenerationFailed
 from common.schemas import Prompt, RewardResult
 from common.sections import RewardSection
+from services.reward.answers.extract import extract_answer
 from services.reward.app import create_reward_app
-from services.reward.extract import extract_answer
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
 from trainer.api.generators import local_generator, openai_generator, sglang_generator
@@ -190,7 +190,7 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
     greedy, sampled = [answers[0] for answers in found], [answers[1:] for answers in found]
     graded = [result for _, result in greedy if result.reward is not None]
     if not graded:
-        raise GenerationFailed(f"no answer could be graded: {greedy[0][1].status}", code="not_graded")
+        raise GenerationFailed(f"no answer could be graded: {greedy[0][1].reason or greedy[0][1].status}", code="not_graded")
     right, count = sum(result.correct for result in graded), len(graded)
     tokens = [written.tokens for written, _ in greedy if written.tokens is not None]
     cut = [written.finish_reason == "length" for written, _ in greedy]

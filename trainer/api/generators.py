@@ -135,9 +135,7 @@ async def _ask(client: Client, path: str) -> httpx.Response | None:
         raise Unreachable(error.message, field="model", value=client.base_url, remedy=remedy) from None
     except ServiceError as error:
         if error.status in (401, 403):
-            raise ConfigError(
-                error.message, field="api_key", remedy="give the key of this server (--api-key-env on the command line)"
-            ) from None
+            raise ConfigError(error.message, field="api_key", remedy="give the key of this server (api_key)") from None
         return None
 
 
@@ -147,7 +145,7 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
     except (ValueError, KeyError, TypeError):
         ids = []
     if len(ids) != 1:
-        remedy = "name one (--model-id on the command line)"
+        remedy = "name one (model_id)"
         message = f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has"
         raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from common.errors import ConfigError
-from common.run_lock import RunLock
 from common.schemas import Prompt
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
 from trainer.api.evaluator import EvaluationResults, ModelEvaluator
-from trainer.api.settings import TrainerConfig
+from trainer.api.output import check_output, remove_run
+from trainer.api.settings import FIELDS, TrainerConfig
 from trainer.cli.export import export
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
@@ -27,9 +27,6 @@ from trainer.policy import checkpoint
 from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 from trainer.rollouts.prompts import Prompter
 
-_RUN_DIRECTORIES = ("checkpoints", "weights", "model", "base", "state", "trackers", "groups")
-_RUN_FILES = ("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl")
-"""Content of a run directory, which `overwrite_output_dir` removes together with the curves."""
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint beside the model."""
 _OLD_WEIGHTS = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.bin.index.json")
@@ -93,11 +90,12 @@ class OnlineRLTrainer:
         Raises ConfigError when `output_dir` holds another run and neither this nor `overwrite_output_dir` is set, and
         ServiceError when training fails.
         """
+        resume = resume_from_checkpoint or self._began
+        check_output(self.output_dir, resume or self.config.overwrite_output_dir)
         with self._config_field_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
-        resume = resume_from_checkpoint or self._began
         if not resume:
-            self._make_room()
+            remove_run(self.output_dir)
         self._began = True
         count, per_round = len(self._problems.train), self.config.total_steps(len(self._problems.train))
         newest = checkpoint.newest(self.output_dir / "checkpoints")
@@ -105,8 +103,14 @@ class OnlineRLTrainer:
         rounds = max(self._rounds + 1, math.ceil(done / per_round))
         settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds)
         target = console() if self.config.verbose else Console(quiet=True)
-        with self._config_field_names():
-            self._checkpoint = train_in_process(settings, target, problems=self._problems, rewards=self._rewards)
+        try:
+            with self._config_field_names():
+                self._checkpoint = train_in_process(settings, target, problems=self._problems, rewards=self._rewards)
+        except ConfigError:
+            if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: all of it is this call's
+                remove_run(self.output_dir)
+                self._began = False
+            raise
         self._rounds = rounds
         return self._result(self._checkpoint)
 
@@ -156,30 +160,16 @@ class OnlineRLTrainer:
 
     @contextmanager
     def _config_field_names(self) -> Iterator[None]:
-        """Renames the field of an error about the model to that of `TrainerConfig`."""
+        """Renames the field of an error to that of the Python API."""
         try:
             yield
         except ConfigError as error:
-            if error.field != "model.name":
-                raise
             reference = error.value == self.config.ref_model_name_or_path != self.config.model_name_or_path
-            field = "ref_model_name_or_path" if reference else "model_name_or_path"
+            names = {**FIELDS, "reward.functions": "reward_fn"} | (
+                {"model.name": "ref_model_name_or_path"} if reference else {}
+            )
+            field = names.get(error.field or "", error.field)
             raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from None
-
-    def _make_room(self) -> None:
-        there = [path for name in (*_RUN_DIRECTORIES, *_RUN_FILES) if (path := self.output_dir / name).exists()]
-        if not there:
-            return
-        if not self.config.overwrite_output_dir:
-            message = "there is a run in the output directory already"
-            remedy = "call train(resume_from_checkpoint=True), set overwrite_output_dir=True, or name another directory"
-            raise ConfigError(message, field="output_dir", value=str(self.output_dir), remedy=remedy)
-        with RunLock(self.output_dir, "that empties it", "output_dir"):
-            for path in [*there, self.output_dir / "curves.png"]:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")

@@ -7,10 +7,34 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
-from common.config import Config, from_validation
+from common.config import Config, from_mapping
 from common.errors import ConfigError, shorten
+from common.explain import did_you_mean, explained
 from trainer.api.presets import OTHER_NAMES, PRESETS
 
+_SETTINGS = {
+    "model.name": "model_name_or_path",
+    "model.reference": "ref_model_name_or_path",
+    "sampling.group_size": "num_generations",
+    "sampling.max_new_tokens": "max_new_tokens",
+    "sampling.temperature": "temperature",
+    "sampling.system_prompt": "system_prompt",
+    "algorithm.name": "trainer_type",
+    "algorithm.kl_coef": "kl_coef",
+    "algorithm.clip_low": "clip_range",
+    "critic.learning_rate": "critic_learning_rate",
+    "trainer.micro_batch_size": "per_device_train_batch_size",
+    "trainer.learning_rate": "learning_rate",
+    "trainer.lr_schedule": "lr_scheduler_type",
+    "trainer.weight_decay": "weight_decay",
+    "trainer.max_grad_norm": "max_grad_norm",
+    "trainer.checkpoint_every": "save_steps",
+    "trainer.keep_checkpoints": "save_total_limit",
+    "trainer.eval_every": "eval_steps",
+    "trackers.run_name": "run_name",
+}
+"""The field of `TrainerConfig` that each of these settings of the system has the value of."""
+FIELDS = _SETTINGS | {"trackers.names": "report_to", "algorithm.clip_high": "clip_range"}
 _DEFAULTS = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 """Defaults that differ from the system's; `TrainerConfig.settings` may set them."""
 
@@ -148,55 +172,28 @@ class TrainerConfig(BaseModel):
                 "trainer.eval_samples": held_out,
             }
         )
-        content: dict[str, Any] = {}
-        for name, value in (mapped | self.settings).items():
-            *path, last = name.split(".")
-            holder = content
-            for key in path:
-                holder = holder.setdefault(key, {})
-            holder[last] = value
         try:
-            return Config(**content)
-        except ValidationError as error:
-            found = from_validation(error)
-            remedy = "look at the field settings of TrainerConfig; `python -m trainer --help-all` explains every name"
+            return from_mapping(mapped | self.settings)
+        except ConfigError as error:
+            message = error.message
+            for name in filter(message.count, sorted(FIELDS, key=len, reverse=True)):
+                message = message.replace(name, FIELDS[name])
+            field = FIELDS.get(error.field or "", error.field)
             raise ConfigError(
-                f"the settings do not fit: {found.message}", field=found.field, value=found.value, remedy=remedy
+                f"the settings do not fit: {message}", field=field, value=error.value, remedy=error.remedy
             ) from None
 
     def _mapped(self) -> dict[str, Any]:
         """Returns the system's settings that follow from the fields alone."""
-        optional: dict[str, Any] = {}
-        if self.ref_model_name_or_path is not None:
-            optional["model.reference"] = self.ref_model_name_or_path
-        if self.critic_learning_rate is not None:
-            optional["critic.learning_rate"] = self.critic_learning_rate
-        if self.run_name:
-            optional["trackers.run_name"] = self.run_name
-        return optional | {
+        same = {name: getattr(self, field) for name, field in _SETTINGS.items() if getattr(self, field) is not None}
+        return same | {
             "seed": self.seed,
-            "model.name": self.model_name_or_path,
             "model.dtype": "bfloat16" if self.bf16 else "float32",
             "rollout.engine": "embedded",
             "rollout.max_context_tokens": self.max_prompt_length + self.max_new_tokens,
-            "sampling.group_size": self.num_generations,
-            "sampling.max_new_tokens": self.max_new_tokens,
-            "sampling.temperature": self.temperature,
-            "sampling.system_prompt": self.system_prompt,
-            "algorithm.name": self.trainer_type,
-            "algorithm.kl_coef": self.kl_coef,
-            "algorithm.clip_low": self.clip_range,
             "algorithm.clip_high": self.clip_range,
             "trainer.device": "cuda" if self.use_gpu else "cpu",
             "trainer.batch_size": self.problems_per_step,
-            "trainer.micro_batch_size": self.per_device_train_batch_size,
-            "trainer.learning_rate": self.learning_rate,
-            "trainer.lr_schedule": self.lr_scheduler_type,
-            "trainer.weight_decay": self.weight_decay,
-            "trainer.max_grad_norm": self.max_grad_norm,
-            "trainer.checkpoint_every": self.save_steps,
-            "trainer.keep_checkpoints": self.save_total_limit,
-            "trainer.eval_every": self.eval_steps,
             "trackers.names": [name.strip() for name in self.report_to.split(",") if name.strip()],
         }
 
@@ -252,7 +249,7 @@ class TrainerConfig(BaseModel):
 
     def _check_settings(self) -> None:
         fixed = {"trainer.run_dir", "state_dir", "trainer.num_epochs", "trainer.max_steps", "trainer.warmup_steps"}
-        fixed |= {"trainer.eval_samples", "trainer.resume", "model.reference", "critic.learning_rate", *self._mapped()}
+        fixed |= {"trainer.eval_samples", "trainer.resume", *_SETTINGS, *self._mapped()}
         for name, value in self.settings.items():
             if name in fixed:
                 message, remedy = f"{name} follows from the other fields", "set the field of TrainerConfig instead"
@@ -284,10 +281,10 @@ def _named(error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
     if first["type"] == "extra_forbidden":
-        other = OTHER_NAMES.get(name)
-        fields = ", ".join(TrainerConfig.model_fields)
-        remedy = f"it is called {other} here" if other else f"the fields are {fields}"
+        other, fields = OTHER_NAMES.get(name), list(TrainerConfig.model_fields)
+        remedy = (
+            f"it is called {other} here" if other else did_you_mean(name, [], fields) or f"the fields are {', '.join(fields)}"
+        )
         return ConfigError(f"TrainerConfig has no field {name}", field=name, value=shorten(first["input"]), remedy=remedy)
-    meaning = TrainerConfig.model_fields[name].description if name in TrainerConfig.model_fields else None
-    remedy = " ".join(meaning.split()) if meaning else "see docs/how-to/python-api.md"
-    return ConfigError(first["msg"], field=name, value=shorten(first["input"]), remedy=remedy)
+    message, remedy = explained(first)
+    return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)

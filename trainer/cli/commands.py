@@ -1,16 +1,21 @@
 """Shared parts of `trainer.train_math` and `trainer.evaluate_model`: arguments from fields, and data sets."""
 
 import argparse
-from typing import Any, get_args
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
 
+from common.config import from_mapping, names
 from common.errors import ConfigError
 from common.schemas import Prompt
-from services.data.loaders import CustomDatasetLoader, GSM8KLoader, Loader, MATHLoader, TinyLoader
+from common.sections import DataSection
+from services.data.loaders import loader_of
 
-_LOADERS = {"gsm8k": GSM8KLoader, "math": MATHLoader, "tiny": TinyLoader}
 DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a file or directory"
 
 
@@ -38,23 +43,26 @@ def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], fl
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Splits `section.name=value`. Raises ArgumentTypeError for another form."""
+    """Splits `section.name=value`; a list may be written with commas. Raises ArgumentTypeError for another form."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: write it like algorithm.entropy_coef=0.001")
     try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"the value of {text!r} cannot be read: {error}") from None
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"the value of {text!r} is no YAML: put it in quotes") from None
+    known = names().get(name)
+    is_list = known is not None and any(get_origin(kind) is list for kind in (known.annotation, *get_args(known.annotation)))
+    return name, [part.strip() for part in value.split(",")] if is_list and not isinstance(read, list) else read
 
 
 def problems(
-    name: str, split: str, num_samples: int | None, at_most: int | None = None, seed: int = 0, shuffle: bool = False
+    data: DataSection, split: str, num_samples: int | None, at_most: int | None = None, seed: int = 0, shuffle: bool = False
 ) -> list[Prompt]:
     """Loads problems of the data set that a command names.
 
     Args:
-        name: see `DATASETS`.
+        data: source, and further settings.
         split: split of the data set.
         num_samples: exact number of problems.
         at_most: largest number of problems when `num_samples` is None.
@@ -62,12 +70,33 @@ def problems(
 
     Raises ConfigError when the data set does not load.
     """
-    loader: Loader = _LOADERS[name]() if name in _LOADERS else CustomDatasetLoader(name)
-    try:
-        found = loader.load(split, num_samples, seed, shuffle)
-    except ConfigError as error:
-        names = {"data.source": "--dataset", "data.num_samples": "--num-samples"}
-        raise ConfigError(
-            error.message, field=names.get(error.field or "", error.field), value=error.value, remedy=error.remedy
-        ) from None
+    found = loader_of(data).load(split, num_samples, seed, shuffle)
     return found if num_samples else found[:at_most]
+
+
+def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})) -> DataSection:
+    """Returns the settings of a data set. Raises ConfigError for settings that are wrong, or that `source` does not read."""
+    return from_mapping({"data.source": source, **settings}).data
+
+
+@contextmanager
+def own_words(flags: Mapping[str, str]) -> Iterator[None]:
+    """Puts the arguments of a command in the place of names in an error.
+
+    Args:
+        flags: arguments by the names of settings, and of fields and parameters of the Python API.
+    """
+    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+    known = re.compile(rf"(?<![\w.-])(?:TrainerConfig\.)?({names})(?![\w-])(?:=(True|'\w+'))?")
+
+    def argument(found: re.Match[str]) -> str:
+        if found[1].isalpha() and found[2] is None:  # such as `seed`, which is a word of English too
+            return found[0]
+        return flags[found[1]] + ("" if found[2] in (None, "True") else f" {found[2].strip(chr(39))}")
+
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field and flags.get(error.field, f"--set {error.field}" if "." in error.field else error.field)
+        message, remedy = known.sub(argument, error.message), error.remedy and known.sub(argument, error.remedy)
+        raise ConfigError(message, field=field, value=error.value, remedy=remedy) from None

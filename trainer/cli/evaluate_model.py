@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from common.cli import Parser, positive, run
 from common.errors import ConfigError
-from trainer.cli.commands import DATASETS, problems
+from common.hub import check_model
+from common.storing import make_directory
+from trainer.cli.commands import DATASETS, data_section, own_words, problems
 
 if TYPE_CHECKING:
     from trainer.api.evaluator import EvaluationResults
@@ -26,6 +28,17 @@ A comparison is paired: both models answer the same problems, and only those on 
 interval does not contain 0, the difference is more than chance.
 """
 _SHOWN = 10
+_WORDS = {
+    "model": "--model",
+    "api_key": "--api-key-env",
+    "model_id": "--model-id",
+    "dataset": "--dataset",
+    "data.source": "--dataset",
+    "data.num_samples": "--num-samples",
+    "sampling.system_prompt": "--system-prompt",
+    "model.name": "--model",
+}
+"""The argument for every name that the Python API and the loaders use."""
 
 
 def parser() -> Parser:
@@ -62,12 +75,30 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Evaluates, compares and prints. Raises ServiceError when that cannot be done."""
     arguments = vars(parser().parse_args(argv))
+    with own_words(_WORDS):
+        _compare(arguments)
+
+
+def _compare(arguments: dict[str, Any]) -> None:
+    """Judges the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(
-            "there is no such directory", field="--output-file", value=str(output), remedy="make it, or name another file"
-        )
-    dataset = problems(arguments["dataset"], arguments["split"], arguments["num_samples"], at_most=50)
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        problem = "it is a directory" if output.is_dir() else "there is no such directory"
+        raise ConfigError(problem, field="--output-file", value=str(output), remedy="make it, or name another file")
+    if output is not None:
+        make_directory(output.parent, "--output-file")
+    if arguments["temperature"] <= 0:
+        remedy = "give one above 0; every evaluation has greedy answers too"
+        raise ConfigError("this number is too small", field="--temperature", value=arguments["temperature"], remedy=remedy)
+    local = [flag for flag in ("--model", "--compare") if arguments[flag[2:]] and not _served(arguments[flag[2:]])]
+    if arguments["compare"] is None and local:
+        for flag in ("--tokenizer", "--model-id", "--api-key-env"):
+            if (given := arguments[flag[2:].replace("-", "_")]) is not None:
+                remedy = "leave it out, or give the URL of a server as --model"
+                raise ConfigError("a local model does not need it", field=flag, value=given, remedy=remedy)
+    for flag in [*local, *(["--tokenizer"] if arguments["tokenizer"] else [])]:
+        check_model(arguments[flag[2:]], flag)
+    dataset = problems(data_section(arguments["dataset"]), arguments["split"], arguments["num_samples"], at_most=50)
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
     texts = [_summary(first)]
@@ -90,10 +121,14 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
 
     names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency")
     options: dict[str, Any] = {name: arguments[name] for name in names}
-    if model.startswith(("http://", "https://")):
+    if _served(model):
         options |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
     with closing(MathRewardFunction()) as reward:
         return ModelEvaluator(model, **options).evaluate(dataset, reward, arguments["k"])
+
+
+def _served(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
 
 
 def _key(variable: str | None) -> str | None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from common.cli import Parser, run
 from common.errors import ConfigError
+from common.hub import check_model
+from common.storing import make_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = """\
@@ -25,9 +27,9 @@ def parser() -> Parser:
     return made
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = parser().parse_args()
+    arguments = parser().parse_args(argv)
     print(f"written to {export(**vars(arguments))}")
 
 
@@ -40,6 +42,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_cod
         raise ConfigError("it exists", field="OUT", value=str(out), remedy="name a directory that is not there yet")
     if not checkpoint.is_dir():
         raise ConfigError("there is no such directory", field="CHECKPOINT", value=str(checkpoint), remedy="name a checkpoint")
+    check_model(str(checkpoint), "CHECKPOINT")
+    make_directory(out.parent, "OUT")
     import torch
 
     from common.sections import ModelSection

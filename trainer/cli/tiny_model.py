@@ -1,167 +1,32 @@
-"""Tiny base model of the built-in task, built in about a minute on two CPU cores.
+"""Builds the tiny base model of the built-in task, a Hugging Face directory, in about a minute on two CPU cores."""
 
-`python -m trainer.tiny_model DIRECTORY [--seed N]` writes a Hugging Face directory: a Qwen2 of about 125,000 parameters with a
-tokenizer of its own, warm-started on worked and, in the end, mostly bare answers. The result is an "instruct base" that
-knows the arithmetic but rarely shows its working; reinforcement learning teaches it to.
-"""
-
-import itertools
-import logging
-import math
-import os
-import random
-import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.progress import Progress
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-from common.cli import Parser
-from services.data.tiny import TinyProblem, problems
-
-END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PROBLEMS, STEPS, BATCH = 8000, 800, 32
-BARE, BARE_LATE, LATE = 0.2, 0.8, 0.8
-"""Share of bare answers: first mostly worked ones, which teach the arithmetic; from step LATE × STEPS on mostly bare
-ones, which teach a habit of answering off the cuff."""
-MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
+from common.cli import Parser, run
+from common.errors import ConfigError
+from common.storing import make_directory
 
 
-def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE of 420 tokens with single digits and the ChatML template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=[END, START, TURN_END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END, chat_template=CHAT_TEMPLATE, model_max_length=512
-    )
+def parser() -> Parser:
+    """Returns the command line."""
+    made = Parser("trainer.tiny_model", __doc__ or "", "DIRECTORY [--seed N]")
+    made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where the model goes; left as it is when it exists")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="of data, initial weights and batch order (default 0)")
+    return made
 
 
-def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
-    """Returns the architecture with random weights from torch's current generator."""
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
+def main(argv: list[str] | None = None) -> None:
+    """Builds the model. Raises ConfigError for a directory that cannot take it."""
+    arguments = parser().parse_args(argv)
+    directory: Path = arguments.directory
+    if directory.exists() and not (directory / "config.json").exists():
+        problem, remedy = "it exists and is no model directory", "remove it, or name another"
+        raise ConfigError(problem, field="DIRECTORY", value=str(directory), remedy=remedy)
+    make_directory(directory.parent, "DIRECTORY")
+    from trainer.cli.tiny_base import build  # heavy: torch and transformers
 
-
-_Example = tuple[list[int], list[int], list[int]]
-"""Token ids of one problem: prompt, worked answer, bare answer."""
-
-
-def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:
-    chat = [{"role": "user", "content": problem.question}]
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    worked, bare = problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}"
-    return tokenizer(prompt).input_ids, tokenizer(worked).input_ids, tokenizer(bare).input_ids
-
-
-def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Returns right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
-    inputs = [torch.tensor(prompt + target) for prompt, target in rows]
-    labels = [torch.tensor([-100] * len(prompt) + target) for prompt, target in rows]
-    return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(labels, batch_first=True, padding_value=-100)
-
-
-def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng: random.Random, console: Console) -> None:
-    """Trains on the targets: Muon for the hidden matrices, AdamW for the rest, cosine schedule."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=MUON_LR, adjust_lr_fn="match_rms_adamw", weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=ADAM_LR, weight_decay=0.0),
-    ]
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5 * (1 + math.cos(math.pi * step / STEPS))) for o in optimizers
-    ]
-    model.train()
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("warm start of the tiny base model", total=STEPS)
-        for step in range(STEPS):
-            bare = BARE if step < LATE * STEPS else BARE_LATE
-            sampled = rng.sample(examples, BATCH)
-            rows = [(prompt, short if rng.random() < bare else worked) for prompt, worked, short in sampled]
-            inputs, labels = _batch(rows, pad)
-            hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
-            targets = labels[:, 1:]
-            logits = model.lm_head(hidden[:, :-1][targets != -100])
-            loss = nn.functional.cross_entropy(logits, targets[targets != -100])
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            progress.advance(task)
-            if not console.is_terminal and (step + 1) % 100 == 0:
-                console.print(f"warm start: step {step + 1}/{STEPS}, loss {loss.item():.3f}")
-
-
-def build(directory: Path, seed: int = 0, console: Console | None = None) -> None:
-    """Builds the base model in `directory` unless it exists; atomic."""
-    console = console or Console(stderr=True)
-    if (directory / "config.json").exists():
-        return
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    texts = list(itertools.islice(problems("train", seed), PROBLEMS))
-    tokenizer = make_tokenizer(f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts)
-    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    examples = [_encode(tokenizer, problem) for problem in texts]
-    warm_start(model, examples, tokenizer.pad_token_id, rng, console)
-    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    try:
-        partial.rename(directory)
-    except OSError:  # another process was faster
-        if not (directory / "config.json").exists():
-            raise
-        shutil.rmtree(partial)
-    console.print(f"tiny base model: {sum(p.numel() for p in model.parameters()):,} parameters in {directory}")
-
-
-def _main() -> None:
-    parser = Parser("trainer.tiny_model", (__doc__ or "").split("\n\n")[0])
-    parser.add_argument("directory", type=Path, help="where the model goes; left as it is when it exists")
-    parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and batch order")
-    arguments = parser.parse_args()
-    if arguments.directory.exists() and not (arguments.directory / "config.json").exists():
-        sys.exit(f"error: {arguments.directory} exists and is no model directory: remove it or name another one")
-    arguments.directory.parent.mkdir(parents=True, exist_ok=True)
-    build(arguments.directory, arguments.seed)
+    build(directory, arguments.seed)
 
 
 if __name__ == "__main__":
-    _main()
+    run(main, "; nothing was written")

@@ -4,11 +4,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from common.cli import Parser, positive, run
+from common.cli import Parser, count, positive, run
 from common.errors import ConfigError
+from common.hub import check_model
+from common.storing import make_directory
+from trainer.api.output import check_output
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
-from trainer.cli.commands import DATASETS, add_fields, problems, setting
+from trainer.cli.commands import DATASETS, add_fields, data_section, own_words, problems, setting
 from trainer.trackers.thread import prompt_exit
 
 _EPILOG = """\
@@ -25,10 +28,22 @@ examples:
   # your own problems (columns question and answer), a preset, and a setting that has no argument of its own
   python -m trainer.train_math --preset rloo_math --dataset problems.jsonl --set algorithm.entropy_coef=0.001
 
+  # the hardest problems of MATH
+  python -m trainer.train_math --dataset math --set data.levels=4,5
+
 how good has it become?
   python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny
 """
 _FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_model_name_or_path": "--ref-model"}
+_WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fields if name != "settings"} | {
+    **_FLAGS,
+    "resume_from_checkpoint": "--resume",
+    "train_dataset": "--dataset",
+    "eval_dataset": "--eval-samples",
+    "data.source": "--dataset",
+    "data.num_samples": "--num-samples",
+}
+"""The argument for every name that the Python API and the loaders use."""
 
 
 def parser() -> Parser:
@@ -41,7 +56,7 @@ def parser() -> Parser:
     data.add_argument("--num-samples", type=positive, metavar="N", help="training problems, drawn with --seed; all when unset")
     data.add_argument(
         "--eval-samples",
-        type=int,
+        type=count,
         default=50,
         metavar="N",
         help="held-out problems, at most, that are answered before and after training; 0: none (default 50)",
@@ -57,7 +72,8 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other setting of the system, such as algorithm.entropy_coef=0.001; `python -m trainer --help` lists them",
+        help="any other setting of the system, such as algorithm.entropy_coef=0.001 or data.levels=4,5; `python -m trainer "
+        "--help-all` lists them",
     )
     fields = {name: field for name, field in TrainerConfig.model_fields.items() if name not in ("settings", "verbose")}
     add_fields(made.add_argument_group("training"), fields, _FLAGS)
@@ -67,23 +83,41 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Trains and saves a model. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
+    with own_words(_WORDS):
+        _train(arguments)
+
+
+def _train(arguments: dict[str, Any]) -> None:
+    """Judges the arguments before anything heavy is imported, then trains."""
     chosen: dict[str, Any] = {name: arguments[name] for name in TrainerConfig.model_fields if name in arguments}
-    chosen |= {"settings": dict(arguments["set"]), "verbose": not arguments["quiet"]}
+    settings = dict(arguments["set"])
+    of_data = {name: settings.pop(name) for name in [*settings] if name.startswith("data.") and name != "data.curriculum"}
+    chosen |= {"settings": settings, "verbose": not arguments["quiet"]}
     if arguments["resume"] and chosen.get("output_dir") is None:
         raise ConfigError("there is no run to go on with", field="--resume", value=True, remedy="name its --output-dir")
-    preset = arguments["preset"]
+    preset, save_to = arguments["preset"], arguments["save_to"]
     config = TrainerConfig.preset(preset, **chosen) if preset else TrainerConfig(**chosen)
-    train = problems(arguments["dataset"], "train", arguments["num_samples"], seed=config.seed, shuffle=True)
+    data = data_section(arguments["dataset"], of_data)
+    if config.output_dir is not None:
+        check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
+    if save_to is not None:
+        make_directory(save_to, "--save-to")
+    check_model(config.model_name_or_path, "model_name_or_path")
+    if config.ref_model_name_or_path:
+        check_model(config.ref_model_name_or_path, "ref_model_name_or_path")
+    train = problems(data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True)
     held_out = arguments["eval_samples"]
-    test = problems(arguments["dataset"], "test", None, at_most=held_out) if held_out > 0 else None
+    test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
 
+    if config.verbose:
+        print(f"{len(train)} training problems; loading torch and {config.model_name_or_path} …", flush=True)
     from services.reward.functions import MathRewardFunction
     from trainer.api.online import OnlineRLTrainer  # heavy: torch and transformers
 
     with closing(MathRewardFunction()) as reward:
         trainer = OnlineRLTrainer(config, reward, train, test)
         trainer.train(resume_from_checkpoint=arguments["resume"])
-    saved = trainer.save_model(arguments["save_to"] or trainer.output_dir / "final")
+    saved = trainer.save_model(save_to or trainer.output_dir / "final")
     print(f"model:      {saved}")
     if config.verbose:
         print(

@@ -14,7 +14,7 @@ from trainer.dashboard.columns import Columns, notes, numbers
 from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import limits
-from trainer.timing import STAGES, WAITING
+from trainer.observe.timing import STAGES, WAITING
 
 
 class RunSummary(BaseModel):
@@ -42,6 +42,9 @@ class RunReader:
             raise ConfigError(
                 "there is no such run directory", field="RUN_DIR", value=str(directory), remedy="name one, as runs/NAME"
             )
+        if not live and not any((directory / name).exists() for name in ("config.json", "metrics.jsonl")):
+            remedy = "name the directory that a run wrote, as runs/NAME: it has a config.json"
+            raise ConfigError("this is no run directory", field="RUN_DIR", value=str(directory), remedy=remedy)
         self.directory, self.live = directory, live
         self._lock = threading.Lock()
         self._metrics, self._evaluations = (JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from trainer.timing import STAGES, WAITING
+from trainer.observe.timing import STAGES, WAITING
 
 mpl.use("Agg")  # before pyplot: no display is needed
 

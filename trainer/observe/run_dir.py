@@ -28,8 +28,8 @@ from common.schemas import Group
 from common.storing import storing
 from common.wire import group_json
 from trainer.observe.hints import hints, remember
+from trainer.observe.timing import STAGES, WAITING
 from trainer.rollouts.evaluation import Evaluation
-from trainer.timing import STAGES, WAITING
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
@@ -78,6 +78,8 @@ class StepRecord:
     """Alarms by name, with the likely cause (`trainer.observe.alarms`)."""
     hints: dict[str, str] = field(default_factory=dict)
     """Hints by name (`trainer.observe.hints`); the recorder adds them."""
+    verified: bool = True
+    """Whether the rewards say what is correct; else `accuracy` is the share of rewards above 0.5."""
 
 
 class Recorder:
@@ -174,10 +176,10 @@ class Recorder:
         self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
         self._trackers.evaluation(evaluation)
         passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
-        self.say(
-            f"evaluation at step {evaluation.step}: held-out accuracy {evaluation.accuracy:.3f} "
-            f"± {evaluation.standard_error:.3f} ({evaluation.num_samples} problems){passed}"
-        )
+        found = f"held-out accuracy {evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
+        if not evaluation.verified:
+            found, passed = f"held-out reward {evaluation.mean_reward:.3f}", ""
+        self.say(f"evaluation at step {evaluation.step}: {found} ({evaluation.num_samples} problems){passed}")
 
     def report(self, checkpoint: Path) -> None:
         """Writes the curves, and prints seconds by stage, evaluations before and after, sample problems and paths."""
@@ -222,7 +224,7 @@ def step_line(record: StepRecord, total: int) -> str:
     """Returns the console line of a step, at most 120 columns; zero counts at the end are left out."""
     seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
     line = (
-        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  acc {record.accuracy:.3f}  "
+        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  {f'acc {record.accuracy:.3f}  ' * record.verified}"
         f"tokens {record.completion_tokens:.0f}  {_short(sum(seconds.values()))} s "
         f"(gen {_short(seconds['generation'])}, train {_short(training)})"
     )
@@ -297,8 +299,9 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
     columns = (Column(header, justify="right") for header in headers)
     table = Table(*columns, title=f"held-out split, {after['num_samples']} problems")
-    rows = [("greedy accuracy", "accuracy")]
-    if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
+    verified = before.get("verified", True) and after.get("verified", True)
+    rows = [("greedy accuracy", "accuracy") if verified else ("mean reward", "mean_reward")]
+    if verified and before["pass_at_k"] is not None and after["pass_at_k"] is not None:
         rows.append((f"pass@{after['k']}", "pass_at_k"))
     for title, key in rows:
         table.add_row(title, f"{before[key]:.3f}", f"{after[key]:.3f}")

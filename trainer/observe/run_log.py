@@ -14,10 +14,10 @@ from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
+from trainer.observe.timing import CpuClock, StageClock
 from trainer.policy.policy import PolicyUpdate
 from trainer.rollouts.collector import DroppedGroup, Drops
 from trainer.rollouts.evaluation import Evaluation
-from trainer.timing import CpuClock, StageClock
 
 
 class RunLog:
@@ -95,6 +95,7 @@ class RecordedRun(RunLog):
             cpu_seconds=self._cpu.lap(),
             update=asdict(update.metrics),
             critic=asdict(critic) if critic else None,
+            verified=all(completion.verified for completion in completions),
             alarms=alarms(update.metrics, float(np.mean(ages)), self._config),
         )
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
+from common.hub import check_model
 from common.sections import ModelSection, TrainerSection
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
@@ -85,6 +86,8 @@ def load_scorer(
             value=pretrained.source,
             remedy="merge it first: python -m trainer.export ADAPTER OUT",
         )
+    if directory is None:
+        check_model(config.name)
     low = computes_low(config, ranks)
     try:
         scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
@@ -100,6 +103,7 @@ def load_scorer(
 def load_tokenizer(config: ModelSection) -> Any:
     """Loads the tokenizer of `config.name`. Raises ConfigError when it cannot be loaded."""
     quiet()
+    check_model(config.name)
     try:
         return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -108,6 +112,7 @@ def load_tokenizer(config: ModelSection) -> Any:
 
 def context_length(config: ModelSection) -> int | None:
     """Returns the context of `config.name` in tokens; None if the model names none. Raises ConfigError if it is unreadable."""
+    check_model(config.name)
     try:
         found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:

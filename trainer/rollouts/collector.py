@@ -36,11 +36,11 @@ from common import logs
 from common.config import Config
 from common.errors import ServiceError
 from common.schemas import Completion, Group, Prompt
+from trainer.observe.timing import StageClock
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.services import Services
-from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256
@@ -215,10 +215,11 @@ class Collector:
         for completion, result in zip(completions, results, strict=True):
             completion.reward, completion.correct = math.nan if result.reward is None else result.reward, result.correct
             completion.status, completion.extracted_answer = result.status, result.extracted_answer
+            completion.verified = result.verified
             completion.components = result.components
         for result in results:
             if result.reward is None:
-                raise _Failed("reward", f"an answer could not be graded: {result.status}")
+                raise _Failed("reward", f"an answer could not be graded: {result.reason or result.status}")
 
     async def _store(self, groups: list[Group]) -> list[None]:
         await self._services.replay.add(groups)

@@ -46,6 +46,10 @@ class Evaluation:
     """Share of problems with at least one correct answer among k sampled ones; None when it was not measured."""
     k: int
     answers: list[Answer]
+    mean_reward: float = 0.0
+    """Of the greedy answers."""
+    verified: bool = True
+    """Whether the rewards say what is correct; else an answer counts as correct with a reward above 0.5."""
 
     def summary(self) -> dict[str, Any]:
         """Returns all fields but the answers."""
@@ -193,7 +197,9 @@ async def evaluate(
     for prompt, graded in zip(prompts, found, strict=True):
         for _, result in graded:
             if result.reward is None:
-                raise GenerationFailed(f"an answer to {prompt.id} could not be graded: {result.status}", code="not_graded")
+                raise GenerationFailed(
+                    f"an answer to {prompt.id} could not be graded: {result.reason or result.status}", code="not_graded"
+                )
         answers.append(Answer(prompt.id, prompt.prompt, prompt.ground_truth, graded[0][0].text, graded[0][1].correct))
     accuracy = sum(answer.correct for answer in answers) / len(answers)
     passed = [pass_at_k(k, sum(result.correct for _, result in graded[1:]), k) for graded in found[:pass_samples]]
@@ -205,6 +211,8 @@ async def evaluate(
         pass_at_k=sum(passed) / len(passed) if passed else None,
         k=k,
         answers=answers,
+        mean_reward=sum(graded[0][1].reward or 0.0 for graded in found) / len(found),
+        verified=all(result.verified for graded in found for _, result in graded),
     )
 
 

@@ -19,6 +19,16 @@ class Prompter:
     system_prompt: str
     stop_token_ids: list[int]
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a system prompt that nothing would put before the problems."""
+        if self.system_prompt and not self.tokenizer.chat_template:
+            raise ConfigError(
+                "the model has no chat template, in which a system prompt would stand",
+                field="sampling.system_prompt",
+                value=self.system_prompt,
+                remedy="leave it out and put the text into the problems, or take an instruct model",
+            )
+
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Applies the model's chat template, if it has one. Raises ConfigError for a chat when it has none."""
         return self.all_token_ids([prompt])[0]

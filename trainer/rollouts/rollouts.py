@@ -10,19 +10,20 @@ from functools import partial
 
 from common import watchdog
 from common.config import Config
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.logs import SHOWN
 from common.schemas import Group, TakeRequest
 from common.wire import decode_groups, encode_groups
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.background import LoopThread
+from trainer.observe.timing import StageClock
 from trainer.rollouts.collector import MAX_STORE, CollectFailed, Collector, Drops
+from trainer.rollouts.evaluation import GeneratedAnswer
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.prompts import Prompter
+from trainer.rollouts.prompts import Prompter, reward_items
 from trainer.rollouts.services import Services
-from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -137,8 +138,31 @@ class ServedRollouts(Rollouts):
         dropped = self._loop.call(replay.reset_fresh(position if reuses else None))
         if dropped:
             log.info("dropped %d groups of an earlier attempt; their prompts are drawn again", dropped)
+        if not known:
+            self._loop.call(self._try_rewards())
         self._loop.call(self._services.data.seek(position))
         return int(self._ranks.broadcast(str(self._total_steps).encode()))
+
+    async def _try_rewards(self) -> None:
+        """Grades made-up answers to one problem. Raises ConfigError when none of them gets a reward.
+
+        Else a function that cannot work would fail for every group, long after the start.
+        """
+        prompt = (await self._services.data.prompts(1, f"{self._run_id}-trial")).prompts[0]
+        answers = [GeneratedAnswer(prompt.ground_truth or "0", "stop", None)] * 2
+        try:
+            results = (await self._services.reward.batch_reward(reward_items(prompt, answers))).rewards
+        except ServiceError as error:  # about this problem alone: its group will be dropped and counted
+            log.warning("the reward functions could not be tried: %s", error)
+            return
+        if any(result.reward is not None for result in results):
+            return
+        if results[0].status == "timeout":
+            limit = self._config.reward.function_timeout_s
+            remedy = "make it faster, or raise this setting (in the Python API an item of TrainerConfig.settings)"
+            raise ConfigError(results[0].reason, field="reward.function_timeout_s", value=limit, remedy=remedy)
+        message = f"the reward functions give no reward to a first answer: {results[0].reason or results[0].status}"
+        raise ConfigError(message, field="reward.functions", remedy="correct the function, and try it by itself")
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:

@@ -5,8 +5,8 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Protocol
 
+from trainer.observe.timing import PUBLISHING, StageClock
 from trainer.policy.policy import Policy
-from trainer.timing import PUBLISHING, StageClock
 from trainer.weights.publisher import Weights
 
 _LAST_PUSH_S = 5.0

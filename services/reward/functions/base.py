@@ -1,19 +1,21 @@
 """The interface of reward functions, and the handler that calls them in a worker process."""
 
+import inspect
 import json
-import logging
 import math
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, InvalidInput
+from common.errors import ConfigError, InvalidInput, shorten
 from common.imports import import_callable
 from common.schemas import RewardStatus
 
-log = logging.getLogger(__name__)
-_MAX_REASON_CHARS = 500
+_MAX_REASON_CHARS, _MAX_FRAMES = 500, 8
+_HERE = Path(__file__).resolve().parents[1]
 _LARGEST = 3e38  # of a float32, in which the trainer computes
 Message = dict[str, str]
 """`{"role": …, "content": …}`"""
@@ -32,6 +34,8 @@ class Score:
     """What was verified: the extracted answer, or the outcome of every test case."""
     components: dict[str, float | None] = field(default_factory=dict)
     """Score of every part of a composite by its name, before weights."""
+    reason: str = ""
+    """Why there is no value."""
 
     def __post_init__(self) -> None:
         """Makes plain numbers of the values; one that is no number of a float32 is an error."""
@@ -40,6 +44,10 @@ class Score:
             object.__setattr__(self, "status", "error")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "components", {name: _number(part) for name, part in self.components.items()})
+
+
+class WrongScores(InvalidInput):
+    """A reward function returned something else than a number for each completion; other completions would not help."""
 
 
 def _number(value: Any) -> float | None:
@@ -89,16 +97,34 @@ class RewardFunction(ABC):
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns the results of `__call__` with verdicts and details where the function has them.
 
-        Raises InvalidInput when it does not return a number for every completion.
+        Raises WrongScores when it does not return a number for every completion.
         """
-        values = list(self(completions, **kwargs))
-        if len(values) != len(completions):
-            raise InvalidInput(
-                f"the reward function {self.name} returned {len(values)} scores for {len(completions)} completions",
+        values: Any = self(completions, **kwargs)
+        if inspect.iscoroutine(values):
+            values.close()
+            problem = "is a coroutine: define it with def, not async def"
+        elif isinstance(values, Iterable) and not isinstance(values, str | bytes | dict):
+            values = list(values)
+            problem = "" if len(values) == len(completions) else f"returned {len(values)} scores"
+        else:
+            problem = f"returned {'None' if values is None else f'a {type(values).__name__}'}"
+        if problem:
+            raise WrongScores(
+                f"the reward function {self.name} {problem} for {len(completions)} completions",
                 field=self.name,
-                remedy="return one number for each completion",
+                remedy="return a list with one number for each completion, NaN for one that has no score",
             )
-        return [Score(value) for value in values]
+        return [Score(value, reason="" if _number(value) is not None else f"{value!r:.80} is no number") for value in values]
+
+
+def reason_of(error: Exception) -> str:
+    """Returns an error with the file and the line of the function that raised it."""
+    if isinstance(error, WrongScores):
+        return error.message
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_HERE)] or frames
+    where = "".join(traceback.format_list(own[-_MAX_FRAMES:]))
+    return f"{type(error).__name__}: {shorten(str(error), _MAX_REASON_CHARS)}\n{where}".rstrip()
 
 
 class DetailedRewardFunction(RewardFunction):
@@ -178,6 +204,5 @@ def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
     try:
         scores = function.scores(call["completions"], **call["columns"])
     except Exception as error:
-        log.warning("the reward function %s failed", function.name, exc_info=True)
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]})
+        return json.dumps({"error": reason_of(error), "always": isinstance(error, WrongScores)})
     return json.dumps({"scores": [asdict(score) for score in scores]})

@@ -72,6 +72,7 @@ def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
         correct=all(verdicts) if verdicts else None,
         answer=next((part.answer for part in parts.values() if part.answer is not None), None),
         components=components,
+        reason=next((f"{name}: {part.reason}" for name, part in parts.items() if part.value is None), ""),
     )
 
 

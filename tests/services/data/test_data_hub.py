@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.data.hub import REACH_S, is_hub_name
+from common.hub import REACH_S
+from services.data.hub import is_hub_name
 from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
 

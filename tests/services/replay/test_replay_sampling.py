@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 from common.clients import ReplayClient
 from common.errors import ServiceError
 from common.schemas import SampleRequest, TakeRequest
-from services.replay.sampling import Float64, draw, importance_weights, inclusion, probabilities
+from services.replay.sampling import Float64, ReuseIndex, draw, importance_weights, inclusion, probabilities
 from tests.support.replay_groups import MakeGroup
 
 
@@ -107,6 +107,16 @@ def test_frequencies_are_the_inclusion_chances(count: int) -> None:
     assert (drawn[~uncertain] == rounds).all()
     deviations = (drawn - expected)[uncertain] / np.sqrt(expected * (1 - included))[uncertain]
     assert (np.abs(deviations) < 4.5).all(), deviations
+
+
+def test_the_index_forgets_what_was_removed_and_knows_the_rest_by_its_order() -> None:
+    index = ReuseIndex([(order, 10 * order, 1.0, 0) for order in (2, 3, 5, 7)])
+    index.drop_until(3)
+    index.append([(8, 80, 1.0, 1)])
+    index.set_priorities([(7, 0.5), (5, 2.0), (5, 3.0)])
+    assert index.rows["order"].tolist() == [5, 7, 8]
+    assert index.rows["priority"].tolist() == [3.0, 0.5, 1.0]
+    assert index.eligible(70, 1).tolist() == [1]
 
 
 def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -19,6 +20,7 @@ from services.reward.functions import (
     RepetitionPenaltyFunction,
     RewardFunction,
 )
+from services.reward.functions.base import WrongScores
 from services.reward.functions.text import THINKING
 from tests.support.own_rewards import KeywordReward, Moody, TooFew
 
@@ -221,3 +223,44 @@ def test_a_composite_that_makes_no_sense_is_refused() -> None:
 
 def test_own_functions_get_the_columns() -> None:
     assert KeywordReward()(chats("a cat", "a dog"), keyword=["cat", "cat"], ground_truth=["", ""]) == [1.0, 0.0]
+
+
+class Own(RewardFunction):
+    """Returns what it is given."""
+
+    name = "own"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, completions: list[Any], **_: Any) -> Any:
+        return self.function(completions)
+
+
+async def _coroutine(completions: list[Any]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda completions: [1.0] * 5, "own returned 5 scores"),
+        (lambda completions: [], "own returned 0 scores"),
+        (lambda completions: None, "own returned None"),
+        (lambda completions: 1.0, "own returned a float"),
+        (lambda completions: "11", "own returned a str"),
+        (_coroutine, "own is a coroutine: define it with def, not async def"),
+    ],
+)
+def test_scores_that_are_no_numbers_are_refused_in_words(function: Callable[..., Any], told: str) -> None:
+    with pytest.raises(WrongScores) as caught:
+        Own(function).scores([[{"role": "assistant", "content": "1"}]] * 2)
+    assert told in caught.value.message
+    assert "return a list with one number for each completion" in (caught.value.remedy or "")
+
+
+def test_scores_may_be_of_any_kind_of_number_or_missing() -> None:
+    scores = Own(lambda completions: np.array([1, 0], dtype=np.float32)).scores([[], []])
+    assert [score.value for score in scores] == [1.0, 0.0]
+    scores = Own(lambda completions: [True, None]).scores([[], []])
+    assert [(score.value, score.reason) for score in scores] == [(1.0, ""), (None, "None is no number")]

@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pytest
 
-from services.reward.equivalence import verdict
-from services.reward.exact import same_answer
-from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.answers.equivalence import verdict
+from services.reward.answers.exact import same_answer
+from services.reward.answers.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from tests.support.paths import ROOT, SHARED_DATA
 
 NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"
@@ -58,7 +58,8 @@ def test_numbers_in_random_notations() -> None:
     """An independent reference: the number itself."""
     rng = random.Random(1)
     ways = ("{0:,}", "{0}.0", "{0:e}", "+{0}", "{0} dollars", "\\${0}", "{0}\\%", "{0}^\\circ", "x = {0}", "\\frac{{{1}}}{{2}}",
-            "{1}/2", "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "\\frac{{{1}}}2", "2·{0}/2", "√{2}", "{0}\\,\\mathrm{{km/h}}")  # fmt: skip
+            "{1}/2", "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "\\frac{{{1}}}2",
+            "2·{0}/2", "√{2}", "{0}\\,\\mathrm{{km/h}}")  # fmt: skip
     for _ in range(300):
         number, way = rng.randint(2, 9_000), rng.choice(ways)
         way = "{0}" if way == "{0:e}" and number > 999_999 else way

@@ -27,10 +27,10 @@ from trainer import train_in_process
 from trainer.algorithms.batch import Batch
 from trainer.in_process import DirectPublisher
 from trainer.observe.run_dir import read_lines
+from trainer.observe.timing import PUBLISHING, StageClock
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.rollouts.collector import CollectFailed
-from trainer.timing import PUBLISHING, StageClock
 from trainer.weights.publisher import Weights
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]

@@ -148,14 +148,17 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("trainer.train_math", "--model", "x", "--trainer", "dpo"), "error: argument --trainer: invalid choice: 'dpo'"),
+        (
+            ("trainer.train_math", "--model", "x", "--trainer", "dpo"),
+            "error: there is no such choice",
+        ),
         (("trainer.train_math", "--num-generations", "1"), "error: grpo compares the answers"),
-        (("trainer.train_math", "--set", "seed"), "error: argument --set: 'seed' is not NAME=VALUE"),
+        (("trainer.train_math", "--set", "seed"), "error: 'seed' is not NAME=VALUE"),
         (("trainer.train_math", "--dataset", "nothing.jsonl"), "error: "),
         (("trainer.train_math", "--resume"), "error: there is no run to go on with"),
         (("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK), "error: torch finds no GPU"),
-        (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: the tokenizer cannot be loaded"),
-        (("trainer.evaluate_model",), "error: the following arguments are required: --model"),
+        (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: there is no such directory here"),
+        (("trainer.evaluate_model",), "error: this is needed · field: --model"),
         (("trainer.evaluate_model", "--model", "x", "--output-file", "/no/r.json"), "error: there is no such directory"),
     ],
 )

@@ -17,7 +17,7 @@ from services.http.app import create_app
 from services.replay.app import create_replay_app
 from tests.support.recorded_groups import group, record, trained, write_lines
 from trainer.background import LoopThread
-from trainer.cli.tiny_model import make_tokenizer
+from trainer.cli.tiny_base import make_tokenizer
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.replay import LiveReplay, Replay
 from trainer.dashboard.runs import RunReader

@@ -11,7 +11,7 @@ from common.schemas import Group
 from tests.support.browser import Page
 from tests.support.recorded_groups import entry, group, record, trained, write_lines
 from tests.support.viewer_page import Tab, shown
-from trainer.cli.tiny_model import make_tokenizer
+from trainer.cli.tiny_base import make_tokenizer
 from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 

@@ -48,7 +48,7 @@ def config(**settings: Any) -> Config:
     for name, value in settings.items():
         section, key = name.split("__")
         sections.setdefault(section, {})[key] = value
-    return Config(**sections)  # type: ignore[arg-type]
+    return Config(**sections)
 
 
 def only(name: str, lines: list[dict[str, Any]], **settings: Any) -> str:

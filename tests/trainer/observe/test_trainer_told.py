@@ -18,7 +18,7 @@ from common.config import Config
 from common.observe import setup_logging
 from tests.support.groups import make_group
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
-from trainer.timing import STAGES, WAITING
+from trainer.observe.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
 SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {"update": 35.2, "publish": 4.9, "generation": 80.1}

@@ -152,6 +152,22 @@ def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Confi
         torch.testing.assert_close(value, before[name], atol=0, rtol=0)
 
 
+def test_a_batch_without_a_gradient_leaves_momentum_and_decay_going(config: Config, groups: list[Group]) -> None:
+    """As where other ranks have rows: AdamW's step on a gradient of 0."""
+    config.trainer.weight_decay = 0.1
+    policy, zeros = Policy(config, Ranks()), Policy(config, Ranks())
+    for each in (policy, zeros):
+        each.update(whole(groups, config))
+    before = parameters(policy)
+    assert policy.update(whole([groups[2]], config)).metrics.grad_norm == 0
+    for parameter in zeros.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    zeros.optimizer.step(config.trainer.learning_rate)
+    for name, value in parameters(zeros).items():
+        assert torch.equal(parameters(policy)[name], value)
+        assert not torch.equal(before[name], value)
+
+
 SEVERAL = ["--algorithm.update_epochs", "2", "--algorithm.mini_batches", "3", "--algorithm.rollout_correction", "truncate"]
 IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.aggregation", "constant"]
 

@@ -160,6 +160,8 @@ def check(case: int, models: tuple[Path, Path]) -> None:
     batch.old_logprobs, batch.ref_logprobs = policy.logprobs(batch), Reference(policy).logprobs(batch)
     batch.values = values if algorithm.needs_critic else None
     batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
+    for row, returns in zip(paper.rows, batch.returns or [], strict=bool(batch.returns)):
+        np.testing.assert_allclose(returns, known(row.returns), atol=1e-4)
     for row, found in zip(paper.rows, known(batch.advantages), strict=True):
         if row.counts:
             np.testing.assert_allclose(found, row.advantage, atol=2e-4, rtol=2e-4)

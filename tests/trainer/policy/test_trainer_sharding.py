@@ -100,7 +100,7 @@ def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
     from learning.loading import SafetensorsReader
-    from trainer.cli.tiny_model import make_model
+    from trainer.cli.tiny_base import make_model
 
     torch.manual_seed(3)
     model = make_model(VOCABULARY, 1, 0)

@@ -74,5 +74,5 @@ def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["dropped"] == {} for line in lines)
     assert counts[("/batch_reward", 503)] > 0  # it did refuse
-    assert counts[("/batch_reward", 200)] == slow.calls == STEPS * GROUPS  # and graded every group once
+    assert counts[("/batch_reward", 200)] == slow.calls == STEPS * GROUPS + 1  # the trial, and graded every group once
     assert counts[("/generate", 200)] == STEPS * GROUPS  # nobody generated what had no place

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.config import Config
 from learning.ranks import Ranks
+from trainer.observe.timing import StageClock
 from trainer.policy.policy import Policy
-from trainer.timing import StageClock
 from trainer.weights import sync
 from trainer.weights.publisher import PublishFailed, Weights
 from trainer.weights.sync import PublishedWeights, WeightSync

@@ -15,7 +15,7 @@ from typing import Any
 import mpmath
 from mpmath import mp
 
-from services.reward.expressions import Node, symbols
+from services.reward.answers.expressions import Node, symbols
 
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
@@ -208,9 +208,8 @@ def _agree(a: Any, b: Any, largest: Any) -> bool:
 def constant(node: Node) -> tuple[Any, Any]:
     """Returns the value of an expression without unknowns, and the largest term it was a sum of. Raises Undecided."""
     with mp.workdps(_DIGITS):
-        evaluator = Evaluator({}, True)
+        evaluator = Evaluator({}, _has(node, "i"))
         try:
-            evaluator = Evaluator({}, _has(node, "i"))
             return evaluator.value(node), evaluator.largest
         except RecursionError:
             raise Undecided from None

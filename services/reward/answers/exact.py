@@ -4,12 +4,14 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from services.reward.expressions import Node
-from services.reward.notation import NotUnderstood, tokens
-from services.reward.quantities import read_value
-from services.reward.units import Unit, ratio
+from services.reward.answers.expressions import Node
+from services.reward.answers.notation import NotUnderstood, Token, tokens
+from services.reward.answers.quantities import read_value
+from services.reward.answers.units import Unit, ratio, read_unit
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{(-?0*[1-9][0-9]*)\}")
+_MEASURED = re.compile(rf"({_PLAIN.pattern}) ?\\text\{{ ?([a-z]{{2,}})\}}")  # the notations of most answers, without tokens
 _MAX_TOKENS = 40
 _MAX_EXPONENT = 400
 
@@ -40,6 +42,10 @@ def parse_number(text: str) -> Fraction | None:
 @lru_cache(maxsize=1024)
 def quantity(text: str) -> tuple[Fraction, Unit | None] | None:
     """Returns the number that a text states, with its unit; None when it states none, or one that takes long to compute."""
+    if match := _FRACTION.fullmatch(text):
+        return Fraction(int(match[1]), int(match[2])), None
+    if (match := _MEASURED.fullmatch(text)) and (unit := read_unit((Token("word", match[2]),))) is not None:
+        return Fraction(match[1].replace(",", "")), unit
     part = tokens(text)
     if len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None

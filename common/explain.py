@@ -1,0 +1,68 @@
+"""Words for wrong values: what is wrong, and what to give instead."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_NUMBER = ("this is no number", "give a number, such as 0.5 or 1e-6")
+_WHOLE = ("this is no whole number", "give a whole number, such as 8")
+_BOOL = ("this is neither true nor false", "give true or false")
+_LIST = ("this is no list", "give values separated by commas, or a list in JSON")
+_FIXED = {
+    "int_parsing": _WHOLE,
+    "int_type": _WHOLE,
+    "int_from_float": _WHOLE,
+    "int_parsing_size": ("this number is too long", "give a smaller one"),
+    "float_parsing": _NUMBER,
+    "float_type": _NUMBER,
+    "finite_number": ("this number is not finite", "give a finite one"),
+    "bool_parsing": _BOOL,
+    "bool_type": _BOOL,
+    "string_type": ("this is no text", "give a text; in YAML, in quotes"),
+    "path_type": ("this is no path", "give the path of a file or directory"),
+    "list_type": _LIST,
+    "tuple_type": _LIST,
+    "dict_type": ("this is no mapping", "give NAME=VALUE, or a mapping in JSON"),
+    "model_type": ("this is no section with settings", "write its settings below its name"),
+    "model_attributes_type": ("this is no section with settings", "write its settings below its name"),
+    "string_too_short": ("this is empty", "name one"),
+    "missing": ("this is not given", "give it"),
+}
+_BOUNDS = {
+    "greater_than": ("gt", "too small", "above"),
+    "greater_than_equal": ("ge", "too small", "of at least"),
+    "less_than": ("lt", "too large", "below"),
+    "less_than_equal": ("le", "too large", "of at most"),
+}
+
+
+def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns message and remedy for one problem that pydantic found (an item of `ValidationError.errors()`)."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in _FIXED:
+        return _FIXED[kind]
+    if kind in _BOUNDS:
+        bound, what, words = _BOUNDS[kind]
+        return f"this number is {what}", f"give one {words} {context[bound]}"
+    if kind == "literal_error":
+        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+        return "there is no such choice", did_you_mean(str(problem["input"]), choices)
+    if kind == "too_short":
+        return f"this has {context['actual_length']} values", f"give at least {context['min_length']}"
+    if kind == "too_long":
+        return f"this has {context['actual_length']} values", f"give at most {context['max_length']}"
+    message = problem["msg"].removeprefix("Value error, ")
+    reason, colon, remedy = message.rpartition(": ")
+    return (reason, remedy) if colon else (message, "correct it")
+
+
+def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
+    """Returns a remedy for a name that does not exist: the nearest one, if any is near, and all `choices`.
+
+    `similar` are more names, too many to be listed.
+    """
+    choices = list(choices)
+    near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else ""
+    listed = f"take {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}" if choices else ""
+    return f"{hint} {listed}".strip()

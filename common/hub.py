@@ -1,0 +1,100 @@
+"""Finds a model before anything loads it, and gives up on a hub that does not answer."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from common.config import Config
+
+REACH_S = 4.0
+"""Seconds that the hub may take to confirm that it has something. Its libraries try for 24 s and more."""
+_POLL_S = 0.5
+_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_ELSEWHERE = "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in model)"
+_T = TypeVar("_T")
+
+
+def check_models(config: "Config") -> None:
+    """Raises ConfigError unless every model that a trainer with these settings loads can be found."""
+    critic = config.critic.model if config.algorithm.needs_critic else ""
+    for field, name in (
+        ("model.name", config.model.name),
+        ("model.reference", config.model.reference),
+        ("critic.model", critic),
+    ):
+        if name:
+            check_model(name, field)
+
+
+def check_model(name: str, field: str = "model.name") -> None:
+    """Raises ConfigError, naming `field`, unless `name` is a model directory, or a model in the hub's cache or on the hub."""
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise _not_found("the directory has no config.json, so it holds no model", field, name, "name another,")
+        return
+    if path.exists() or not _REPOSITORY.fullmatch(name):
+        problem = "this is a file, not a model directory" if path.exists() else "there is no such directory"
+        raise _not_found(problem, field, name, "correct the path, name a model of the hub as org/name,")
+    import huggingface_hub as hub  # slow to import
+    from huggingface_hub import errors
+
+    if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    neither = "there is no such directory here, and"
+    if hub.constants.HF_HUB_OFFLINE:
+        problem = f"{neither} the model is not in the hub's cache, while HF_HUB_OFFLINE switches the hub off"
+        raise _not_found(problem, field, name, "unset it,")
+    address = hub.hf_hub_url(name, "config.json")
+    try:
+        patiently(lambda: hub.get_hf_file_metadata(address, timeout=REACH_S), REACH_S)
+    except errors.GatedRepoError:
+        problem, remedy = "the model is gated", "ask for access on its page and set HF_TOKEN,"
+    except errors.RepositoryNotFoundError:
+        problem, remedy = f"{neither} the hub has no model of this name that you may see", "correct it, set HF_TOKEN,"
+    except errors.EntryNotFoundError:
+        problem, remedy = "the repository on the hub has no config.json, so it holds no model", "name another,"
+    except Exception as error:  # whatever the library raises for want of a network
+        cause = " ".join(str(error).split()) or type(error).__name__
+        problem = f"{neither} the hub cannot be asked: {cause}"
+        remedy = "check the network, HTTPS_PROXY and HF_ENDPOINT,"
+    else:
+        return
+    raise _not_found(problem, field, name, remedy)
+
+
+def _not_found(problem: str, field: str, name: str, remedy: str) -> ConfigError:
+    return ConfigError(problem, field=field, value=name, remedy=f"{remedy} {_ELSEWHERE}")
+
+
+def patiently(work: Callable[[], _T], limit_s: float, progress: Callable[[], int] = lambda: 0) -> _T:
+    """Returns or raises what `work` does. Raises TimeoutError when `progress` has not changed for `limit_s` seconds.
+
+    The work runs in a daemon thread, which is abandoned then: a timeout of the library applies to one of its many attempts,
+    and not to resolving names.
+    """
+    import huggingface_hub
+
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    since, seen = time.monotonic(), -1
+    while not wait([future], min(_POLL_S, limit_s)).done:
+        if (now := progress()) != seen:
+            since, seen = time.monotonic(), now
+        if time.monotonic() - since >= limit_s:
+            raise TimeoutError(f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s")
+    return future.result()

@@ -1,0 +1,68 @@
+"""A wrong setting ends a job group at once, restarts nothing, and its reason is the last line."""
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.topology import WRONG_SETTING
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.local_run import LocalRun
+
+pytestmark = pytest.mark.process
+
+PYTHON = f"PYTHONPATH={ROOT} exec .venv/bin/python"
+RESTARTS = "resources: {job_recovery: {max_restarts_on_errors: 3, recover_on_exit_codes: [78]}}"
+GROUP = f"""name: small
+execution: parallel
+primary_tasks: [main]
+---
+name: main
+run: sleep 600
+---
+name: replay-buffer
+{RESTARTS}
+envs: {{STATE_DIR: state}}
+run: {PYTHON} -m services.replay
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("RLHF_TRAINER__BATCH_SIZE: many", "field: trainer.batch_size · value: many · remedy: give a whole number"),
+        ("RUN_CONFIG: nothing.yaml", "field: --config · value: nothing.yaml"),
+    ],
+)
+def test_a_wrong_setting_of_any_task_ends_the_group_at_once(local: "LocalRun", wrong: str, told: str) -> None:
+    status, out, _ = local.run(GROUP.replace("STATE_DIR: state", f"STATE_DIR: state, {wrong}"))
+    assert status == WRONG_SETTING
+    assert "replay-buffer FAILED after 0 restarts" in out
+    assert told in out.rstrip().splitlines()[-1]
+    assert local.marked() == []
+
+
+def test_a_misspelt_variable_is_refused_before_anything_starts(local: "LocalRun") -> None:
+    for word, meant in (("MAX_STEP=3", "MAX_STEPS"), ("RLHF_TRAINER__LERNING_RATE=1", "RLHF_TRAINER__LEARNING_RATE")):
+        status, out, error = local.run(GROUP, "--env", word)
+        assert (status, out) == (2, "")
+        assert f"did you mean {meant}?" in error
+    assert not local.log("main-0")
+
+
+def test_torchrun_ends_with_the_status_and_the_reason_of_the_rank(tmp_path: "Path") -> None:
+    """The real launcher and the real trainer, with a model that does not exist: no banner of torchrun, one sentence."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "SKYPILOT_JOBGROUP_NAME": "small", "MODEL_NAME": "./nothing"}
+    env |= {"JOBGROUP_HOSTS": "ppo-trainer-0.small=127.0.0.1", "RUN_DIR": str(tmp_path / "run")}
+    command = [sys.executable, "-m", "common.topology", "torchrun", "-m", "trainer"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == WRONG_SETTING, done.stdout
+    lines = done.stdout.rstrip().splitlines()
+    assert lines[-1].startswith("error: there is no such directory · field: model.name · value: ./nothing · remedy: ")
+    assert set(lines) == {lines[-1]}

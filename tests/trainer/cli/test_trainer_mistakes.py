@@ -1,0 +1,186 @@
+"""Typical mistakes over all programs: each is answered with field, value and remedy in the words of the program, status 2."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.cli import run
+from common.config import load
+from common.errors import ConfigError
+from jobgroup.doctor import __main__ as doctor
+from jobgroup.local import __main__ as local
+from tests.support.paths import ROOT
+from trainer import TrainerConfig
+from trainer.cli import evaluate_model, export, report, tiny_model, train_math
+from trainer.dashboard import __main__ as dashboard
+
+GROUP = "jobgroup/rlhf-math-jobgroup.yaml"
+PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
+    "train_math": train_math.main,
+    "evaluate_model": evaluate_model.main,
+    "export": export.main,
+    "report": report.main,
+    "tiny_model": tiny_model.main,
+    "dashboard": dashboard.main,
+    "local": local.main,
+    "doctor": doctor.main,
+    "trainer": lambda words: load(words, {}),
+    "services.data": lambda words: load(words, {}),
+    "services.reward": lambda words: load(words, {}),
+    "services.rollout": lambda words: load(words, {}),
+    "services.replay": lambda words: load(words, {}),
+    "environment": lambda words: load([], dict(word.split("=", 1) for word in words)),
+    "services.engine": lambda words: importlib.import_module("services.engine.__main__").parse(words),
+}
+MISTAKES = [
+    ("train_math", "--modl x", "--modl|x|did you mean --model?"),
+    ("train_math", "--model", "--model|write --model VALUE"),
+    ("train_math", "--model ./nothing --dataset tiny", "--model|./nothing|local model directory"),
+    ("train_math", "--model README.md --dataset tiny", "--model|README.md|this is a file"),
+    ("train_math", "--model docs --dataset tiny", "--model|docs|no config.json"),
+    ("train_math", "--model not/there --dataset tiny", "--model|not/there|hub|HF_HUB_OFFLINE"),
+    ("train_math", "--trainer gropo", "--trainer|gropo|did you mean grpo?"),
+    ("train_math", "--preset small", "--preset|small|take grpo_math_small"),
+    ("train_math", "--num-generations 1", "--num-generations|1|--trainer ppo"),
+    ("train_math", "--num-generations four", "--num-generations|four|give a whole number"),
+    ("train_math", "--learning-rate -1", "--learning-rate|-1|above 0"),
+    ("train_math", "--learning-rate fast", "--learning-rate|fast|give a number"),
+    ("train_math", "--temperature 0", "--temperature|0|above 0"),
+    ("train_math", "--num-generations 5", "--per-device-train-batch-size|--num-generations"),
+    ("train_math", "--bf16", "--bf16|True|set --use-gpu"),
+    ("train_math", "--report-to wandbb", "--report-to|wandbb|did you mean wandb?"),
+    ("train_math", "--model .cache/tiny-base --dataset gsm9k", "--dataset|gsm9k|the path of a file or a directory"),
+    ("train_math", "--model .cache/tiny-base --dataset nothing.jsonl", "--dataset|nothing.jsonl"),
+    ("train_math", "--num-samples 0", "--num-samples|'0'|above 0"),
+    ("train_math", "--eval-samples -5", "--eval-samples|'-5'|above 0"),
+    ("train_math", "--set algorithm.entropy=0.1", "--set algorithm.entropy|0.1|algorithm.entropy_coef"),
+    ("train_math", "--set algorithm.entropy_coef=high", "--set algorithm.entropy_coef|high|give a number"),
+    ("train_math", "--set seed", "--set|'seed'|write it like"),
+    ("train_math", "--model .cache/tiny-base --set data.levels=hard --dataset math", "--set data.levels|hard|write levels"),
+    ("train_math", "--set data.levels=4", "--set data.levels|gsm8k|leave it out"),
+    ("train_math", "--resume", "--resume|--output-dir"),
+    ("train_math", "--output-dir /proc/x --dataset tiny", "--output-dir|/proc/x|name another directory"),
+    ("train_math", "--save-to README.md --dataset tiny", "--save-to|README.md|name another directory"),
+    ("train_math", "--critic-learning-rate 1e-5", "--critic-learning-rate|1e-05|--trainer ppo"),
+    ("evaluate_model", "", "--model|give it"),
+    ("evaluate_model", "--model ./nothing", "--model|./nothing|local model directory"),
+    ("evaluate_model", "--model .cache/tiny-base --compare ./other", "--compare|./other"),
+    ("evaluate_model", "--model x --k 0", "--k|'0'|above 0"),
+    ("evaluate_model", "--model x --temperature 0", "--temperature|0.0|above 0"),
+    ("evaluate_model", "--model x --output-file /no/r.json", "--output-file|/no/r.json"),
+    ("evaluate_model", "--model .cache/tiny-base --api-key-env KEY", "--api-key-env|KEY|leave it out"),
+    ("evaluate_model", "--model .cache/tiny-base --dataset tiny --split tst", "--dataset|'tst'|train and test"),
+    ("export", "docs/nothing out", "CHECKPOINT|docs/nothing"),
+    ("export", "docs /tmp/out-of-docs", "CHECKPOINT|docs|no config.json"),
+    ("export", "docs out --dtype float8", "--dtype|float8|take float32"),
+    ("report", "runs/nothing", "RUN_DIR|runs/nothing"),
+    ("report", "docs", "RUN_DIR|docs|runs/"),
+    ("dashboard", "docs", "RUN_DIR|docs|runs/"),
+    ("dashboard", "runs/x --port 99999", "--port|99999|65535"),
+    ("tiny_model", "docs", "DIRECTORY|docs|name another"),
+    ("local", "jobgroup/nothing.yaml", "YAML|jobgroup/nothing.yaml|rlhf-math-jobgroup.yaml"),
+    ("local", f"{GROUP} --env MAX_STEP=3", "--env|MAX_STEP|did you mean MAX_STEPS?"),
+    ("local", f"{GROUP} --env LEARNING_RATE=3", "--env|LEARNING_RATE|RLHF_TRAINER__LEARNING_RATE"),
+    ("local", f"{GROUP} --follow trainer", "--follow|trainer|ppo-trainer"),
+    ("local", f"{GROUP} --num-nodes rollout=2", "--num-nodes|rollout|rollout-server"),
+    ("local", f"{GROUP} --grace soon", "--grace|soon|10s"),
+    ("local", f"{GROUP} --graces 3s", "--graces|3s|did you mean --grace?"),
+    ("doctor", "nothing.yaml", "YAML|nothing.yaml|rlhf-math-jobgroup.yaml"),
+    ("doctor", "--task trainer", "--task|trainer|ppo-trainer"),
+    ("doctor", "--gpus 8", "--gpus|8|--gpu-memory-gb"),
+    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give a number"),
+    ("trainer", "--trainer.lerning_rate 1", "--trainer.lerning_rate|1|did you mean --trainer.learning_rate?"),
+    ("trainer", "--learning-rate 1", "--learning-rate|--trainer.learning_rate"),
+    ("trainer", "--algorithm.name gropo", "algorithm.name|gropo|did you mean grpo?"),
+    ("trainer", "--trainer.max_steps", "--trainer.max_steps|it has no value"),
+    ("trainer", "--trainer.batch_size 0", "trainer.batch_size|0|above 0"),
+    ("trainer", "--trackers.names wandbb", "trackers.names|wandbb|did you mean wandb?"),
+    ("trainer", "--config nothing.yaml", "--config|nothing.yaml|name a YAML file"),
+    ("trainer", "--lora.alpha 16", "lora.alpha|lora.rank is 0|leave it out"),
+    ("services.data", "--data.sorce math", "--data.sorce|math|did you mean --data.source?"),
+    ("services.data", "--data.port 99999", "data.port|99999|at most 65535"),
+    ("services.reward", "--reward.functions mth", "reward.functions|mth|did you mean math?"),
+    ("services.reward", "--reward.functions judge", "reward.judge_url|set it"),
+    ("services.rollout", "--rollout.engine sglng", "rollout.engine|sglng|did you mean sglang?"),
+    ("services.replay", "--replay.reuse_ratio 1", "replay.reuse_ratio|1|below 1"),
+    (
+        "services.replay",
+        "--replay.reuse_ratio 0.5 --replay.priority advntage",
+        "replay.priority|advntage|did you mean advantage?",
+    ),
+    ("services.engine", "", "--model-path|give it"),
+    ("environment", "RLHF_TRAINER__LERNING_RATE=1", "RLHF_TRAINER__LERNING_RATE|did you mean RLHF_TRAINER__LEARNING_RATE?"),
+    ("environment", "BATCH_SIZE=many", "trainer.batch_size|many|give a whole number"),
+    ("environment", "RLHF_TRAINER=3", "RLHF_TRAINER|RLHF_SECTION__FIELD"),
+]
+
+
+@pytest.mark.parametrize(("program", "words", "told"), MISTAKES, ids=lambda value: str(value)[:60])
+def test_a_typical_mistake_is_answered_in_the_words_of_the_program(
+    program: str, words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], base_model: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit) as caught:
+        run(lambda: PROGRAMS[program](words.split()), "")
+    answer = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert answer.startswith("error: ")
+    assert len(answer.splitlines()) == 1
+    assert " · field: " in answer
+    assert " · remedy: " in answer
+    for part in told.split("|"):
+        assert part in answer, answer
+    for never in ("Value error", "Input should", "pydantic", "Traceback", "^", "TrainerConfig"):
+        assert never not in answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"lerning_rate": 1}, "lerning_rate|1|did you mean learning_rate?"),
+        ({"beta": 0.1}, "beta|it is called kl_coef here"),
+        ({"learning_rate": "fast"}, "learning_rate|fast|give a number"),
+        ({"trainer_type": "gropo"}, "trainer_type|gropo|did you mean grpo?"),
+        ({"num_generations": 0}, "num_generations|0|at least 1"),
+        ({"report_to": "wandbb"}, "report_to|wandbb|did you mean wandb?"),
+        ({"run_name": "x"}, "run_name|report_to is empty|leave it out"),
+        ({"settings": {"algorithm.entropy": 1}}, "algorithm.entropy|1|algorithm.entropy_coef"),
+    ],
+)
+def test_a_mistake_in_the_python_api_is_answered_with_its_field(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig(**fields)
+    assert caught.value.field
+    assert caught.value.remedy
+    for part in told.split("|"):
+        assert part in str(caught.value)
+
+
+MODULES = """
+trainer trainer.train_math trainer.evaluate_model trainer.report trainer.export trainer.tiny_model trainer.dashboard
+services.data services.rollout services.reward services.replay services.critic services.engine jobgroup.local jobgroup.doctor
+"""
+LIGHT = """
+import runpy, sys
+for module in sys.argv[1:]:
+    for word in ("--help", "--nonsense"):
+        sys.argv = [module, word]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            assert end.code == (0 if word == "--help" else 2), (module, word, end.code)
+    assert not {"torch", "transformers"} & set(sys.modules), module
+"""
+
+
+@pytest.mark.process
+def test_help_and_wrong_arguments_of_every_program_do_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT, *MODULES.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(MODULES.split())

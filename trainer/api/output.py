@@ -1,0 +1,32 @@
+"""The output directory of the Python API: an earlier run in it is refused or removed."""
+
+import shutil
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.run_lock import RunLock
+from common.storing import make_directory
+
+_CONTENT = (
+    *("checkpoints", "weights", "model", "base", "state", "trackers", "groups"),
+    *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl"),
+)
+
+
+def check_output(directory: Path, may_hold_run: bool) -> None:
+    """Makes `directory`. Raises ConfigError where that cannot be, and for one with a run unless it may hold one."""
+    if not may_hold_run and any((directory / name).exists() for name in _CONTENT):
+        message = "there is a run in the output directory already"
+        remedy = "continue it (resume_from_checkpoint=True), replace it (overwrite_output_dir=True), or name another directory"
+        raise ConfigError(message, field="output_dir", value=str(directory), remedy=remedy)
+    make_directory(directory, "output_dir")
+
+
+def remove_run(directory: Path) -> None:
+    """Removes the run in `directory`, together with its curves. Raises ConfigError while it is running."""
+    with RunLock(directory, "that empties it", "output_dir"):
+        for path in [directory / name for name in (*_CONTENT, "curves.png")]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
