@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.reward.equivalence import equivalent
-from services.reward.exact import same_answer
-from services.reward.extract import extract_answer, gold_answer
+from services.reward.answers.equivalence import equivalent
+from services.reward.answers.exact import same_answer
+from services.reward.answers.extract import extract_answer, gold_answer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.exact import parse_number, same_answer
-from services.reward.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer, without_thoughts
+from services.reward.answers.exact import parse_number, same_answer
+from services.reward.answers.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer, without_thoughts
 from services.reward.functions.answers import MathRewardFunction
 from services.reward.functions.programs import MAX_SOURCE_CHARS, extract_program
 from services.reward.functions.text import THINKING, FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction

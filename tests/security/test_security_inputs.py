@@ -25,7 +25,7 @@ from learning.loading import SafetensorsReader
 from learning.ranks import Ranks
 from services.engine.model import Model
 from services.http.app import create_app
-from services.reward.equivalence import equivalent
+from services.reward.answers.equivalence import equivalent
 from tests.support.certificates import Certificates
 from tests.support.engines import write_model
 

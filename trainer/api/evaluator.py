@@ -17,8 +17,8 @@ from common.errors import ConfigError
 from common.rollout_client import GenerationFailed
 from common.schemas import Prompt, RewardResult
 from common.sections import RewardSection
+from services.reward.answers.extract import extract_answer
 from services.reward.app import create_reward_app
-from services.reward.extract import extract_answer
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
 from trainer.api.generators import local_generator, openai_generator, sglang_generator

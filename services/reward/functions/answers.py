@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from common.errors import ConfigError, InvalidInput
 from common.schemas import RewardItem
 from common.sections import RewardSection
-from services.reward.exact import same_answer
-from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.answers.exact import same_answer
+from services.reward.answers.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of
 from services.reward.hosts import ProcessHost
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
@@ -34,7 +34,7 @@ class MathHost(ProcessHost):
         if find_spec("math_verify") is None:
             raise ConfigError("math-verify is not installed", remedy="pip install 'rlhf-math[services]'")
         arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
-        spec = WorkerSpec("services.reward.equivalence", arguments, MEMORY_MB, spares=config.workers)
+        spec = WorkerSpec("services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers)
         pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
         super().__init__("math", pool, check=lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
         self._require_stop = config.require_stop

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from services.reward.extract import without_thoughts
+from services.reward.answers.extract import without_thoughts
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 from services.reward.sandbox.cases import Case, CaseResult, parse_cases
 from services.reward.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKind

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.reward.exact import parse_number, same_answer
-from services.reward.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer
+from services.reward.answers.exact import parse_number, same_answer
+from services.reward.answers.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer
 
 PIECES = st.sampled_from(
     ["\\boxed{", "\\fbox{", "{", "}", "\\{", "\\\\", "####", "\n", "<think>", "</think>", "\\frac", "$", "1,080", "-", ".", "%",

@@ -6,8 +6,8 @@ import pytest
 
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
-from services.reward.exact import parse_number, same_answer
-from services.reward.extract import extract_answer, gold_answer
+from services.reward.answers.exact import parse_number, same_answer
+from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.scorer import RewardScorer
 from tests.support.paths import ROOT, SHARED_DATA
 

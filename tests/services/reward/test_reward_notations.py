@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pytest
 
-from services.reward.equivalence import verdict
-from services.reward.exact import same_answer
-from services.reward.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
+from services.reward.answers.equivalence import verdict
+from services.reward.answers.exact import same_answer
+from services.reward.answers.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from tests.support.paths import ROOT, SHARED_DATA
 
 NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"

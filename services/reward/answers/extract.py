@@ -6,8 +6,8 @@ Every step is linear in the length of any text: responses are untrusted.
 import re
 
 from common.final_answers import marked_answers
-from services.reward.exact import quantity
-from services.reward.notation import FUNCTIONS
+from services.reward.answers.exact import quantity
+from services.reward.answers.notation import FUNCTIONS
 
 MAX_ANSWER_CHARS = 1024
 """Longer answers do not count: cutting one could turn it into another answer."""

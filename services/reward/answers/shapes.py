@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.expressions import Node, symbols
-from services.reward.notation import NotUnderstood
-from services.reward.quantities import Value
-from services.reward.values import Undecided, constant
+from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.notation import NotUnderstood
+from services.reward.answers.quantities import Value
+from services.reward.answers.values import Undecided, constant
 
 Interval = tuple[Node, bool, Node, bool]
 """Lower end, whether it belongs to the interval, upper end, whether that does."""

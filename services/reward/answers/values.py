@@ -15,7 +15,7 @@ from typing import Any
 import mpmath
 from mpmath import mp
 
-from services.reward.expressions import Node, symbols
+from services.reward.answers.expressions import Node, symbols
 
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from services.reward.expressions import Node, Parser
-from services.reward.notation import CLOSE, OPEN, NotUnderstood, Token, Tokens, words
-from services.reward.units import CURRENCIES, Unit, read_unit, scale, starts_unit
+from services.reward.answers.expressions import Node, Parser
+from services.reward.answers.notation import CLOSE, OPEN, NotUnderstood, Token, Tokens, words
+from services.reward.answers.units import CURRENCIES, Unit, read_unit, scale, starts_unit
 
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")

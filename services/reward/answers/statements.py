@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.reward.expressions import symbols
-from services.reward.formulas import same_values
-from services.reward.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
-from services.reward.quantities import Value, read_value
-from services.reward.shapes import (
+from services.reward.answers.expressions import symbols
+from services.reward.answers.formulas import same_values
+from services.reward.answers.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
+from services.reward.answers.quantities import Value, read_value
+from services.reward.answers.shapes import (
     INFINITY,
     MINUS_INFINITY,
     Many,
@@ -21,7 +21,7 @@ from services.reward.shapes import (
     as_region,
     without,
 )
-from services.reward.values import Undecided, constant
+from services.reward.answers.values import Undecided, constant
 
 Read = Callable[[Tokens, int], Reading]
 RELATIONS = frozenset(("=", "\\lt", "\\gt", "\\le", "\\ge", "\\ne", "\\in", "\\approx"))

@@ -4,10 +4,10 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from services.reward.expressions import Node
-from services.reward.notation import NotUnderstood, Token, tokens
-from services.reward.quantities import read_value
-from services.reward.units import Unit, ratio, read_unit
+from services.reward.answers.expressions import Node
+from services.reward.answers.notation import NotUnderstood, Token, tokens
+from services.reward.answers.quantities import read_value
+from services.reward.answers.units import Unit, ratio, read_unit
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{(-?0*[1-9][0-9]*)\}")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from services.reward.notation import CLOSE, NotUnderstood, Token, Tokens, inner, split, texts_of, tokens
-from services.reward.quantities import Value, read_value
-from services.reward.shapes import (
+from services.reward.answers.notation import CLOSE, NotUnderstood, Token, Tokens, inner, split, texts_of, tokens
+from services.reward.answers.quantities import Value, read_value
+from services.reward.answers.shapes import (
     REALS,
     Based,
     Choice,
@@ -27,8 +27,8 @@ from services.reward.shapes import (
     node_of,
     without,
 )
-from services.reward.statements import name_of, read_relation
-from services.reward.units import read_unit
+from services.reward.answers.statements import name_of, read_relation
+from services.reward.answers.units import read_unit
 
 _JOINING = ("+", "\\times", "/", "^", "_", "=")
 _LABELS = ("the", "final", "answer", "option", "choice", "is", "=", ":")

@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import Any
 
-from services.reward.notation import FUNCTIONS, NotUnderstood, Token, Tokens
+from services.reward.answers.notation import FUNCTIONS, NotUnderstood, Token, Tokens
 
 Node = tuple[Any, ...]
 """(operator, operand, …): operands are nodes, the value of "num", or the name of "sym"."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from services.reward.notation import Token, words
+from services.reward.answers.notation import Token, words
 
 _MEASURES = """
 length 1: m meter metre; length 1/1000: mm millimeter millimetre; length 1/100: cm centimeter centimetre

@@ -8,13 +8,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.reward.expressions import symbols
-from services.reward.formulas import same_formulas, same_values
-from services.reward.notation import tokens
-from services.reward.quantities import Value
-from services.reward.readings import read
-from services.reward.shapes import Based, Choice, Many, Matrix, Named, Ratio, Reading, Region, Relation, Row, Words, as_region
-from services.reward.values import Undecided, sampled
+from services.reward.answers.expressions import symbols
+from services.reward.answers.formulas import same_formulas, same_values
+from services.reward.answers.notation import tokens
+from services.reward.answers.quantities import Value
+from services.reward.answers.readings import read
+from services.reward.answers.shapes import (
+    Based,
+    Choice,
+    Many,
+    Matrix,
+    Named,
+    Ratio,
+    Reading,
+    Region,
+    Relation,
+    Row,
+    Words,
+    as_region,
+)
+from services.reward.answers.values import Undecided, sampled
 
 _WARM_UP = (
     ("\\frac{x+1}{2}", "(1+x)/2"),

@@ -6,10 +6,10 @@ import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
 
-from services.reward.notation import Tokens
-from services.reward.quantities import Value
-from services.reward.units import ratio
-from services.reward.values import Undecided, same_value
+from services.reward.answers.notation import Tokens
+from services.reward.answers.quantities import Value
+from services.reward.answers.units import ratio
+from services.reward.answers.values import Undecided, same_value
 
 _LATEX = {"\x04": "^\\circ", "\\root": "\\sqrt", "\\lt": "<", "\\gt": ">", "\\times": "\\cdot"}
 _TOLERANCE = sympy.Rational(1, 10**30)
