@@ -6,10 +6,8 @@ Every program reads the whole configuration and uses its own sections; an unknow
 """
 
 import difflib
-import json
 import os
 import sys
-import time
 from argparse import SUPPRESS, ArgumentError, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -293,10 +291,8 @@ def packaged(path: Path, folder: str = ".") -> Path:
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits; under torchrun, leaves it where torchrun looks for the reason of a rank."""
-    last_words(text := f"error: {error}")
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
+    """Prints the error and exits."""
+    last_words(f"error: {error}")
     raise SystemExit(status)
 
 

@@ -34,7 +34,6 @@ import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
-from common.logs import last_words
 for name in ("", ".multiprocessing.api", ".multiprocessing.errors.error_handler"):
     logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
 try:
@@ -43,14 +42,15 @@ except SignalException as end:
     sys.exit(128 + end.sigval)
 except ChildFailedError as end:
     rank, failure = end.get_first_failure()
+    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"  # other ranks have spoken since
     if failure.exitcode < 0:
-        last_words(f"error: rank {rank} has ended: {failure.message}")
-    elif failure.error_file_data["message"] == failure.message:
-        last_words(failure.message)
+        print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+    elif several and failure.error_file_data:
+        print(f"rank {rank}: {failure.message}", file=sys.stderr)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
-"""torchrun, except that it ends with the status of the rank that failed first, and with its reason, as `fail` wrote it, in the
-place of a traceback. This package never imports torch."""
+"""torchrun, except that it ends with the status of the rank that failed first, or 128 plus its signal, and with the reason that
+this rank left (`last_words`), in the place of a traceback. This package never imports torch."""
 
 
 def setting_status() -> int:

@@ -13,7 +13,7 @@ from common.storing import storing
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.columns import notes
 from trainer.dashboard.jsonl import JsonlReader
-from trainer.dashboard.runs import RunReader
+from trainer.dashboard.runs import RunReader, named_run
 
 _EPILOG = """\
 examples:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file cannot be written."""
     arguments = parser().parse_args(argv)
     path: Path = arguments.output or arguments.run_dir / "report.html"
-    text = report(RunReader(arguments.run_dir))
+    text = report(named_run(arguments.run_dir))
     with storing(path.name, path, "--output", "name another file"):
         path.write_text(text, encoding="utf-8")
     print(f"report: {path}")

@@ -8,7 +8,7 @@ from common.observe import setup_logging
 from common.security import tls
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app
-from trainer.dashboard.runs import RunReader
+from trainer.dashboard.runs import named_run
 
 _EPILOG = """\
 examples:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     if not 0 < arguments.port < 65536:
         raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="give one from 1 to 65535")
-    app = create_dashboard_app([RunReader(directory) for directory in arguments.run_dir])
+    app = create_dashboard_app([named_run(directory) for directory in arguments.run_dir])
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
     serve(app, arguments.host, arguments.port)

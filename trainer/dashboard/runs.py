@@ -42,9 +42,6 @@ class RunReader:
             raise ConfigError(
                 "there is no such run directory", field="RUN_DIR", value=str(directory), remedy="name one, as runs/NAME"
             )
-        if not live and not any((directory / name).exists() for name in ("config.json", "metrics.jsonl")):
-            remedy = "name the directory that a run wrote, as runs/NAME: it has a config.json"
-            raise ConfigError("this is no run directory", field="RUN_DIR", value=str(directory), remedy=remedy)
         self.directory, self.live = directory, live
         self._lock = threading.Lock()
         self._metrics, self._evaluations = (JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
@@ -173,3 +170,12 @@ class RunReader:
             return None, f"config.json cannot be read: {error}"
         self._config = (changed, content if not problem else None, problem)
         return self._config[1:]
+
+
+def named_run(directory: Path) -> RunReader:
+    """Returns the reader of a directory that a user names. Raises ConfigError when no run has written it."""
+    reader = RunReader(directory)
+    if not any((directory / name).exists() for name in ("config.json", "metrics.jsonl")):
+        remedy = "name the directory that a run wrote, as runs/NAME: it has a config.json"
+        raise ConfigError("this is no run directory", field="RUN_DIR", value=str(directory), remedy=remedy)
+    return reader
