@@ -17,7 +17,7 @@ from common.topology import Topology
 
 _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 """Paths that a link on another page may open: looking at them changes nothing."""
-_SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
+_CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _KINDS = frozenset((b"application/json", b"application/msgpack"))
 _OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
 _REMEDY = "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an API_TOKEN (SECURITY.md)"
@@ -56,12 +56,13 @@ class CallerCheck:
                 "a page of another site sent this", field="origin", value=origin.decode("latin-1"), remedy=_REMEDY
             )
         method, path, site = scope["method"], scope["path"], found.get(b"sec-fetch-site", b"none")
-        if site not in (b"none", b"same-origin") and not (method in _SAFE and path in self._open):
+        if site not in (b"none", b"same-origin") and (method in _CHANGING or path not in self._open):
             return ForeignCaller(
                 "a page of another site sent this", field="sec-fetch-site", value=site.decode("latin-1"), remedy=_REMEDY
             )
+        # Browsers ask first (preflight) before a page sends any other method.
         kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if method in _SAFE or kind in _KINDS or not _OWN_HEADERS.isdisjoint(found):
+        if method != "POST" or kind in _KINDS or not _OWN_HEADERS.isdisjoint(found):
             return None
         reason = "a web page could have sent this"
         return ServiceError(

@@ -272,7 +272,7 @@ async def test_an_id_that_could_not_be_one_is_replaced(chain: Chain, given: str)
 async def test_errors_do_not_flood_the_log(chain: Chain, caught: Caught) -> None:
     async with httpx.AsyncClient(transport=chain.transport(chain.back), base_url="http://back") as plain:
         for _ in range(50):
-            await plain.post("/things/x%0aforged")
+            await plain.post("/things/x%0aforged", headers={"Content-Type": "application/json"})
             await plain.get("/things/busy")
     said = [line["message"] for line in caught.lines if line["logger"] == "services.http.tracing" and line["level"] != "DEBUG"]
     assert sum("405" in message for message in said) == 10

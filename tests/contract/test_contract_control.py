@@ -123,5 +123,5 @@ def test_contract_information(worker: httpx.Client, path: str) -> None:
 
 
 def test_contract_a_control_call_without_a_body_is_400(worker: httpx.Client) -> None:
-    assert worker.post("/pause_generation").status_code == 400
-    assert worker.post("/continue_generation").status_code == 400
+    assert worker.post("/pause_generation", headers={"X-Request-Id": "empty"}).status_code == 400
+    assert worker.post("/continue_generation", headers={"X-Request-Id": "empty"}).status_code == 400

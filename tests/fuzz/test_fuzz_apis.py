@@ -34,6 +34,7 @@ def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> N
     command += ["--phases", phases, "--mode", "all", "--checks", "all"]
     command += ["--exclude-checks", ",".join(NOT_CHECKED), "--request-timeout", "60", "--continue-on-failure"]
     command += ["--generation-database", "none", "--no-color", "--warnings", "off", "--max-redirects", "0"]
+    command += ["--header", "X-Request-Id: fuzz"]  # without it a POST may come from a web page (tests/security)
     for path in WAITS.get(name, ()):
         command += ["--exclude-path", path]
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks", "PYTHONPATH": str(ROOT)}

@@ -218,12 +218,12 @@ NO_HTTP = [
     b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"CONNECT x:1 HTTP/1.1\r\n\r\n",
-    b"POST /raw HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-    b"POST /raw HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n",
-    b"POST /raw HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 5\r\n\r\n{}",
-    b"POST /raw HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"POST /raw HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-    b"POST /raw HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 5\r\n\r\n{}",
+    b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b\x00c\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -253,7 +253,7 @@ def test_old_and_pipelined_requests_are_answered(small: Small) -> None:
         b"GET /health HTTP/1.1\r\n" + b"A: " + b"x" * 5_000_000,
         b"GET /health HTTP/1.1\r\n" + b"A: x\r\n" * 500_000,
         b"GET /" + b"x" * 3_000_000,
-        b"POST /raw HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"A: x\r\n" * 500_000,
+        b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"A: x\r\n" * 500_000,
     ],
     ids=["one header", "many headers", "path", "trailers"],
 )
@@ -292,7 +292,7 @@ def test_a_client_that_does_not_go_on_is_sent_away(small: Small, begun: bytes) -
 
 @pytest.mark.parametrize("head", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{"])
 def test_a_body_that_stands_still_gets_408(small: Small, head: bytes) -> None:
-    status, _, body = small.exchange(b"POST /raw HTTP/1.1\r\n" + head).partition(b"\r\n\r\n")
+    status, _, body = small.exchange(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\n" + head).partition(b"\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 408")
     assert error_of(body)["code"] == "stalled"
 
@@ -305,7 +305,10 @@ def test_nor_does_one_that_stops_in_its_second_request(small: Small) -> None:
         assert ends(client)
 
 
-@pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\nA: ", b"POST /raw HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"])
+@pytest.mark.parametrize(
+    "begun",
+    [b"GET /health HTTP/1.1\r\nA: ", b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 1000000\r\n\r\n"],
+)
 def test_a_client_that_sends_a_byte_now_and_then_is_sent_away(small: Small, begun: bytes) -> None:
     with small.connect() as client:
         client.sendall(begun)
@@ -320,7 +323,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_sent_away(small: Small, begu
 
 def test_a_steady_body_has_as_long_as_it_takes(small: Small) -> None:
     with small.connect() as client:
-        client.sendall(b"POST /raw HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40002\r\n\r\n[")
+        client.sendall(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: 40002\r\n\r\n[")
         for _ in range(20):
             client.sendall(b" " * 2000)
             time.sleep(0.15)

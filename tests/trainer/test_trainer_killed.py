@@ -84,8 +84,12 @@ def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(
 def test_a_killed_run_reuses_no_experience_of_lost_steps(base_model: Path, tmp_path: Path) -> None:
     """Neither is its own experience taken for that of another run, before the first checkpoint."""
     moments = (r"open w .*/step_000002\.partial/", r"os\.rename .*/step_000004\.partial")
-    attempts = train(base_model, tmp_path, moments, "--replay.reuse_ratio", "0.5")
+    # Draws of lost steps count, so a group may be drawn often.
+    attempts = train(base_model, tmp_path, moments, "--replay.reuse_ratio", "0.5", "--replay.max_times_sampled", "100")
     assert attempts == [" 0", *(f"{moment} -9" for moment in moments), " 0"]
     broken = told(tmp_path / "broken", "metrics")
-    assert [(line["step"], line["reused_groups"]) for line in broken] == [(1, 0), *((step, 2) for step in range(2, STEPS + 1))]
+    unbroken = told(tmp_path / "unbroken", "metrics")
+    reused = [(line["step"], line["reused_groups"]) for line in broken]
+    assert reused == [(line["step"], line["reused_groups"]) for line in unbroken]  # groups of equal rewards are not reused
+    assert max(count for _, count in reused) == 2
     assert positions(tmp_path / "broken") == list(range(2 * STEPS))  # every prompt once

@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.rollout_client import GenerationFailed
 from common.schemas import Prompt, RewardResult
 from common.sections import RewardSection
+from services.reward.answers.exact import quantity
 from services.reward.answers.extract import extract_answer
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
@@ -196,7 +197,7 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
     cut = [written.finish_reason == "length" for written, _ in greedy]
     complete = [answers for answers in sampled if answers and all(result.reward is not None for _, result in answers)]
     verdicts = [[result.correct for _, result in answers] for answers in complete]
-    texts = [[extract_answer(written.text) for written, _ in answers] for answers in complete]
+    votes = [[_vote(written.text) for written, _ in answers] for answers in complete]
     ks = sorted({k, *(1 << i for i in range(k.bit_length()))}) if verdicts else []
     return EvaluationResults(
         model=model,
@@ -210,7 +211,7 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
         k=k,
         pass_at_k=mean(pass_at_k(k, sum(row), k) for row in verdicts) if verdicts else None,
         avg_at_k=mean(map(avg_at_k, verdicts)) if verdicts else None,
-        maj_at_k=mean(maj_at_k(*pair) for pair in zip(texts, verdicts, strict=True)) if verdicts else None,
+        maj_at_k=mean(maj_at_k(*pair) for pair in zip(votes, verdicts, strict=True)) if verdicts else None,
         pass_at={j: mean(pass_at_k(k, sum(row), j) for row in verdicts) for j in ks} or None,
         prompts=[prompt.prompt for prompt in prompts],
         prompt_ids=[prompt.id for prompt in prompts],
@@ -238,3 +239,10 @@ def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         return asyncio.run(start())
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(start())).result()
+
+
+def _vote(text: str) -> str | None:
+    """Returns the answer of a response for a majority vote: 1,080 and $1080 are one answer."""
+    answer = extract_answer(text)
+    number = quantity(answer) if answer is not None else None
+    return answer if number is None else str(number[0])

@@ -89,7 +89,7 @@ def test_embedded_bad_input_is_400_with_field_and_value_and_the_engine_lives(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"input_ids": [NaN]}'])
 def test_embedded_bodies_that_are_not_usable_json_are_400(client: httpx.Client, content: bytes) -> None:
-    response = client.post("/generate", content=content)
+    response = client.post("/generate", content=content, headers={"X-Request-Id": "no-type"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
     alive(client)

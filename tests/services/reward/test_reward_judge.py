@@ -212,7 +212,7 @@ def test_settings_that_make_no_judge_are_refused() -> None:
         JudgeRewardFunction("localhost", "big")
     with pytest.raises(ConfigError, match="scale"):
         JudgeRewardFunction("http://x", "big", scale=0)
-    with pytest.raises(ConfigError, match="judge needs judge_url"):
+    with pytest.raises(ConfigError, match=r"judge needs reward\.judge_url"):
         load(["--reward.functions", "judge"], {})
     with pytest.raises(ConfigError, match="judge_url is set but not read"):
         load(["--reward.judge_url", "http://x"], {})

@@ -104,7 +104,7 @@ def test_two_classes_give_a_probability_and_three_are_refused(base_model: Path, 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reward_model_name"):
         RewardModelFunction(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="needs reward_model_name"):
+    with pytest.raises(ConfigError, match=r"needs reward\.reward_model_name"):
         load(["--reward.functions", "reward_model"], {})
 
 
@@ -129,6 +129,10 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
 
 async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> None:
     config = RewardSection(functions=["reward_model"], reward_model_name=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"no such directory.*reward_model_name"):
+        RewardScorer(config)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "config.json").write_text('{"model_type": "unheard-of"}')
     async with RewardScorer(config) as scorer:
         async with asyncio.timeout(120):
             while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health is asked so too

@@ -396,5 +396,5 @@ def test_a_batch_larger_than_the_data_is_refused(settings: Callable[..., Config]
 
 
 def test_a_model_that_is_not_there(settings: Callable[..., Config], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be loaded.*model\.name.*nothing-here.*remedy"):
+    with pytest.raises(ConfigError, match=r"no such directory.*model\.name.*nothing-here.*remedy"):
         train_in_process(settings("--model.name", str(tmp_path / "nothing-here")), quiet())

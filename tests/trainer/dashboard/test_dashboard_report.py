@@ -51,6 +51,7 @@ def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(page: Page, tmp
 
 
 def test_a_run_without_anything_has_a_report_that_says_so(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     main([str(tmp_path)])
     page.open((tmp_path / "report.html").as_uri())
     page.until(lambda: "metrics.jsonl is missing" in page.text("#tables"), "what is missing")

@@ -171,11 +171,11 @@ def test_a_layer_that_is_not_there_is_refused_with_those_that_are(lora: Config) 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--lora.alpha", "8"], r"lora\.alpha is set but not read: lora\.rank is 0"),
+        (["--lora.alpha", "8"], r"lora\.alpha is set but not read, since lora\.rank is 0"),
         (["--lora.publish", "merged"], r"lora\.publish is set but not read"),
         (
             ["--lora.rank", "4", "--trainer.weight_sync", "distributed"],
-            r"weight_sync distributed.*lora\.publish is adapter: set lora\.publish merged, or trainer\.weight_sync http",
+            r"weight_sync distributed.*lora\.publish is adapter.*set lora\.publish merged, or trainer\.weight_sync http",
         ),
         (["--lora.rank", "4", "--lora.target_modules", "q_proj"], r"has q_proj without v_proj, and SGLang"),
         (["--lora.rank", "4", "--lora.target_modules", "k_proj"], r"has k_proj without q_proj"),
