@@ -359,6 +359,7 @@ def test_idle_connections_are_bounded_and_go_away(small: Small) -> None:
     assert small.healthy()
 
 
+@pytest.mark.slow
 def test_clients_that_read_nothing_of_large_answers_hold_little_memory(small: Small) -> None:
     before, clients = small.memory_mb(), []
     for _ in range(6):

@@ -201,6 +201,7 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_busy_machine_fails_no_program() -> None:
     """One processor shared by twenty-one: a program has a twentieth of a second of it in each second."""
     cases = [{"input": "", "output": "1"}]
