@@ -1,6 +1,6 @@
 """The installed package: `import rlhf_math` makes `common`, `learning`, `services`, `trainer` and `jobgroup` importable.
 
-These names are too general for `site-packages`, so the wheel keeps them in `rlhf_math/root/`, which only this module puts
+These names are too general for `site-packages`, so the wheel keeps them in `rlhf_math/checkout/`, which only this module puts
 on `sys.path` (docs/adr/0015-package.md). In a checkout they lie beside this folder. The public names of `trainer` are names
 of this module too: `from rlhf_math import OnlineRLTrainer`.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("common", "learning", "services", "trainer", "jobgroup")
 _HERE = Path(__file__).resolve().parent
-ROOT = _HERE / "root" if (_HERE / "root").is_dir() else _HERE.parent
+ROOT = _HERE / "checkout" if (_HERE / "checkout").is_dir() else _HERE.parent
 """The folder that holds `PACKAGES`, laid out as the repository."""
 
 

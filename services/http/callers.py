@@ -1,8 +1,8 @@
 """Keeps web pages out: without a token, a page open in any browser on this machine could otherwise act on a run.
 
 A page can send what needs no permission of the server (CORS's "simple" requests), and by DNS rebinding anything to a name of
-its own. So a call needs a `Host` that is this service's, no `Origin` of another site, and, where it may change something, a
-content type or a header that a page may not send. A request with the run's token needs none of this.
+its own. So a call needs a `Host` that is this service's, no `Origin` of another site, and, when it is a POST, a content type
+or a header that a page may not send. A request with the run's token needs none of this.
 """
 
 import ipaddress
@@ -60,8 +60,8 @@ class CallerCheck:
             return ForeignCaller(
                 "a page of another site sent this", field="sec-fetch-site", value=site.decode("latin-1"), remedy=_REMEDY
             )
-        # Browsers ask first (preflight) before a page sends any other method.
         kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        # A browser asks the server (preflight) before it lets a page send any other method.
         if method != "POST" or kind in _KINDS or not _OWN_HEADERS.isdisjoint(found):
             return None
         reason = "a web page could have sent this"

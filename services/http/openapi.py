@@ -63,7 +63,7 @@ _REASONS = {
     408: "The rest of the body did not arrive",
     409: "The request conflicts with the state of the service; do not retry",
     413: "The body is too large",
-    415: "The content type is not supported, or missing where a call may change something",
+    415: "The content type is not supported, or is missing from a POST",
     422: "The input is not valid",
     503: "Unavailable: retry after Retry-After",
 }

@@ -21,8 +21,8 @@ def test_the_wheel_has_one_top_level_package_with_every_file_of_ours(wheel: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"rlhf_math"}
     ours = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
-    wanted = {f"rlhf_math/root/{path.relative_to(ROOT)}" for path in ours if path.suffix != ".pyc"}
-    wanted |= {"rlhf_math/py.typed", "rlhf_math/root/constraints.txt", "rlhf_math/root/pyproject.toml"}
+    wanted = {f"rlhf_math/checkout/{path.relative_to(ROOT)}" for path in ours if path.suffix != ".pyc"}
+    wanted |= {"rlhf_math/py.typed", "rlhf_math/checkout/constraints.txt", "rlhf_math/checkout/pyproject.toml"}
     assert len(wanted) > 200
     assert wanted <= names
     assert not any("tests/" in name or "benchmarks/" in name for name in names)
@@ -53,7 +53,7 @@ def test_a_module_of_the_documentation_runs_without_a_checkout(installed: Instal
     assert "none-such" in done.stderr
     done = installed.run("python", "-m", "rlhf_math", "os")
     assert done.returncode == 1
-    assert str(installed.site_packages / "rlhf_math" / "root" / "jobgroup") in done.stderr
+    assert str(installed.site_packages / "rlhf_math" / "checkout" / "jobgroup") in done.stderr
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model
     nodes = ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
     done = installed.run("rlhf-local", "rlhf-math-jobgroup.yaml", *nodes, *words, "--log-dir", "logs", timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    root = installed.site_packages / "rlhf_math" / "root"
+    root = installed.site_packages / "rlhf_math" / "checkout"
     assert f"running {root / 'jobgroup' / 'rlhf-math-jobgroup.yaml'}" in done.stdout + done.stderr
     assert len((installed.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
@@ -101,7 +101,7 @@ def test_installing_hides_no_other_package(installed: Installed) -> None:
 def test_importing_says_which_packages_it_hides(installed: Installed) -> None:
     done = installed.python("import rlhf_math, common, services; print(common.__file__, services.__file__)")
     assert done.returncode == 0, done.stderr
-    root = installed.site_packages / "rlhf_math" / "root"
+    root = installed.site_packages / "rlhf_math" / "checkout"
     assert done.stdout.split() == [str(root / name / "__init__.py") for name in ("common", "services")]
     for hidden in (installed.site_packages / "common", installed.folder / "services"):
         assert f"it hides {hidden / '__init__.py'} in this process" in done.stderr
@@ -113,7 +113,7 @@ def test_a_package_that_is_imported_already_is_an_error_that_names_both(installe
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: rlhf_math needs its own package common")
-    assert str(installed.site_packages / "rlhf_math" / "root" / "common") in last
+    assert str(installed.site_packages / "rlhf_math" / "checkout" / "common") in last
     assert str(installed.site_packages / "common" / "__init__.py") in last
 
 

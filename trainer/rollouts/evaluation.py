@@ -47,7 +47,7 @@ class Evaluation:
     k: int
     answers: list[Answer]
     mean_reward: float = 0.0
-    """Of the greedy answers."""
+    """Mean reward of the greedy answers."""
     verified: bool = True
     """Whether the rewards say what is correct; else an answer counts as correct with a reward above 0.5."""
 

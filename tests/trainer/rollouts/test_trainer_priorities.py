@@ -41,7 +41,7 @@ def test_hand_computed(name: str, rewards: list[float], advantages: list[float],
 
 @pytest.mark.parametrize(("step", "beta", "oldest"), [(0, 0.4, 0), (5, 0.7, 2), (10, 1.0, 7)])
 def test_what_is_asked_for_reuse(step: int, beta: float, oldest: int) -> None:
-    """Of 11 steps: β rises from 0.4 to 1, and no group is older than `max_reuse_staleness` versions."""
+    """A run of 11 steps: β rises from 0.4 to 1, and no group is older than `max_reuse_staleness` versions."""
     config = Config(seed=2)
     config.replay.max_reuse_staleness, config.replay.max_times_sampled = 3, 5
     asked = reuse_request(config, 7, step, 11, "id")
