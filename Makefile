@@ -7,7 +7,8 @@ SEED ?= 0
 ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
 SOAK_MINUTES ?= 30
-JOBS ?= 3
+GPU_OUT ?= runs/gpu-check
+JOBS ?= 4
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
@@ -15,27 +16,31 @@ AUDIT := .venv-audit
 BASE := .cache/tiny-base
 CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
 GROUP := jobgroup/rlhf-math-jobgroup.yaml
+TOOLS_GROUP := jobgroup/rlhf-math-tools-jobgroup.yaml
 DEMO_DIR := runs/demo-$(if $(filter sglang,$(ENGINE)),sglang-)seed$(SEED)
+AGENT_DIR := runs/demo-agent-$(if $(filter sglang,$(ENGINE)),sglang-)seed$(SEED)
 
 ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo doctor sglang-cpu check test test-all lint docs fuzz check-jobgroup bench bench-trl chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
 	@echo '     ENGINE=sglang   the same with two real SGLang servers on this CPU; installs them first'
+	@echo 'make demo-agent      train a tiny model to use a tool, in a job group with the environment-server [SEED=0]'
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the tests that start no process; at most two minutes'
-	@echo 'make test            lint, types and tests; at most ten minutes on two cores [JOBS=3]'
+	@echo 'make test            lint, types and tests; at most ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
+	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one, in nine minutes [GPU_OUT=runs/gpu-check]'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
 	@echo 'make chaos           the job group while processes are killed, stopped and cut off [CHAOS_SEEDS=0,1,2]; a quarter of an hour'
@@ -62,22 +67,44 @@ demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-c
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
 
+# The warm start, the job group with the tool, the same problems without the tool, and what came out.
+demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tool_calculator.base $(AGENT_DIR) --seed $(SEED)
+	$(VENV)/bin/python -m jobgroup.local $(TOOLS_GROUP) --follow ppo-trainer --clear $(AGENT_DIR)/run --log-dir $(AGENT_DIR)/run/logs \
+	  --env RUN_CONFIG=examples/tool_calculator/grpo.yaml --env SEED=$(SEED) --env RUN_DIR=$(AGENT_DIR)/run \
+	  --env RLHF_ENVIRONMENT__NAME=python:examples.tool_calculator.calculator:Calculator \
+	  --env MODEL_NAME=$(AGENT_DIR)/base --env RLHF_DATA__SOURCE=$(AGENT_DIR)/problems --env NUM_EPOCHS= --env BATCH_SIZE= \
+	  $(if $(filter sglang,$(ENGINE)),--env RLHF_ROLLOUT__ENGINE=sglang --env RLHF_ROLLOUT__DEVICE=cpu) --env OMP_NUM_THREADS=1
+	@OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.evaluate_model --model "$$(ls -d $(AGENT_DIR)/run/checkpoints/step_* | tail -1)" \
+	  --compare $(AGENT_DIR)/base --dataset $(AGENT_DIR)/problems --num-samples 256 --max-new-tokens 40 \
+	  --set data.prompt_field=question --set data.answer_field=answer --output-file $(AGENT_DIR)/alone.json > $(AGENT_DIR)/alone.txt
+	@$(VENV)/bin/python -m examples.tool_calculator.report $(AGENT_DIR)
+
 doctor: $(VENV)/.made
 	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m jobgroup.doctor
 
-lint: $(VENV)/.made
+lint: style types
+
+style: $(VENV)/.made
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.made
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# A file's tests share their fixtures, so a file stays in one process. Many tests wait: three processes keep two cores busy.
-PYTEST = OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
+# The processes that tests start read compiled modules, which must be written for that.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: lint $(BASE)/config.json
 	$(PYTEST) -m 'not process and not slow'
 
-test: lint $(BASE)/config.json
+# mypy uses one core, and runs beside the tests.
+test: style $(BASE)/config.json
+	$(MAKE) --no-print-directory --jobs 2 types suite
+
+suite: $(BASE)/config.json
 	$(PYTEST) -m 'not slow'
 
 test-all: lint $(BASE)/config.json
@@ -108,7 +135,10 @@ check-jobgroup: $(SKY)/.made
 	$(SKY)/bin/python -m jobgroup.check
 
 bench: $(VENV)/.made $(BASE)/config.json
-	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms agents; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+
+gpu-check: $(VENV)/.made
+	$(VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_OUT)
 
 # TRL is a peer to compare with, no dependency, so it has an environment of its own.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt

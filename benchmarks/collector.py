@@ -25,14 +25,14 @@ from aiohttp import web
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients import DataClient, ReplayClient, RewardClient
 from common.config import Config, load
+from common.loop_thread import LoopThread
+from common.prompts import Prompter, PromptStyle
 from common.rollout_client import RolloutClient, completion_from_answer
 from common.wire import decode_groups
-from trainer.background import LoopThread
 from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.services import Services
 
 IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
@@ -125,7 +125,7 @@ class FreeingReplay(ReplayClient):
         added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
-            del self.collector.waiting[group.position]
+            self.collector.taken(group.position)
         self.collector.free(len(groups))
         return added
 
@@ -163,7 +163,7 @@ def measure(config: Config, url: str, completions: int, profile: cProfile.Profil
         services = loop.call(connect())
         replay = services.replay
         assert isinstance(replay, FreeingReplay)
-        prompter = Prompter(load_tokenizer(config.model), "Think step by step.", [2])
+        prompter = Prompter(load_tokenizer(config.model), PromptStyle(system_prompt="Think step by step."), [2])
         collector = Collector(config, services, prompter, StageClock(), "collector", PromptCursor(PromptProgress()))
         replay.collector = collector
 

@@ -96,7 +96,7 @@ def searching(directory: Path, rounds: int) -> None:
     asked = {
         "the newest page": (Query(), 0),
         "page 1,000": (Query(), 50_000),
-        "text in the prompt": (Query(prompt="is 123 +"), 0),
+        "text in the prompt": (Query(text="is 123 +"), 0),
         "reward, length and error, by length": (Query(reward_min=0.5, length_max=300, error="truncated", sort="-length"), 0),
         "all by |Δ logprob|": (Query(sort="-delta"), 0),
     }

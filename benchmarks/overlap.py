@@ -3,6 +3,8 @@
 The real loop, collector, weight sync and clients over real sockets, with data-server, reward-server and replay-buffer as
 processes. Simulated are the engine, a process that speaks its HTTP API and decodes in real time (a bounded number of rows,
 log-normal lengths, running requests wait while weights are loaded and go on with the new ones), and the update, which sleeps.
+`--when-stale` compares `trainer.when_stale`. Beside each figure is what a schedule of the same slots, rows and lengths takes
+without any machine (`ideal`): what is above that is this code's, or the machine's other work.
 
 A row of the table is a ratio of generation to training. `generation` is what the engine needs for one batch when all its rows
 are busy, loading the weights included; `training` is the update. The larger of the two is the bound. Medians over the steps.
@@ -11,6 +13,7 @@ Needs the tokenizer of the tiny base model (`make demo` makes it).
 
 import argparse
 import asyncio
+import heapq
 import json
 import logging
 import math
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,12 +36,12 @@ from torch import Tensor
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config, load
+from common.loop_thread import LoopThread
 from common.rollout_client import RolloutClient
 from common.run_lock import RunLock
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
-from trainer.background import LoopThread
 from trainer.loop import train
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
@@ -63,6 +67,37 @@ def lengths(seed: int) -> list[int]:
 
 
 MEAN_TOKENS = float(np.mean([lengths(seed) for seed in range(5000)]))
+
+
+def ideal(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> tuple[float, float]:
+    """Median and mean step where nothing takes time but decoding, loading weights and the update.
+
+    `wait` takes the groups in the order of their slots, the other two those that are ready first, and none is dropped.
+    """
+    load_s, token_s = costs(generation_s, training_s)
+    rows, done, trained, taken = [0.0] * ROWS, dict[int, float](), [0.0], 0
+    for step in range(steps):
+        begin = trained[-1] + load_s if step else 0.0
+        # Loading stops all rows; those that are busy go on later.
+        rows = [row + load_s if row > trained[-1] else begin for row in rows] if step else rows
+        done = {group: at + load_s if at > trained[-1] else at for group, at in done.items()}
+        for group in range(taken + len(done), (step + staleness + 1) * GROUPS):
+            ends = []
+            for tokens in lengths(group):
+                ends.append(heapq.heappop(rows) + tokens * token_s)
+                heapq.heappush(rows, ends[-1])
+            done[group] = max(ends)
+        batch = sorted(done, key=(lambda group: group) if when_stale == "wait" else done.__getitem__)[:GROUPS]
+        trained.append(max(trained[-1], *(done.pop(group) for group in batch)) + training_s)
+        taken += len(batch)
+    seconds = np.diff(trained)[WARM_UP:]
+    return float(np.median(seconds)), float(np.mean(seconds))
+
+
+def costs(generation_s: float, training_s: float) -> tuple[float, float]:
+    """Seconds of loading weights, and of a token."""
+    load_s = LOAD_SHARE * max(generation_s, training_s)
+    return load_s, (generation_s - load_s) * ROWS / (GROUPS * COMPLETIONS * MEAN_TOKENS)
 
 
 class SimulatedEngine:
@@ -196,11 +231,24 @@ def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, An
     return read_lines(config.trainer.run_dir / "metrics.jsonl")
 
 
-def measure(generation_s: float, training_s: float, staleness: int, steps: int) -> tuple[float, float, float, dict[str, float]]:
-    """Median seconds of a step, mean staleness, share of groups that were too old, and seconds by stage (means)."""
+@dataclass(frozen=True)
+class Measured:
+    """A run of one ratio and staleness."""
+
+    median_s: float
+    mean_s: float
+    age: float
+    """Mean age of the completions in weight versions."""
+    dropped: float
+    """Share of groups that were dropped as too old."""
+    stages: dict[str, float]
+    """Mean seconds of a step by stage."""
+
+
+def measure(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> Measured:
+    """Runs the loop and returns what its steps after the first `WARM_UP` took."""
     ports = [free_port() for _ in range(4)]
-    load_s = LOAD_SHARE * max(generation_s, training_s)
-    token_s = (generation_s - load_s) * ROWS / (GROUPS * COMPLETIONS * MEAN_TOKENS)
+    load_s, token_s = costs(generation_s, training_s)
     with tempfile.TemporaryDirectory() as directory:
         words = [
             *("--model.name", str(ROOT / ".cache/tiny-base"), "--data.source", "tiny", "--state_dir", f"{directory}/state"),
@@ -209,15 +257,21 @@ def measure(generation_s: float, training_s: float, staleness: int, steps: int) 
             *("--trainer.batch_size", str(GROUPS), "--sampling.group_size", str(COMPLETIONS), "--trainer.num_epochs", "100"),
             *("--sampling.max_new_tokens", str(LONGEST), "--trainer.max_staleness", str(staleness)),
             *("--trainer.eval_samples", "0", "--trainer.checkpoint_every", "0"),
+            *(("--trainer.when_stale", when_stale) if staleness else ()),
         ]
         services = [[f"services.{name}", *words] for name in ("data", "reward", "replay")]
         engine = ["benchmarks.overlap", "--engine", json.dumps([ports[3], token_s, load_s])]
         with processes([*services, engine]):
             lines = run(load(words, {}), training_s, f"http://127.0.0.1:{ports[3]}")[WARM_UP:]
-    seconds = statistics.median(sum(line["seconds"].values()) for line in lines)
+    seconds = [sum(line["seconds"].values()) for line in lines]
     stale = lines[-1]["dropped"].get("stale", 0)
-    stages = {name: statistics.mean(line["seconds"][name] for line in lines) for name in lines[0]["seconds"]}
-    return seconds, statistics.mean(line["staleness"] for line in lines), stale / (stale + steps * GROUPS), stages
+    return Measured(
+        statistics.median(seconds),
+        statistics.mean(seconds),
+        statistics.mean(line["staleness"] for line in lines),
+        stale / (stale + steps * GROUPS),
+        {name: statistics.mean(line["seconds"][name] for line in lines) for name in lines[0]["seconds"]},
+    )
 
 
 def main() -> None:
@@ -225,6 +279,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.8, help="the larger of generation and training")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--when-stale", choices=["wait", "train", "drop"], default="wait", help="trainer.when_stale")
     parser.add_argument("--ratios", nargs="+", default=["1:3", "1:2", "1:1", "2:1", "3:1"], help="generation:training")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -234,7 +289,9 @@ def main() -> None:
         return
     for name in ("httpx", "trainer.rollouts.collector", "common.clients"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    table = Table(title=f"seconds of a step, and its ratio to the larger of generation and training ({arguments.steps} steps)")
+    table = Table(
+        title=f"median step (and mean) as a multiple of the larger of generation and training ({arguments.steps} steps)"
+    )
     for header in ("generation : training", "seconds", *(f"staleness {s}" for s in arguments.staleness)):
         table.add_column(header)
     for ratio in arguments.ratios:
@@ -242,9 +299,12 @@ def main() -> None:
         scale = arguments.seconds / max(generation, training)
         cells = []
         for staleness in arguments.staleness:
-            step, age, stale, stages = measure(generation * scale, training * scale, staleness, arguments.steps)
-            cells.append(f"{step:.2f} = {step / arguments.seconds:.2f} ×, age {age:.1f}, too old {stale:.0%}")
-            where = ", ".join(f"{name} {value:.3f}" for name, value in stages.items() if value > 5e-4)
+            found = measure(generation * scale, training * scale, staleness, arguments.steps, arguments.when_stale)
+            median, mean = (seconds / arguments.seconds for seconds in (found.median_s, found.mean_s))
+            bounds = ideal(generation * scale, training * scale, staleness, 2000, arguments.when_stale)
+            best = " (".join(f"{each / arguments.seconds:.2f}" for each in bounds)
+            cells.append(f"{median:.2f} × (mean {mean:.2f}; ideal {best})), age {found.age:.1f}, dropped {found.dropped:.0%}")
+            where = ", ".join(f"{name} {value:.3f}" for name, value in found.stages.items() if value > 5e-4)
             print(f"{ratio} staleness {staleness}: {cells[-1]} ({where})", flush=True)
         table.add_row(ratio, f"{generation * scale:.2f} : {training * scale:.2f}", *cells)
     Console(width=140).print(table)

@@ -1,22 +1,30 @@
-"""Seconds to publish weights to 1, 2 and 4 receivers by each way: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
+"""What it takes to publish weights to 1, 2 and 4 receivers by each way: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
+
+`full` versions are new in every weight. In those of `delta` a share `--changed` is, by one step of bfloat16: 2.5 % of Gemma 3
+270M are, in an update by Adam at a learning rate of 1e-6.
 
 A figure is the time of `Publisher.publish`: from the tensors of the trainer until every receiver has them, verified, in the
 tensors of its own model. Receivers are processes with the client, the store and the receiving code of the rollout nodes and the
-embedded engine. Beside each, in the same run: the same bytes plainly copied, by `cp` to as many files at once for
-http and shared, by one gloo broadcast to as many processes for distributed.
+embedded engine. Beside each the same bytes plainly copied: by `cp` to as many files at once for http and shared, in turn with
+the versions; by one gloo broadcast to as many processes for distributed. The processor seconds of both, of all processes, are
+ratios that other work on the machine does not change. `--mbit` lets the files pass a network of so many megabits per second,
+which the receivers share.
 """
 
 import argparse
 import asyncio
 import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,26 +33,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.loop_thread import LoopThread
 from common.observe import Metrics
 from common.schemas import WeightChecksums, WeightManifest, WorkerReport
 from common.topology import Topology
 from learning.weight_group import digest, join
 from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
 from services.engine.weights import copy_tensors, load_into, own_tensors
-from services.rollout.weights.store import TrainerClient, WeightId, WeightStore, shared_directory
+from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.publisher import Publisher, WeightBoard, version_name
 from trainer.weights.transfer import Rendezvous
 
-WAYS = ("http", "shared", "distributed")
+WAYS = ("http full", "http delta", "shared full", "shared delta", "distributed full")
 HIDDEN, VOCABULARY = 1024, 16_384
+FIRST = 5
+"""Versions that do not count: after so many, each is written over one that was removed."""
 _TIMEOUT_S = 300.0
 
 
 def model_like(size: int) -> dict[str, Tensor]:
-    """About `size` bytes of float32: an embedding, and layers as a Qwen2 of hidden size 1,024 has them."""
-    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN)}
+    """About `size` bytes of bfloat16: an embedding, and layers as a Qwen2 of hidden size 1,024 has them."""
+    tensors = {"model.embed_tokens.weight": 0.02 * torch.randn(VOCABULARY, HIDDEN)}
     shapes = {f"self_attn.{part}_proj": (HIDDEN, HIDDEN) for part in "qkvo"}
     shapes |= {
         "mlp.gate_proj": (4 * HIDDEN, HIDDEN),
@@ -53,10 +64,22 @@ def model_like(size: int) -> dict[str, Tensor]:
     }
     layer = 0
     while sum(tensor.nbytes for tensor in tensors.values()) < size:
-        tensors |= {f"model.layers.{layer}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+        tensors |= {f"model.layers.{layer}.{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
         tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.randn(HIDDEN)
         layer += 1
+        tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     return tensors
+
+
+def move(weights: dict[str, Tensor], share: float) -> None:
+    """Moves a share of the weights by one step of their precision, or all of them by more."""
+    for tensor in weights.values():
+        flat = tensor.view(-1)
+        if share == 1:
+            flat.copy_(flat.roll(1))
+            continue
+        moved = torch.randint(len(flat), (int(share * len(flat)),))
+        flat.view(torch.int16)[moved] += 1
 
 
 class Held:
@@ -75,11 +98,13 @@ class Held:
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         return []
 
-    def load_tensors(self, tensors: dict[str, Tensor], *_: object) -> "Future[None]":
-        copy_tensors(self, tensors)
-        done: Future[None] = Future()
-        done.set_result(None)
+    def call(self, work: "Callable[[Held], Any]", exclusive: bool = False) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(work(self))
         return done
+
+    def update_weights(self, tensors: dict[str, Tensor], *_: object) -> None:
+        copy_tensors(self, tensors)
 
 
 async def receive(name: str, url: str, size: int, receivers: int, directory: Path) -> None:
@@ -96,10 +121,10 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
             if manifest is None or WeightId.of(manifest) == serves:
                 continue
             if manifest.broadcast is None:
-                load_into(held, await shared_directory(manifest) or await store.fetch(manifest, trainer))
+                load_into(held, await store.fetch(manifest, trainer))
             else:
                 group = await take_part(name, manifest, updates, group)
-                sums = {tensor: digest(value) for tensor, value in own_tensors(held).items()}
+                sums = {tensor: digest(value) for tensor, value in own_tensors(held)}
                 await trainer.verify(manifest.version, WeightChecksums(worker=name, ranks=[sums]), _TIMEOUT_S)
             serves = WeightId.of(manifest)
 
@@ -120,8 +145,63 @@ async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates,
     return plan.group
 
 
-def published(way: str, receivers: int, weights: dict[str, Tensor], size: int, rounds: int, scratch: Path) -> list[float]:
-    """Seconds of each round; the first version, with which groups are formed and memory is allocated, does not count."""
+@dataclass
+class Took:
+    """What some work took, once for each round."""
+
+    seconds: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def measured(self, *processes: int) -> Iterator[None]:
+        """Measures what is done inside, by this process, by those that end meanwhile, and by `processes`."""
+        begin, used = time.perf_counter(), _processor_s(processes)
+        yield
+        self.seconds.append(time.perf_counter() - begin)
+        self.processor_s.append(_processor_s(processes) - used)
+
+
+def _processor_s(processes: Iterable[int]) -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    others = [Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13] for process in processes]
+    ticks = sum(int(each) for times in others for each in times)
+    return sum(each.ru_utime + each.ru_stime for each in used) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Network:
+    """A relay to a local port, through which so many bytes pass in a second."""
+
+    def __init__(self, port: int, bytes_s: float) -> None:
+        self._to, self._bytes_s, self._free_at = port, bytes_s, 0.0
+
+    async def open(self) -> int:
+        """Begins; returns the port of the relay."""
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        with suppress(ConnectionError):
+            await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 18):
+            now = time.monotonic()
+            self._free_at = max(now, self._free_at) + len(data) / self._bytes_s
+            await asyncio.sleep(self._free_at - now)
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+def published(
+    way: str, receivers: int, weights: dict[str, Tensor], share: float, rounds: int, scratch: Path, mbit: float | None
+) -> tuple[Took, Took, int]:
+    """What each round of publishing took, what plain copies in turn with it did, and the bytes of the last delta, or 0.
+
+    The first versions, with which groups are formed and memory and files are allocated, do not count.
+    """
+    size = sum(tensor.nbytes for tensor in weights.values())
     board = WeightBoard(scratch / "published")
     static = scratch / "config.json"
     static.write_text("{}")
@@ -132,58 +212,59 @@ def published(way: str, receivers: int, weights: dict[str, Tensor], size: int, r
         raise RuntimeError(f"{worker.name} did not confirm: {worker.detail}")
 
     publisher = Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
-    seconds = []
+    took, plain, processes = Took(), Took(), list[int]()
 
     with ExitStack() as stack:
         server = stack.enter_context(BackgroundServer(create_trainer_app(board, Metrics("trainer")), "127.0.0.1", 0))
         stack.callback(board.close)
+        port = server.port
+        if mbit is not None:
+            port = stack.enter_context(LoopThread()).call(Network(port, mbit * 1e6 / 8).open())
         for index in range(receivers):
             words = [
                 f"receiver-{index}",
-                f"http://127.0.0.1:{server.port}",
+                f"http://127.0.0.1:{port}",
                 str(size),
                 str(receivers),
                 str(scratch / f"r{index}"),
             ]
             process = subprocess.Popen([sys.executable, "-m", "benchmarks.publish", "--receive", *words])
+            processes.append(process.pid)
             stack.callback(process.wait)
             stack.callback(process.kill)
         while len(board.workers()) < receivers:
             time.sleep(0.1)
-        for version in range(1 + rounds):
-            begin = time.perf_counter()
-            publisher.publish(weights.items(), version)
-            seconds.append(time.perf_counter() - begin)
-    return seconds[1:]
+        for version in range(FIRST + rounds):
+            move(weights, share)
+            with took.measured(*processes):
+                publisher.publish(weights.items(), version)
+            source = board.directory / version_name(version) / "model.safetensors"
+            if source.exists():
+                with plain.measured():
+                    copy(source, receivers, scratch)
+        latest = board.latest()
+        sent = sum(file.delta.size for file in latest.files if file.delta) if latest else 0
+    return took, plain, sent
 
 
-def copied(receivers: int, size: int, rounds: int, scratch: Path) -> list[float]:
-    """Seconds of `cp`, one process for each receiver at once."""
-    source = scratch / "source"
-    with source.open("wb") as stream:
-        for _ in range(size // (1 << 20)):
-            stream.write(os.urandom(1 << 20))
-    seconds = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        running = [subprocess.Popen(["cp", str(source), str(scratch / f"copy{index}")]) for index in range(receivers)]
-        for process in running:
-            process.wait()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
+def copy(source: Path, receivers: int, scratch: Path) -> None:
+    """Copies a file by `cp`, one process for each receiver at once."""
+    running = [subprocess.Popen(["cp", str(source), str(scratch / f"copy{index}")]) for index in range(receivers)]
+    for process in running:
+        process.wait()
 
 
 def _take(port: int, rank: int, world_size: int, size: int, rounds: int) -> None:
     group = join("127.0.0.1", port, rank, world_size, "raw", "gloo", _TIMEOUT_S)
     flat = torch.empty(size, dtype=torch.uint8)
-    for _ in range(1 + rounds):
+    for _ in range(FIRST + rounds):
         dist.broadcast(flat, src=0, group=group)
         dist.barrier(group=group)
     dist.destroy_process_group(group)
 
 
-def broadcast(receivers: int, size: int, rounds: int) -> list[float]:
-    """Seconds of one gloo broadcast of as many bytes, until every receiver has them."""
+def broadcast(receivers: int, size: int, rounds: int) -> Took:
+    """What one gloo broadcast of as many bytes takes, until every receiver has them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn, world_size = multiprocessing.get_context("spawn"), receivers + 1
     arguments = [(store.port, rank, world_size, size, rounds) for rank in range(1, world_size)]
@@ -191,23 +272,25 @@ def broadcast(receivers: int, size: int, rounds: int) -> list[float]:
     for process in running:
         process.start()
     group = join("127.0.0.1", store.port, 0, world_size, "raw", "gloo", _TIMEOUT_S)
-    flat, seconds = torch.ones(size, dtype=torch.uint8), []
-    for _ in range(1 + rounds):
-        begin = time.perf_counter()
-        dist.broadcast(flat, src=0, group=group)
-        dist.barrier(group=group)
-        seconds.append(time.perf_counter() - begin)
+    flat, took, processes = torch.ones(size, dtype=torch.uint8), Took(), [process.pid or 0 for process in running]
+    for _ in range(FIRST + rounds):
+        with took.measured(*processes):
+            dist.broadcast(flat, src=0, group=group)
+            dist.barrier(group=group)
     for process in running:
         process.join()
     dist.destroy_process_group(group)
-    return seconds[1:]
+    return took
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
+    parser.add_argument("--changed", type=float, default=0.025, help="share of the weights that a delta changes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--mbit", type=float, help="megabits per second of the network for files")
     parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(Topology().loopback_env())
@@ -218,22 +301,21 @@ def main() -> None:
     weights = model_like(int(arguments.gb * 1e9))
     size = sum(tensor.nbytes for tensor in weights.values())
     print(f"{size / 1e9:.2f} GB in {len(weights)} tensors, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; medians")
-    print(f"{'receivers':>9} {'way':>12} {'s':>7} {'MB/s':>6} {'plain copy s':>13} {'ratio':>6}", flush=True)
+    print(
+        f"{'receivers':>9} {'way':>16} {'s':>6} {'copy s':>6} {'ratio':>6} {'CPU s':>6} {'copy':>6} {'ratio':>6} {'MB sent':>8}"
+    )
     for receivers in arguments.receivers:
-        for way in WAYS:
+        for way in arguments.ways:
+            kind, share = way.split()[0], arguments.changed if "delta" in way else 1.0
             with tempfile.TemporaryDirectory() as folder:
-                took = statistics.median(published(way, receivers, weights, size, arguments.rounds, Path(folder)))
-            with tempfile.TemporaryDirectory() as folder:
-                rounds = arguments.rounds
-                plain = (
-                    broadcast(receivers, size, rounds)
-                    if way == "distributed"
-                    else copied(receivers, size, rounds, Path(folder))
-                )
-            copy = statistics.median(plain)
-            print(
-                f"{receivers:>9} {way:>12} {took:>7.2f} {size / took / 1e6:>6.0f} {copy:>13.2f} {took / copy:>6.1f}", flush=True
-            )
+                took, plain, sent = published(kind, receivers, weights, share, arguments.rounds, Path(folder), arguments.mbit)
+            if kind == "distributed":
+                plain = broadcast(receivers, size, arguments.rounds)
+            cells = []
+            for figures in ("seconds", "processor_s"):
+                mine, copy_s = (statistics.median(getattr(each, figures)[FIRST:]) for each in (took, plain))
+                cells.append(f"{mine:>6.2f} {copy_s:>6.2f} {mine / copy_s:>6.1f}")
+            print(f"{receivers:>9} {way:>16} {cells[0]} {cells[1]} {(sent or size) / 1e6:>8.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the replay buffer moves and how fast it samples: `python -m benchmarks.replay [--rounds N]`.
+"""What the replay buffer moves and how fast it samples: `python -m benchmarks.replay [--rounds N] [--sizes N …]`.
 
 Adds and takes 256 completions × 1,024 tokens a request over HTTP to a real service process, the msgpack path beside the
-JSON path in the same run, every add synced to disk before it is acknowledged; then draws 64 of 100,000 groups from the
-index by priority.
+JSON path in the same run, every add synced to disk before it is acknowledged; then what the index of `--sizes` groups that
+may be reused costs; then, for stores of `--sizes` groups of 8 answers, what each call costs in this process, which holds the
+index as the service does. `--rounds 0` leaves out the requests.
 """
 
 import argparse
@@ -22,8 +23,10 @@ import orjson
 
 from common import wire
 from common.clients import ReplayClient, wait_healthy
-from common.schemas import Completion, Group, Groups, TakeRequest
-from services.replay import sampling
+from common.schemas import Completion, Group, Groups, SampleRequest, TakeRequest
+from common.sections import ReplaySection
+from services.replay.buffer import ReplayBuffer
+from services.replay.reuse import ReuseIndex
 
 GROUPS, COMPLETIONS, TOKENS = 32, 8, 1024
 MEGABYTE = 1e6
@@ -81,20 +84,63 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
     return {name: (statistics.median(values), sizes[name]) for name, values in seconds.items()}
 
 
-def sampling_seconds(groups: int, count: int, rounds: int) -> float:
-    """Median seconds to draw `count` of `groups` by priority with importance weights, nothing cached."""
-    rng = np.random.default_rng(0)
-    rows = [(i + 1, i // 100, float(priority), 0) for i, priority in enumerate(rng.random(groups))]
-    index, seconds = sampling.ReuseIndex(rows), []
-    for seed in range(rounds):
-        start = time.perf_counter()
-        eligible = index.eligible(0, 4)
-        included = sampling.inclusion(sampling.probabilities(index.rows["priority"][eligible], 0.6), count)
-        chosen = sampling.draw(included, np.random.default_rng(seed))
-        sampling.importance_weights(included, chosen, 0.4)
-        seconds.append(time.perf_counter() - start)
-        assert len(chosen) == count
-    return statistics.median(seconds)
+def index_ms(groups: int) -> list[str]:
+    """Processor milliseconds of the index of so many groups: the first draw of 64, a later one, and the updates after one."""
+    priorities = np.random.default_rng(0).random(groups).tolist()
+    index = ReuseIndex([(i + 1, i // 100, priority, 0) for i, priority in enumerate(priorities)])
+    draws, updates = [], []
+    for step in range(10):
+        begin = time.process_time()
+        orders, _ = index.draw(64, step, step, 4, 0.6, 0.4 + step / 100)
+        middle = time.process_time()
+        index.drawn(orders)
+        index.set_priorities([(order, 0.5) for order in orders])
+        index.append([(groups + 1 + 32 * step + i, groups // 100, 1.0, 0) for i in range(32)])
+        draws.append(middle - begin)
+        updates.append(time.process_time() - middle)
+    return [f"{groups:,}", *(f"{s * 1e3:.2f}" for s in (draws[0], *map(statistics.median, (draws[1:], updates[1:]))))]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
+    """A row of the table: what a store costs that holds `groups` small groups, half of them consumed.
+
+    Adding and taking 32 groups (taken ones are acknowledged), drawing 64 by priority, drawing 64 answers (the first time and
+    then), opening, and megabytes on disk.
+    """
+    ids = np.arange(4, dtype=np.int32)
+    completions = [Completion(ids, -ids.astype(np.float32), "a", "stop", [(0, 0, 4)], reward=i / 8) for i in range(8)]
+    config = ReplaySection(capacity=8 * (groups + (rounds + 1) * GROUPS))
+
+    def made(first: int, count: int) -> list[Group]:
+        return [Group(f"g-{i}", "p", "a prompt", "42", ids, completions, position=i) for i in range(first, first + count)]
+
+    buffer = ReplayBuffer(config, path)
+    for first in range(0, groups, 5_000):
+        buffer.add(made(first, 5_000))
+        if first < groups // 2:
+            buffer.ack([f"g-{i}" for i in range(first, first + 5_000)])
+    buffer.close()
+    start = time.perf_counter()
+    buffer = ReplayBuffer(config, path)
+    opened = time.perf_counter() - start
+    add, take, sample, answers = [], [], [], []
+    for i in range(rounds):
+        fresh, request = made(groups + i * GROUPS, GROUPS), TakeRequest(count=GROUPS, request_id=f"take-{i}")
+        add.append(_seconds(lambda fresh=fresh: buffer.add(fresh)))  # type: ignore[misc]
+        take.append(_seconds(lambda request=request: buffer.take(request)))  # type: ignore[misc]
+        sample.append(_seconds(lambda i=i: buffer.sample(SampleRequest(count=64, seed=i))))  # type: ignore[misc]
+        answers.append(_seconds(lambda i=i: buffer.sample_experiences(64, prioritized=True, seed=i)))  # type: ignore[misc]
+    size = buffer.store.size()
+    buffer.close()
+    times = [statistics.median(values) * 1e3 for values in (add, take, sample)]
+    times += [answers[0] * 1e3, statistics.median(answers[1:]) * 1e3]
+    return [f"{groups:,}", *(f"{each:.1f}" for each in times), f"{opened:.2f}", f"{size / 1e6:.0f}"]
 
 
 async def measure(port: int, rounds: int) -> dict[str, tuple[float, float]]:
@@ -118,10 +164,8 @@ def with_service(rounds: int) -> dict[str, tuple[float, float]]:
             process.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+def over_sockets(rounds: int) -> None:
+    """Prints what adding and taking costs over HTTP."""
     results = with_service(rounds)
     print(f"{GROUPS} groups × {COMPLETIONS} completions × {TOKENS} tokens a request, median of {rounds}")
     for name, (seconds, size) in results.items():
@@ -130,7 +174,25 @@ def main() -> None:
         )
     for kind in ("add", "take"):
         print(f"msgpack is {results[f'JSON {kind}'][0] / results[f'msgpack {kind}'][0]:.1f} × as fast as JSON to {kind}")
-    print(f"sampling 64 of 100,000 by priority: {sampling_seconds(100_000, 64, 50) * 1e3:.2f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[10_000, 100_000], help="groups of the stores in the last table"
+    )
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    if rounds:
+        over_sockets(rounds)
+    print("groups; first draw of 64 by priority, later draws, updates after one (processor ms)")
+    for groups in arguments.sizes:
+        print(*index_ms(groups), sep=" | ", flush=True)
+    print("groups; add 32, take 32, sample 64, first and later 64 answers (ms); open (s); file (MB)")
+    for groups in arguments.sizes:
+        with tempfile.TemporaryDirectory() as state:
+            print(*at_size(Path(state) / "replay.db", groups), sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

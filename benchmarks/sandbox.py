@@ -15,8 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import ConfigError
-from services.reward.sandbox.cases import Case, parse_cases
-from services.reward.sandbox.run import Limits, Sandbox
+from services.sandbox.cases import Case, parse_cases
+from services.sandbox.run import Limits, Sandbox
 
 SOURCE = "a, b = map(int, input().split())\nprint(a + b)"
 

@@ -68,6 +68,7 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     job = Job.read(Path(sys.argv[1]))
+    completions = job.settings["per_device_train_batch_size"] * job.settings["gradient_accumulation_steps"]
 
     class Trainer(GRPOTrainer):  # type: ignore[misc]
         """GRPOTrainer with a given learning rate for every step; its own schedule starts a step later, at zero."""
@@ -79,6 +80,12 @@ def main() -> None:
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, lambda i: rates[min(i, len(rates) - 1)])
             self.lr_scheduler = schedule
             return schedule
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            began = time.perf_counter()
+            found = super()._generate_and_score_completions(inputs)
+            generation.append(time.perf_counter() - began)
+            return found
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Wall time of every step, checkpoints not included."""
@@ -104,14 +111,14 @@ def main() -> None:
         ids = trainer.processing_class(text=list(prompts))["input_ids"]
         return {"prompt_ids": ids, "completion_ids": job.completions[start : start + len(prompts)], "logprobs": None}
 
-    clock = Clock()
+    clock, generation = Clock(), list[float]()
     trainer = Trainer(
         model=job.model,
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=job.output,
             seed=job.seed,
-            max_steps=len(job.prompts) * job.settings["num_generations"] // job.settings["per_device_train_batch_size"],
+            max_steps=len(job.prompts) * job.settings["num_generations"] // completions,
             save_strategy="steps",
             save_steps=job.save_every,
             save_only_model=True,
@@ -131,7 +138,7 @@ def main() -> None:
             raise SystemExit(f"TRL's tokenisation of {prompt['text']!r} differs: {ids}, not {prompt['ids']}")
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    log = {"steps": steps, "seconds": clock.seconds}
+    log = {"steps": steps, "seconds": clock.seconds, "generation": generation}
     (Path(job.output) / "log.json").write_text(json.dumps(log), encoding="utf-8")
 
 

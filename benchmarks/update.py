@@ -29,9 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.trl_side import Job
-from benchmarks.vs_trl_learning import TRL_PYTHON
-from common.config import fail, load
+from common.config import Config, fail, load
 from common.errors import ConfigError
 from common.schemas import Completion, Group
 from learning.ranks import Ranks
@@ -41,6 +39,7 @@ from trainer.cli.tiny_base import make_tokenizer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, quiet
+from trainer.policy.update_metrics import UpdateMetrics
 
 SHAPES = {
     "small": {
@@ -60,7 +59,8 @@ SHAPES = {
     },
 }
 """Qwen2.5's, and one for CPUs; two heads of keys and values, tied embeddings."""
-_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+TRL_PYTHON = Path(".venv-trl/bin/python")
+_PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 """bfloat16 FLOP/s without sparsity, from the makers' data sheets."""
 
 
@@ -93,8 +93,8 @@ class Result:
     """Bytes at the peak: of the GPU, on a CPU of the process."""
 
 
-def make_model(shape: str, directory: Path) -> None:
-    """A random model of this shape with the built-in tokenizer."""
+def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") -> None:
+    """A random model of this shape with the built-in tokenizer; large ones are made faster on a GPU."""
     quiet()
     torch.manual_seed(0)
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
@@ -106,7 +106,9 @@ def make_model(shape: str, directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -168,36 +170,38 @@ def measure(case: Case) -> Result:
         *case.settings,
     ]
     config = load(words, {})
-    with Ranks.from_env(600, config.trainer.device) as ranks:
+    with Ranks.from_env(600, config.trainer.device, config.trainer.shard_size, config.trainer.offload_optimizer) as ranks:
         policy = Policy(config, ranks)
-        groups = make_groups(case, load_tokenizer(config.model))
+        reference, groups = Reference(policy), make_groups(case, load_tokenizer(config.model))
         flops = required_flops(groups, policy.model)
-        reference, seconds = Reference(policy), []
-        for _ in range(case.repeats + 1):
-            batch = Batch.of([TrainingGroup(group) for group in groups], config, policy.step)
-            start = time.perf_counter()
-            batch.old_logprobs, batch.ref_logprobs = policy.logprobs(batch), reference.logprobs(batch)
-            batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
-            policy.update(batch)
-            _synchronize(ranks.device)
-            seconds.append(time.perf_counter() - start)
+        seconds = [learn(policy, reference, groups, config)[0] for _ in range(case.repeats + 1)]
         on_gpu = ranks.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        tokens = sum(len(row) for row in batch.rows)
-        return Result(statistics.median(seconds[1:]), tokens, flops, _peak(ranks.device), memory)
+        tokens = sum(
+            len(group.prompt_token_ids) + len(completion.token_ids) for group in groups for completion in group.completions
+        )
+        return Result(statistics.median(seconds[1:]), tokens, flops, peak(ranks.device), memory)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+def learn(policy: Policy, reference: Reference, groups: list[Group], config: Config) -> tuple[float, UpdateMetrics]:
+    """Makes an update on these groups; returns its seconds and metrics."""
+    batch = Batch.of([TrainingGroup(group) for group in groups], config, policy.step)
+    start = time.perf_counter()
+    batch.old_logprobs, batch.ref_logprobs = policy.logprobs(batch), reference.logprobs(batch)
+    batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
+    metrics = policy.update(batch).metrics
+    if policy.ranks.device.type == "cuda":
         torch.cuda.synchronize()
+    return time.perf_counter() - start, metrics
 
 
-def _peak(device: torch.device) -> float:
+def peak(device: torch.device) -> float:
+    """Returns the FLOP/s that 100 % would be. Raises ConfigError for a GPU whose data sheet is not known."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for part, peak in _PEAKS.items():
+        for part, rate in _PEAKS.items():
             if part in name:
-                return peak
+                return rate
         raise ConfigError("the peak of this GPU is not known", value=name, remedy="add it to _PEAKS of benchmarks/update.py")
     left, right, rates = torch.randn(2048, 2048), torch.randn(2048, 2048), []
     for _ in range(5):
@@ -209,6 +213,8 @@ def _peak(device: torch.device) -> float:
 
 def trl_seconds(case: Case, directory: Path) -> float:
     """Median seconds of TRL's step on the same tokens, generation replaced by them."""
+    from benchmarks.trl_side import Job  # imports the graders
+
     groups = make_groups(case, load_tokenizer(load(["--model.name", case.model], {}).model))
     completions = [completion.token_ids.tolist() for group in groups for completion in group.completions]
     steps = case.repeats + 1

@@ -1,10 +1,12 @@
 """Seconds per step of this system and of TRL's GRPOTrainer: the same machine, task, model, batch and lengths, in one run.
 
-Three contestants on the built-in task, one at a time and alternately: the *whole* job group as `make demo` starts it (five
-tasks, two rollout nodes behind the router, two trainer nodes, HTTP between them), the *bare* trainer (`train_in_process`: the
-same code in one process), and TRL in one process, with one thread and with as many as there are cores; its better one counts.
-Both train on groups of the same prompts; each samples its own completions, so their lengths are reported too.
+Three contestants, one at a time and alternately: the *whole* job group (five tasks as processes, HTTP between them; by default
+the one that `make demo` starts, with two rollout nodes behind the router and two trainer nodes), the *bare* trainer
+(`train_in_process`: the same code in one process), and TRL in one process, with one thread and with as many as there are cores;
+its better one counts. Both train on groups of the same prompts; each samples its own completions, so their lengths are reported
+too.
 
+By default on the built-in task. Any other model and task: `--config FILE`, and settings such as `--model.name DIRECTORY`.
 TRL runs in `.venv-trl`, which `make bench-trl` makes. Evaluation and checkpoints are off; the first steps do not count.
 """
 
@@ -25,16 +27,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.vs_trl_learning import TRL_PYTHON, job
+from benchmarks.update import TRL_PYTHON
+from benchmarks.vs_trl_learning import job
 from common.config import Config, fail, load
 from common.errors import ConfigError
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 
-_CONFIG = "jobgroup/configs/tiny-cpu.yaml"
-_SETTINGS = {"trainer.eval_samples": 0, "trainer.checkpoint_every": 0}
-_WARM_UP = 5
-"""First steps of every run that do not count."""
+_CONFIG, _JOBGROUP = "jobgroup/configs/tiny-cpu.yaml", "jobgroup/rlhf-math-jobgroup.yaml"
+_SETTINGS = {"trainer.eval_samples": "0", "trainer.checkpoint_every": "0"}
 
 
 @dataclass(frozen=True)
@@ -45,54 +46,77 @@ class Run:
     tokens: float
     """Mean completion length."""
     split: dict[str, float]
-    """Mean seconds of a step by stage; empty for TRL."""
+    """Mean seconds of a step by stage; TRL's generation is with its rewards, and all else is its update."""
 
     @property
     def step(self) -> float:
         return median(self.seconds)
 
 
-def config(steps: int, seed: int, directory: Path) -> Config:
-    """Settings of this trainer's runs; TRL gets the same."""
-    own = {"seed": seed, "state_dir": directory / "state", "trainer.run_dir": directory, "trainer.max_steps": steps}
-    words = [word for name, value in {**_SETTINGS, **own}.items() for word in (f"--{name}", str(value))]
-    return load(["--config", _CONFIG, *words], {})
+@dataclass(frozen=True)
+class Task:
+    """What all contestants train."""
 
+    config: str
+    jobgroup: str
+    settings: dict[str, str]
+    """Further settings by name."""
+    warm_up: int
+    """First steps of every run that do not count."""
+    threads: int
+    """Threads of every process of this system."""
+    rows: int
+    """Completions of TRL's micro-batches; 0: all of a step."""
 
-def whole(steps: int, seed: int, directory: Path) -> Run:
-    """The job group, as `make demo` starts it."""
-    fixed = {f"RLHF_{name.replace('.', '__').upper()}": str(value) for name, value in _SETTINGS.items()}
-    own = {"RUN_CONFIG": _CONFIG, "SEED": seed, "MAX_STEPS": steps, "RUN_DIR": directory, "STATE_DIR": directory / "state"}
-    empty = dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), "")
-    words = [word for name, value in {**fixed, **own, **empty}.items() for word in ("--env", f"{name}={value}")]
-    command = ["-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(directory / "logs")]
-    _run([sys.executable, *command, *words, "--env", "OMP_NUM_THREADS=1"], directory, threads=1)
-    return _ours(directory)
+    def load(self, steps: int, seed: int, directory: Path) -> Config:
+        """Returns the settings of this trainer's runs; TRL gets the same."""
+        own = {"seed": seed, "state_dir": directory / "state", "trainer.run_dir": directory, "trainer.max_steps": steps}
+        words = [word for name, value in {**self.settings, **own}.items() for word in (f"--{name}", str(value))]
+        return load(["--config", self.config, *words], {})
 
+    def whole(self, steps: int, seed: int, directory: Path) -> Run:
+        """Runs the job group."""
+        fixed = {f"RLHF_{name.replace('.', '__').upper()}": value for name, value in self.settings.items()}
+        own = {
+            "RUN_CONFIG": self.config,
+            "SEED": seed,
+            "MAX_STEPS": steps,
+            "RUN_DIR": directory,
+            "STATE_DIR": directory / "state",
+        }
+        empty = dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), "")
+        words = [word for name, value in {**fixed, **own, **empty}.items() for word in ("--env", f"{name}={value}")]
+        command = ["-m", "jobgroup.local", self.jobgroup, "--log-dir", str(directory / "logs")]
+        _run([sys.executable, *command, *words, "--env", f"OMP_NUM_THREADS={self.threads}"], directory, self.threads)
+        return self._ours(directory)
 
-def bare(steps: int, seed: int, directory: Path) -> Run:
-    """The same code in one process."""
-    _run([sys.executable, "-m", "benchmarks.vs_trl", "--bare", str(steps), str(seed), str(directory)], directory, threads=1)
-    return _ours(directory)
+    def bare(self, steps: int, seed: int, directory: Path) -> Run:
+        """Runs the same code in one process."""
+        words = [*sys.argv[1:], "--bare", str(steps), str(seed), str(directory)]
+        _run([sys.executable, "-m", "benchmarks.vs_trl", *words], directory, self.threads)
+        return self._ours(directory)
 
+    def _ours(self, directory: Path) -> Run:
+        lines = read_lines(directory / "metrics.jsonl")[self.warm_up :]
+        stages = list(lines[0]["seconds"])
+        return Run(
+            [sum(line["seconds"].values()) for line in lines],
+            mean(line["completion_tokens"] for line in lines),
+            {stage: mean(line["seconds"][stage] for line in lines) for stage in stages},
+        )
 
-def _ours(directory: Path) -> Run:
-    lines = read_lines(directory / "metrics.jsonl")[_WARM_UP:]
-    stages = list(lines[0]["seconds"])
-    return Run(
-        [sum(line["seconds"].values()) for line in lines],
-        mean(line["completion_tokens"] for line in lines),
-        {stage: mean(line["seconds"][stage] for line in lines) for stage in stages},
-    )
-
-
-def trl(threads: int, steps: int, seed: int, directory: Path) -> Run:
-    """TRL's trainer on the same prompts."""
-    task = replace(job(config(steps, seed, directory), directory, {}), save_every=steps + 1)
-    _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], directory, threads)
-    log: dict[str, Any] = json.loads((directory / "log.json").read_text())
-    tokens = [entry["completions/mean_length"] for entry in log["steps"]]
-    return Run(log["seconds"][_WARM_UP:], mean(tokens[_WARM_UP:]), {})
+    def trl(self, threads: int, steps: int, seed: int, directory: Path) -> Run:
+        """Runs TRL's trainer on the same prompts."""
+        settings = self.load(steps, seed, directory)
+        completions = settings.trainer.batch_size * settings.sampling.group_size
+        parts = max(1, completions // self.rows) if self.rows else 1
+        rows = {"per_device_train_batch_size": completions // parts, "gradient_accumulation_steps": parts}
+        task = replace(job(settings, directory, rows), save_every=steps + 1)
+        _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], directory, threads)
+        log: dict[str, Any] = json.loads((directory / "log.json").read_text())
+        tokens = [entry["completions/mean_length"] for entry in log["steps"]][self.warm_up :]
+        seconds, generation = (log[name][self.warm_up :] for name in ("seconds", "generation"))
+        return Run(seconds, mean(tokens), {"generation": mean(generation), "update": mean(seconds) - mean(generation)})
 
 
 def _run(command: list[str], directory: Path, threads: int) -> None:
@@ -108,20 +132,21 @@ def _run(command: list[str], directory: Path, threads: int) -> None:
         raise ConfigError(f"a run ended with status {status}, and these lines last:\n{tail}", value=command)
 
 
-def compare(rounds: int, steps: int, console: Console) -> None:
-    """Runs everything and prints the tables."""
+def compare(task: Task, names: list[str], rounds: int, steps: int, console: Console) -> None:
+    """Runs the contestants and prints the tables."""
     if not TRL_PYTHON.exists():
         raise ConfigError("TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    contestants: dict[str, Callable[[int, int, Path], Run]] = {"whole": whole, "bare": bare}
-    for threads in sorted({1, cores}):
-        contestants[f"TRL, {threads} threads"] = lambda *about, threads=threads: trl(threads, *about)
+    own: dict[str, Callable[[int, int, Path], Run]] = {"whole": task.whole, "bare": task.bare}
+    contestants = {name: own[name] for name in names}
+    for threads in sorted({task.threads, cores}):
+        contestants[f"TRL, {threads} threads"] = lambda *about, threads=threads: task.trl(threads, *about)
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as temporary:
         turns = [(seed, name) for seed in range(rounds) for name in (contestants if seed % 2 == 0 else [*contestants][::-1])]
         for seed, name in track(turns, description="running", console=console):
             directory = Path(temporary) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-            runs[name].append(contestants[name](_WARM_UP + steps, seed, directory))
+            runs[name].append(contestants[name](task.warm_up + steps, seed, directory))
             shutil.rmtree(directory)
     report(runs, cores, console)
 
@@ -138,9 +163,13 @@ def report(runs: dict[str, list[Run]], cores: int, console: Console) -> None:
         )
     console.print(f"{cores} cores; {len(runs[best])} rounds of {len(runs[best][0].seconds)} steps each")
     console.print(table)
-    split = Table("seconds of a step", *runs["whole"][0].split)
-    for name in ("whole", "bare"):
-        split.add_row(name, *(f"{mean(run.split[stage] for run in runs[name]):.3f}" for stage in runs[name][0].split))
+    own = [name for name in runs if not name.startswith("TRL")]
+    means = {name: {stage: mean(run.split[stage] for run in of) for stage in of[0].split} for name, of in runs.items()}
+    split = Table("seconds of a step", *own, best, *(f"{name}, of {best}" for name in own))
+    for stage in means[own[0]]:
+        theirs = means[best].get(stage)
+        row = [f"{means[name][stage]:.3f}" for name in own] + ["" if theirs is None else f"{theirs:.3f}"]
+        split.add_row(stage, *row, *("" if theirs is None else f"{means[name][stage] / theirs:.2f}" for name in own))
     console.print(split)
 
 
@@ -152,14 +181,24 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default 3)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each that count (default 20)")
+    parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count (default 5)")
+    parser.add_argument("--config", default=_CONFIG, help=f"settings (default {_CONFIG})")
+    parser.add_argument("--jobgroup", default=_JOBGROUP, help=f"job group of the whole system (default {_JOBGROUP})")
+    parser.add_argument("--contestants", nargs="+", choices=("whole", "bare"), default=["whole", "bare"], help="beside TRL")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each of this system's processes (default 1)")
+    parser.add_argument("--trl-rows", type=int, default=0, help="completions of TRL's micro-batches (default: all of a step)")
     parser.add_argument("--bare", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options, words = parser.parse_known_args()
+    if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
+        parser.error(f"further settings are pairs of --NAME VALUE, not {words}")
+    settings = _SETTINGS | dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
+    task = Task(options.config, options.jobgroup, settings, options.warm_up, options.threads, options.trl_rows)
     try:
         if options.bare:
             steps, seed, directory = options.bare
-            train_in_process(config(int(steps), int(seed), Path(directory)), Console(quiet=True))
+            train_in_process(task.load(int(steps), int(seed), Path(directory)), Console(quiet=True))
         else:
-            compare(options.rounds, options.steps, Console())
+            compare(task, options.contestants, options.rounds, options.steps, Console())
     except ConfigError as error:
         fail(error)
 

@@ -26,9 +26,11 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trl_side import Job, grade
+from benchmarks.update import TRL_PYTHON
 from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
 from common.config import Config, fail, load
 from common.errors import ConfigError
+from common.prompts import Prompter, PromptStyle
 from common.schemas import Group, Prompt
 from services.data.loaders import load_split
 from services.data.stream import PromptStream
@@ -38,9 +40,7 @@ from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import learning_rate
 from trainer.policy.scorer import load_tokenizer, quiet, stop_token_ids
-from trainer.rollouts.prompts import Prompter
 
-TRL_PYTHON = Path(".venv-trl/bin/python")
 _TRL_EPS = "1e-4"
 """What TRL adds to the standard deviation of a group; it is no setting there, so this trainer takes it over."""
 
@@ -102,7 +102,7 @@ def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Gr
         settings={**trl_settings(config), **overrides},
         learning_rates=[] if "warmup_steps" in overrides else rates,
         prompts=[
-            {"ids": one, "text": tokenizer.decode(one), "answer": prompt.ground_truth}
+            {"ids": one, "text": _text(one, tokenizer), "answer": prompt.ground_truth}
             for one, prompt in zip(ids, prompts, strict=True)
         ],
         completions=None if groups is None else [c.token_ids.tolist() for group in groups for c in group.completions],
@@ -110,7 +110,13 @@ def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Gr
 
 
 def _prompt_ids(prompt: Prompt, config: Config, tokenizer: Any) -> list[int]:
-    return Prompter(tokenizer, config.sampling.system_prompt, []).token_ids(prompt)
+    return Prompter(tokenizer, PromptStyle.of(config), []).token_ids(prompt)
+
+
+def _text(ids: list[int], tokenizer: Any) -> str:
+    """Returns the text that the tokenizer reads as these tokens: without the first one where it puts that there by itself."""
+    text = str(tokenizer.decode(ids))
+    return text if tokenizer(text)["input_ids"] == ids else str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def recorded(config: Config) -> list[Group]:

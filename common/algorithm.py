@@ -22,8 +22,24 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"advantage": "batch_normalised"},
     "opo": {"advantage": "length_weighted"},
     "ppo": {"advantage": "gae", "update_epochs": 2, "mini_batches": 2},
+    "dppo": {"policy_loss": "dppo", "rollout_correction": "none"},
+    "icepop": {"rollout_correction": "mask", "correction_floor": 0.5, "correction_cap": 5.0},
+    "geo_rs": {"geometric_low": 0.999, "geometric_high": 1.001},
+    "gdpo": {"advantage": "reward_normalised"},
+    "maxrl": {"advantage": "mean_normalised"},
+    "sapo": {"policy_loss": "sapo", "aggregation": "sequence_mean_token_mean"},
+    "alp": {"length_penalty": 0.1},
+    "opd": {"advantage": "none"},
 }
 """The settings of each named algorithm, where they differ from the defaults of `AlgorithmSection`."""
+
+_Published = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]
+_Recent = Literal["dppo", "icepop", "geo_rs", "gdpo", "maxrl", "sapo", "alp", "opd"]
+Recipe = Literal[_Published, _Recent]
+_OfTheSum = Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"]
+_Others = Literal["mean_normalised", "reward_normalised", "gae", "none"]
+CORRECTION = ("correction_level", "correction_cap", "correction_floor")
+"""The settings of a rollout_correction."""
 
 RECIPES_HELP = "; ".join(
     name + (" (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")" if preset else " (the defaults)")
@@ -31,37 +47,43 @@ RECIPES_HELP = "; ".join(
 )
 
 
+TURN_ADVANTAGES = ("group_normalised", "group_centred", "batch_normalised")
+"""Values of `advantage` with which single turns of episodes can be compared (`environment.turn_discount`)."""
+
+
 class AlgorithmSection(Section):
     """The update that a batch makes. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
 
-    name: Main[Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]] = Field(
-        "grpo", description=f"The recipe: {RECIPES_HELP}."
-    )
-    advantage: Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted", "gae"] = (
-        "group_normalised"
-    )
-    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values."""
+    name: Main[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
+    advantage: Literal[_OfTheSum, _Others] = "group_normalised"
+    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values. `reward_normalised`
+    (GDPO) compares the scores of each reward function by themselves. `none`: only the teacher teaches (`teacher.url`)."""
     advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the standard deviation (group_normalised)."""
+    """Added to the standard deviation (group_normalised, reward_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token (`gae`), above 0 to 1."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of `gae`, 0 to 1: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
-    policy_loss: Literal["clip", "cispo"] = "clip"
-    """PPO's clipped surrogate, or CISPO, whose clipped tokens keep their gradient."""
+    policy_loss: Literal["clip", "cispo", "dppo", "sapo"] = "clip"
+    """PPO's clipped surrogate; CISPO, whose clipped tokens keep their gradient; DPPO, which leaves out tokens whose probability
+    has moved by more than clip_low or clip_high; or SAPO's sigmoid of the ratio."""
     importance_level: Literal["token", "sequence"] = "token"
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
-    clip_low: Main[float] = Field(0.2, gt=0, le=1)
+    clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip range: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: Main[float] = Field(0.2, gt=0)
     """Upper clip range of the probability ratio."""
+    sapo_tau_positive: float = Field(1.0, gt=0)
+    """Steepness of SAPO's sigmoid for tokens with a positive advantage."""
+    sapo_tau_negative: float = Field(1.05, gt=0)
+    """Steepness of SAPO's sigmoid for the other tokens."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no bound."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """Reduction of the losses of the batch's tokens to one number."""
     update_epochs: Main[int] = Field(1, gt=0)
     """Passes of policy and critic over each batch."""
-    mini_batches: Main[int] = Field(1, gt=0)
+    mini_batches: int = Field(1, gt=0)
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
     """KL per token from the policy before the update, above which the rest of the batch is skipped. Unset: no limit."""
@@ -84,15 +106,27 @@ class AlgorithmSection(Section):
     """Rounds of replacing without a full batch after which the run ends."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before sampling.max_new_tokens over which a length penalty rises from 0 to 1 (DAPO); 0: no penalty."""
+    length_penalty: float = Field(0.0, ge=0)
+    """Length penalty of a completion of sampling.max_new_tokens in a group that is always solved. It is in proportion to length
+    and pass rate (ALP)."""
     mask_truncated: bool = False
     """Leave completions cut at sampling.max_new_tokens out of the loss. They still count in their group's statistics."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights of the policy loss, between the rollout engine's policy and the trainer's before the update. `auto`:
-    `truncate` with trainer.max_staleness above 0, else `none`; the saved configuration has what it came to."""
+    `truncate` with trainer.max_staleness above 0 or engines on GPUs, else `none`; the saved configuration has the outcome."""
+    old_logprobs: Literal["auto", "engine", "trainer"] = "auto"
+    """Log-probabilities that the ratio and its clipping refer to: the `engine`'s, or the `trainer`'s own before the update.
+    `auto`: the trainer's with a rollout_correction, and in bfloat16 with importance_level sequence."""
     correction_level: Literal["token", "sequence"] = "token"
     """Importance weight of each token, or one for the whole completion."""
     correction_cap: float = Field(2.0, gt=1)
-    """Bound above 1: `truncate` cuts weights at it, `mask` drops those above it or below its inverse."""
+    """Bound above 1: `truncate` cuts weights at it, `mask` drops those above it."""
+    correction_floor: float | None = Field(None, gt=0, lt=1)
+    """Bound below 1, under which `mask` drops weights. Unset: the inverse of correction_cap."""
+    geometric_low: float | None = Field(None, gt=0, lt=1)
+    """Geometric mean of the trainer's probabilities / the rollout engine's, under which a whole completion is dropped."""
+    geometric_high: float | None = Field(None, gt=1)
+    """The same, above which it is dropped. Unset: no bound."""
     off_policy_delta: float | None = Field(None, gt=0)
     """Mean log ratio behaviour/policy above which completions with negative advantage are dropped (OPSM). Unset: none."""
 
@@ -145,18 +179,37 @@ class AlgorithmSection(Section):
         return None if self.rollout_correction == "none" else self.rollout_correction
 
     @property
+    def rejects(self) -> bool:
+        """Whether whole completions are dropped by their geometric mean."""
+        return self.geometric_low is not None or self.geometric_high is not None
+
+    def own_old_logprobs(self, low_precision: bool) -> bool:
+        """Whether the ratio refers to the trainer's own policy before the update, in a trainer that computes as told."""
+        if self.old_logprobs == "auto":
+            compares = self.correction is not None or self.rejects
+            return compares or (low_precision and self.importance_level == "sequence")
+        return self.old_logprobs == "trainer"
+
+    @property
     def updates_per_batch(self) -> int:
         return self.update_epochs * self.mini_batches
 
     def _unread(self) -> dict[str, str]:
         """Settings that the others make pointless, and why."""
         unread: dict[str, str] = {}
-        if self.advantage != "group_normalised":
-            unread["advantage_eps"] = f"advantage is {self.advantage}, not group_normalised"
+        if self.advantage not in ("group_normalised", "reward_normalised"):
+            unread["advantage_eps"] = f"advantage is {self.advantage}, not group_normalised or reward_normalised"
         if self.advantage != "gae":
             unread |= dict.fromkeys(("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae")
-        if self.policy_loss == "cispo":
-            unread["dual_clip"] = "policy_loss is cispo"
+        if self.policy_loss != "clip":
+            unread["dual_clip"] = f"policy_loss is {self.policy_loss}"
+        if self.policy_loss == "sapo":
+            unread |= dict.fromkeys(("clip_low", "clip_high"), "policy_loss is sapo, which does not clip")
+        else:
+            unread |= dict.fromkeys(("sapo_tau_positive", "sapo_tau_negative"), f"policy_loss is {self.policy_loss}, not sapo")
+        if self.advantage == "none":
+            rewards = ("dynamic_sampling", "overlong_buffer", "length_penalty")
+            unread |= dict.fromkeys(rewards, "advantage is none, so rewards do not teach")
         if self.updates_per_batch == 1:
             unread["early_stop_kl"] = "update_epochs and mini_batches are 1"
         if self.kl_coef == 0:
@@ -165,5 +218,7 @@ class AlgorithmSection(Section):
         if not self.dynamic_sampling:
             unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
         if self.rollout_correction == "none":
-            unread["correction_level"] = unread["correction_cap"] = "rollout_correction is none"
+            unread |= dict.fromkeys(CORRECTION, "rollout_correction is none")
+        if self.rollout_correction != "mask":
+            unread["correction_floor"] = f"rollout_correction is {self.rollout_correction}, not mask"
         return unread

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
+from httpx_aiohttp.transport import AiohttpResponseStream
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from common import logs, watchdog, wire
@@ -51,6 +52,13 @@ class Unreachable(ServiceError):
     code = "unreachable"
 
 
+_READ_BYTES = 1 << 20
+"""Largest piece of an answer: reading one takes the same time whatever its size."""
+
+
+AiohttpResponseStream.CHUNK_SIZE = _READ_BYTES
+
+
 def _network() -> AiohttpTransport:
     """Connections by aiohttp: with hundreds of requests in flight httpx's own pool takes more CPU than the services.
 
@@ -60,15 +68,23 @@ def _network() -> AiohttpTransport:
 
     def session() -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, keepalive_timeout=20, ssl=context)
-        return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar())
+        jar = aiohttp.DummyCookieJar()
+        return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=jar, read_bufsize=_READ_BYTES)
 
     return AiohttpTransport(verify=context, client=session)
 
 
 async def _not_compressed(response: httpx.Response) -> None:
     """Refuses a compressed answer, a few bytes of which could become gigabytes. No service sends one."""
-    if encoding := response.headers.get("content-encoding"):
+    try:
+        _refuse_compressed(response.headers)
+    except ServiceError:
         await response.aclose()
+        raise
+
+
+def _refuse_compressed(headers: Mapping[str, str]) -> None:
+    if encoding := headers.get("content-encoding"):
         raise ServiceError("the answer is compressed, which was not asked for", field="content-encoding", value=encoding)
 
 
@@ -98,7 +114,8 @@ class Client:
         self._last_warning = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
         hooks: dict[str, list[Callable[..., Any]]] = {"request": [_with_id], "response": [_not_compressed]}
-        self.http = httpx.AsyncClient(base_url=base_url, transport=transport or _network(), headers=sent, event_hooks=hooks)
+        self._sent, self._network = sent, None if transport else _network()
+        self.http = httpx.AsyncClient(base_url=base_url, transport=transport or self._network, headers=sent, event_hooks=hooks)
 
     async def __aenter__(self) -> Self:
         return self
@@ -126,9 +143,7 @@ class Client:
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
             try:
-                response = await self.http.request(
-                    method, path, timeout=httpx.Timeout(left, connect=min(left, 10)), **arguments
-                )
+                response = await self._exchange(method, path, httpx.Timeout(left, connect=min(left, 10)), arguments)
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
                 reason = str(error) or type(error).__name__
@@ -159,6 +174,25 @@ class Client:
             request=logs.request_id(),
         )
 
+    async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+        """Sends a request once. The large and frequent ones, of bytes, spare httpx, which would take as long again."""
+        if self._network is None or arguments.keys() != {"content", "headers"}:
+            return await self.http.request(method, path, timeout=timeout, **arguments)
+        session = self._network.client = self._network.get_client()
+        content, headers = arguments["content"], {**self._sent, **logs.sent_headers(), **arguments["headers"]}
+        sending = session.request(
+            method,
+            self.base_url.rstrip("/") + path,
+            data=content.encode() if isinstance(content, str) else content,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(sock_connect=timeout.connect, sock_read=timeout.read),
+            allow_redirects=False,
+            auto_decompress=False,
+        )
+        async with sending as answer:
+            _refuse_compressed(answer.headers)
+            return httpx.Response(answer.status, headers=answer.raw_headers, content=await answer.read())
+
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for a certificate that is not trusted, which a retry does not change."""
         while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
@@ -184,7 +218,7 @@ class Client:
             message = f"HTTP {status}: {message}"
             if status == Unauthorized.status:
                 detail = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
-        request = response.request.headers.get(logs.REQUEST_HEADER)
+        request = logs.sent_headers().get(logs.REQUEST_HEADER)
         return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
@@ -289,6 +323,9 @@ class DataClient(Client):
 class RewardClient(Client):
     """reward-server."""
 
+    gets_tokens = False
+    """Whether its functions get the tokens of completions too: those of the caller of the Python API do."""
+
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
         body = BatchRewardRequest(items=items).model_dump_json()
         headers = {"content-type": "application/json"}
@@ -331,13 +368,13 @@ class ReplayClient(Client):
         body = {"ids": list(priorities), "priorities": list(priorities.values())}
         await self.request("POST", "/groups/priorities", json=body)
 
-    async def reset_fresh(self, from_position: int | None = None) -> int:
+    async def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
         """Drops every group that was not acknowledged, since a trainer that resumes draws their prompts again.
 
-        With `from_position` also drops those from there on in the prompt stream: the steps that trained on them are lost.
-        Returns how many were dropped.
+        The steps after `step` are lost: with `from_position` also drops groups from there on in the prompt stream, and takes
+        back their draws for reuse. Returns how many groups were dropped.
         """
-        params = {} if from_position is None else {"from_position": from_position}
+        params = {name: n for name, n in (("from_position", from_position), ("step", step)) if n is not None}
         return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
 
     async def listing(self, state: str, limit: int = 1000, deadline_s: float | None = None) -> list[dict[str, Any]]:

@@ -6,26 +6,33 @@ Every program reads the whole configuration and uses its own sections; an unknow
 """
 
 import difflib
+import json
 import os
+import re
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.algorithm import AlgorithmSection
+from common.algorithm import CORRECTION, TURN_ADVANTAGES, AlgorithmSection
 from common.errors import ConfigError, shorten
 from common.explain import explained
 from common.logs import last_words
 from common.removed import REMOVED
 from common.sections import (
     MAIN,
+    MAX_KEPT,
     CriticSection,
     DataSection,
+    EnvironmentSection,
+    EvaluationSection,
     LoraSection,
     Main,
     ModelSection,
@@ -33,6 +40,7 @@ from common.sections import (
     RewardSection,
     RolloutSection,
     SamplingSection,
+    TeacherSection,
     TrackersSection,
     TrainerSection,
 )
@@ -50,9 +58,15 @@ SHORT_NAMES = {
     "STATE_DIR": ("state_dir",),
     "RUN_DIR": ("trainer", "run_dir"),
 }
-_VARIABLES = (*SHORT_NAMES, "RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
+_VARIABLES = (*SHORT_NAMES, "RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY")
+_VARIABLES = (*_VARIABLES, "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
 _PREFIX = "RLHF_"
 _FORM = "write --section.name VALUE; --help lists the settings that matter most"
+_SINGLE_SAMPLING = (
+    *("top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos"),
+    *("chat_template_kwargs", "prefill", "completion_timeout_s", "max_thinking_tokens"),
+)
+"""Settings of `sampling` that episodes do not have."""
 _IN_RUN_DIR = Path("RUN_DIR/state")
 """Stands for `state` in the run directory: the state belongs to its run."""
 _RANK_OPTIONS = frozenset(
@@ -81,11 +95,14 @@ class Config(BaseModel):
     data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()
+    evaluation: EvaluationSection = EvaluationSection()
     reward: RewardSection = RewardSection()
     replay: ReplaySection = ReplaySection()
     critic: CriticSection = CriticSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    teacher: TeacherSection = TeacherSection()
     trainer: TrainerSection = TrainerSection()
+    environment: EnvironmentSection = EnvironmentSection()
     trackers: TrackersSection = TrackersSection()
 
     @model_validator(mode="after")
@@ -94,7 +111,7 @@ class Config(BaseModel):
         if self.state_dir == _IN_RUN_DIR:
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         if self.algorithm.rollout_correction == "auto":
-            correction = "truncate" if self.trainer.max_staleness else "none"
+            correction = "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
         return self
 
@@ -110,10 +127,22 @@ class Config(BaseModel):
                 f"algorithm.overlong_buffer {self.algorithm.overlong_buffer} is not below sampling.max_new_tokens "
                 f"{self.sampling.max_new_tokens}: lower the former"
             )
-        if self.sampling.group_size == 1 and not self.algorithm.needs_critic:
+        if self.sampling.group_size == 1 and self.algorithm.advantage not in ("gae", "none"):
             raise ValueError(
                 f"algorithm.advantage {self.algorithm.advantage} compares the completions of a group, but "
                 "sampling.group_size is 1: raise the latter, or take a critic (algorithm.name ppo)"
+            )
+        if self.algorithm.advantage == "none" and not self.teacher.url:
+            raise ValueError(
+                "algorithm.advantage none learns from a teacher alone, and teacher.url is empty: set the latter, or take "
+                "another algorithm.advantage"
+            )
+        if self.algorithm.advantage == "reward_normalised":
+            self._check_gdpo()
+        if self.teacher.url and self.sampling.cuts():
+            raise ValueError(
+                f"sampling.{next(iter(self.sampling.cuts()))} leaves the policy other tokens than the teacher has, so that "
+                "their log-probabilities cannot be compared: leave it out, or teacher.url empty"
             )
         completions = self.trainer.batch_size * self.sampling.group_size
         if self.algorithm.mini_batches > completions:
@@ -128,7 +157,10 @@ class Config(BaseModel):
                     f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
                     "are its rollout.tensor_parallel_size: set that instead, or trainer.weight_sync http"
                 )
+        self._check_sampling()
         self._check_lora()
+        self._check_colocate()
+        self._check_environment()
         for name, reason in self._unread().items():
             section, _, field = name.partition(".")
             holder = getattr(self, section)
@@ -141,6 +173,115 @@ class Config(BaseModel):
                 f"fit in replay.capacity {self.replay.capacity}: raise the latter or lower one of the former"
             )
         return self
+
+    def _check_gdpo(self) -> None:
+        """Refuses what changes the sum of the rewards alone, where each reward is normalised by itself."""
+        if self.reward.require_stop:
+            raise ValueError(
+                "reward.require_stop changes the sum of the rewards, and algorithm.advantage reward_normalised compares each "
+                "by itself: set the former to false and algorithm.mask_truncated to true"
+            )
+        if self.algorithm.kl_coef and self.algorithm.kl_in == "reward":
+            raise ValueError(
+                "algorithm.kl_in reward changes the sum of the rewards, and algorithm.advantage reward_normalised compares "
+                "each by itself: take algorithm.kl_in loss"
+            )
+        if paths := [name for name in self.reward.weights if ":" in name]:
+            raise ValueError(
+                f"reward.weights has {paths[0]}, whose scores come under a name of its own, and algorithm.advantage "
+                "reward_normalised weighs scores by their names: leave it at 1"
+            )
+
+    def _check_sampling(self) -> None:
+        sampling, evaluation = self.sampling, self.evaluation
+        if sampling.min_new_tokens > sampling.max_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens {sampling.min_new_tokens} is above sampling.max_new_tokens "
+                f"{sampling.max_new_tokens}: lower it"
+            )
+        if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
+            raise ValueError(
+                f"sampling.max_thinking_tokens {sampling.max_thinking_tokens} leaves no room for an answer in "
+                f"sampling.max_new_tokens {sampling.max_new_tokens}: lower the former"
+            )
+        if (sampling.completion_timeout_s or 0) > sampling.request_timeout_s:
+            raise ValueError(
+                f"sampling.completion_timeout_s {sampling.completion_timeout_s:g} is above sampling.request_timeout_s "
+                f"{sampling.request_timeout_s:g}, after which the group is lost: lower it"
+            )
+        longest, room = evaluation.max_new_tokens or 0, self.rollout.max_context_tokens
+        if self.rollout.engine == "embedded" and longest >= room:
+            raise ValueError(
+                f"evaluation.max_new_tokens {longest} leaves no room for a prompt in rollout.max_context_tokens {room}: raise "
+                "the latter or lower the former"
+            )
+        if evaluation.n > 1 and evaluation.temperature == 0:
+            raise ValueError(f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature")
+        if (sampling.top_k or 0) > MAX_KEPT:
+            raise ValueError(
+                f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, and in training the tokens that were sampled from "
+                "travel with every token: lower it, or leave it unset and set evaluation.top_k"
+            )
+        if sampling.cuts() and self.rollout.engine == "sglang" and self.rollout.router == "sglang-router":
+            raise ValueError(
+                f"sampling.{next(iter(sampling.cuts()))} is for training, where the trainer has to know which tokens SGLang "
+                "sampled from, and rollout.router sglang-router drops that question: set rollout.router smg, or leave it out "
+                "and set that of evaluation"
+            )
+
+    def _check_colocate(self) -> None:
+        if not self.rollout.colocate:
+            return
+        if self.trainer.max_staleness:
+            raise ValueError(
+                f"trainer.max_staleness {self.trainer.max_staleness} generates beside the update, and with rollout.colocate "
+                "both have the same GPUs in turn: set the former to 0, or the latter to false"
+            )
+        if self.trainer.weight_sync == "distributed":
+            raise ValueError(
+                "trainer.weight_sync distributed needs the GPUs of both sides at once, and with rollout.colocate they have the "
+                "same in turn: set the former to http or shared"
+            )
+        if self.rollout.engine == "sglang" and self.rollout.device == "cpu":
+            raise ValueError(
+                "rollout.device cpu leaves no GPU to share, and SGLang releases the memory of GPUs alone: set rollout.colocate "
+                "to false, or rollout.engine embedded"
+            )
+
+    def _check_environment(self) -> None:
+        """Refuses what is of single completions alone."""
+        if not self.environment.name:
+            return
+        if self.algorithm.needs_critic:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} needs a critic, which values single completions, and "
+                "environment.name makes episodes: take another algorithm, such as grpo"
+            )
+        if self.environment.turn_discount is not None and self.algorithm.advantage not in TURN_ADVANTAGES:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} does not compare single turns: leave "
+                f"environment.turn_discount out, or take one of {', '.join(TURN_ADVANTAGES)}"
+            )
+        single = {"sampling": _SINGLE_SAMPLING, "evaluation": ("top_p", "top_k", "min_p"), "data": ("prompt_template",)}
+        for section, names in single.items():
+            holder = getattr(self, section)
+            for name in names:
+                if getattr(holder, name) != type(holder).model_fields[name].default:
+                    raise ValueError(
+                        f"{section}.{name} is of single completions, and environment.name makes episodes, where it has no "
+                        "effect: leave it out"
+                    )
+        others = {
+            "teacher.url": self.teacher.url,
+            "algorithm.overlong_buffer": self.algorithm.overlong_buffer,
+            "algorithm.length_penalty": self.algorithm.length_penalty,
+            "algorithm.advantage": "reward_normalised" * (self.algorithm.advantage == "reward_normalised"),
+        }
+        for setting, value in others.items():
+            if value:
+                raise ValueError(
+                    f"{setting} {value} is of single completions, and environment.name makes episodes: leave it out"
+                )
 
     def _check_lora(self) -> None:
         """Refuses settings that contradict an adapter."""
@@ -170,29 +311,80 @@ class Config(BaseModel):
         """Returns the settings that others make pointless, and why."""
         unread = {
             f"{section}.{name}": reason
-            for section in ("data", "reward", "trackers")
+            for section in ("data", "reward", "environment", "teacher", "trackers")
             for name, reason in getattr(self, section).unread().items()
         }
         if not self.algorithm.needs_critic:
             without = (name for name in CriticSection.model_fields if name != "port")  # ports may be set once for all runs
             unread |= {f"critic.{name}": f"algorithm.advantage {self.algorithm.advantage} has no critic" for name in without}
+        if self.model.dtype == "float32":
+            unread["model.fp32_head"] = "model.dtype is float32"
         if self.algorithm.kl_coef == 0:
             unread |= dict.fromkeys(("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0")
         if self.algorithm.rollout_correction == "none":
-            corrections = ("algorithm.correction_level", "algorithm.correction_cap")
-            unread |= dict.fromkeys(corrections, "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0")
+            reason = "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and engines on CPUs"
+            unread |= {f"algorithm.{name}": reason for name in CORRECTION}
+        elif self.algorithm.old_logprobs == "engine":
+            unread["algorithm.old_logprobs"] = f"algorithm.rollout_correction is {self.algorithm.rollout_correction}"
+        if self.algorithm.rejects and self.algorithm.old_logprobs == "engine":
+            unread["algorithm.old_logprobs"] = "algorithm.geometric_low and geometric_high compare with the trainer's own"
+        if self.data.prompt_template and not self.model.chat_template:
+            reason = "data.prompt_template takes the place of the chat template, unless model.chat_template is set"
+            unread |= dict.fromkeys(("sampling.system_prompt", "sampling.chat_template_kwargs"), reason)
+        if self.sampling.ignore_eos:
+            unread |= dict.fromkeys(("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set")
+        if self.trainer.eval_samples == 0:
+            unread |= {f"evaluation.{name}": "trainer.eval_samples is 0" for name in EvaluationSection.model_fields}
         if self.lora.rank == 0:
             unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
         elif not self.model.reference:
             unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
+        if self.trainer.max_staleness == 0:
+            unread["trainer.when_stale"] = "trainer.max_staleness is 0"
         if self.replay.reuse_ratio == 0:
             reuse = ("priority", "max_times_sampled", "max_reuse_staleness", "corrected")
             unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
         return unread
 
 
-def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None, prog: str | None = None) -> Config:
-    """Builds the configuration from a file, the environment and the command line.
+@dataclass(frozen=True)
+class Purpose:
+    """A program that reads a part of the settings, with some defaults of its own."""
+
+    about: str
+    """Begins its `--help`."""
+    does: str
+    """Why it does not read the others, for errors."""
+    reads: Collection[str]
+    defaults: Mapping[str, Any]
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for a setting that is not read."""
+        plain = Config()
+        for name in names():
+            value, default = (reduce(getattr, name.split("."), holder) for holder in (config, plain))
+            if name not in self.reads and value != default:
+                problem = f"{name} is set but not read, since {self.does}"
+                raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
+
+    def explain(self, parser: ArgumentParser) -> None:
+        """Hides the arguments that are not read, and shows the program's own defaults."""
+        parser.description, known = self.about, names()
+        for action in parser._actions:
+            for name in (option[2:] for option in action.option_strings if option[2:] in known):
+                if name not in self.reads:
+                    action.help = SUPPRESS
+                elif name in self.defaults and action.help:
+                    action.help = re.sub(r"\(default: .*\)$", f"(default: {self.defaults[name]})", action.help)
+
+
+def load(
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    prog: str | None = None,
+    purpose: Purpose | None = None,
+) -> Config:
+    """Builds the configuration from a file, the environment and the command line, for all programs or one `purpose`.
 
     Raises ConfigError naming the field, its value and the remedy. `--help` and `--help-all` print settings and exit.
     """
@@ -205,10 +397,16 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
             raise _unknown(option[2:], option, value or following)
     path = path or env.get("RUN_CONFIG") or None
     try:
-        default = {"trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}}
+        default: dict[str, Any] = {"trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}}
+        for name, own in (purpose.defaults if purpose else {}).items():
+            _put(default, tuple(name.split(".")), own)
         from_file = _merge(default, _from_file(Path(path)) if path else {})
-        words = _command_line(rest, prog)() if rest else {}
-        return Config(**_merge(_merge(from_file, _from_env(env)), words))
+        rest, lists = _take_json_lists(rest)
+        words = _merge(_command_line(rest, prog, purpose)() if rest else {}, lists)
+        config = Config(**_merge(_merge(from_file, _from_env(env)), words))
+        if purpose:
+            purpose.check(config)
+        return config
     except ValidationError as error:
         raise from_validation(error) from None
     except ConfigError:
@@ -216,7 +414,7 @@ def load(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None
     except Exception as error:  # argparse's own complaints, as pydantic-settings wraps them
         option, _, reason = str(error).rpartition(": ")
         reason = "it has no value" if reason == "expected one argument" else f"the command line cannot be read: {reason}"
-        raise ConfigError(reason, field=option.rpartition("argument ")[2] or None, remedy=_FORM) from None
+        raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
@@ -239,7 +437,7 @@ def names() -> dict[str, FieldInfo]:
     return found
 
 
-def _command_line(words: list[str], prog: str | None) -> "PydanticBaseSettingsSource":
+def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> "PydanticBaseSettingsSource":
     """Reads the command line. `--help` shows the settings of type `Main`, `--help-all` every one; both exit."""
     from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict  # not in SkyPilot's environment
 
@@ -250,8 +448,11 @@ def _command_line(words: list[str], prog: str | None) -> "PydanticBaseSettingsSo
     parser, settings = source.root_parser, names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
     parser.add_argument("--help-all", action="help", help="show every setting and exit")
+    if purpose:
+        purpose.explain(parser)
     if "--help-all" not in words:
-        rare = {f"--{name}" for name, field in settings.items() if MAIN not in field.metadata}
+        read = purpose.reads if purpose else settings
+        rare = {f"--{name}" for name in read if MAIN not in settings[name].metadata}
         for action in parser._actions:  # argparse has no other way to hide an option that is there
             if rare.intersection(action.option_strings):
                 action.help = SUPPRESS
@@ -354,11 +555,46 @@ def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
+def _take_json_lists(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Returns the arguments but for lists in JSON, and these by section: pydantic-settings would keep their escapes."""
+    lists = {name for name, field in names().items() if is_list(field)}
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option[2:] not in lists or not option.startswith("--"):
+            rest.append(word)
+            continue
+        given = [word] if equals else [word, *(following for following in [next(words, None)] if following is not None)]
+        try:
+            read = json.loads(value if equals else given[-1])
+        except ValueError:
+            read = None
+        if isinstance(read, list):
+            _put(found, tuple(option[2:].split(".")), read)
+        else:
+            rest += given
+    return rest, found
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Returns whether a setting is a list."""
+    return any(get_origin(kind) is list for kind in (field.annotation, *get_args(field.annotation)))
+
+
+def unread(error: Exception) -> str:
+    """Returns in one line why a YAML file cannot be read."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return str(error.strerror if isinstance(error, OSError) else " ".join(str(error).split()))
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = unread(error)
         remedy = "name a YAML file with settings by section, as those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"
         raise ConfigError(problem, field="--config", value=str(path), remedy=remedy) from None
@@ -384,7 +620,8 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
                 if setting in Config.model_fields:
                     raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
                 raise _unknown(setting, name)
-            _put(content, tuple(setting.split(".")), _list_or_text(name, value))
+            given = value if known[setting].annotation is str else _list_or_text(name, value)
+            _put(content, tuple(setting.split(".")), given)
     return content
 
 

@@ -1,12 +1,14 @@
 """Finds a model before anything loads it, and gives up on a hub that does not answer."""
 
+import json
 import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.errors import ConfigError
 
@@ -39,6 +41,10 @@ def check_model(name: str, field: str = "model.name") -> None:
     if path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise _not_found("the directory has no config.json, so it holds no model", field, name, "name another,")
+        try:
+            json.loads((path / "config.json").read_bytes() if (path / "config.json").is_file() else b"{}")
+        except ValueError as error:
+            raise _not_found(f"its config.json is no JSON: {error}", field, name, "restore that file,") from None
         return
     if path.exists() or not _REPOSITORY.fullmatch(name):
         problem = "this is a file, not a model directory" if path.exists() else "there is no such directory"
@@ -68,6 +74,28 @@ def check_model(name: str, field: str = "model.name") -> None:
     else:
         return
     raise _not_found(problem, field, name, remedy)
+
+
+def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
+    """Returns the `config.json` of a model directory or of a model in the hub's cache; of several parts that of the text.
+
+    Empty where there is none; `ask_hub` brings it into the cache first, if the hub answers.
+    """
+    path = Path(name) / "config.json"
+    if not Path(name).is_dir():
+        import huggingface_hub as hub  # slow to import
+
+        if ask_hub:
+            with suppress(Exception):  # whatever the library raises: what loads the model says why it cannot
+                patiently(lambda: hub.hf_hub_download(name, "config.json"), REACH_S)
+        cached = hub.try_to_load_from_cache(name, "config.json") if _REPOSITORY.fullmatch(name) else None
+        path = Path(cached) if isinstance(cached, str) else path
+    try:
+        found = json.loads(path.read_bytes())
+        text = found.get("text_config", found)
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return text if isinstance(text, dict) else {}
 
 
 def _not_found(problem: str, field: str, name: str, remedy: str) -> ConfigError:

@@ -2,7 +2,8 @@
 
 Two figures: what a trainer process has on its GPU at the worst moment of an update, and what an engine has left for its KV
 cache. What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
-decoder layers; what torch, NCCL and CUDA take beside is a guess.
+decoder layers; both are compared with a rehearsal of the update (`benchmarks/rehearsal.py`). What torch, NCCL and CUDA take
+beside is a guess.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,20 @@ from typing import Any
 from common.config import Config
 from common.errors import ConfigError
 
-_KNOWN = {"llama": "no", "mistral": "no", "qwen2": "qkv", "qwen3": "norm"}
-"""By `model_type`, parameters of attention beside its four matrices: biases of q, k and v, or norms of q and k."""
+_KNOWN = {
+    **{"llama": "no", "mistral": "no", "phi3": "no", "qwen2": "qkv", "qwen3": "norm"},
+    **{"olmo2": "whole norms", "gemma3_text": "four norms"},
+}
+"""By `model_type`, what a layer has beside matrices and two norms: biases of q, k and v, norms of q and k, or more norms."""
 _MASTER = 4
 """Bytes of a float32 number: weights, gradients, and each of AdamW's two moments."""
-_LOGITS_BYTES = 256 << 20
-"""Bytes of the float32 logits that exist at once (`trainer/policy/logprobs.py`)."""
+_LOGITS_BYTES, _KEPT_BYTES = 1 << 30, 5 << 30
+"""Bytes of the float32 logits that exist at once, and up to which the gradients of all logits are kept for the backward pass
+(`trainer/policy/logprobs.py`)."""
+WHOLE_GRADIENTS_BYTES = 8 << 30
+"""Up to this size a rank keeps float32 gradients of the whole model until the last micro-batch, and sums them once."""
+PINNED_EXACT_BYTES = 16 << 20
+"""Larger pinned blocks have the size that was asked for, smaller ones a power of two (`learning/ranks.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
@@ -61,51 +70,79 @@ class ModelShape:
                 kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=config.get("head_dim") or config["hidden_size"] // heads,
                 vocabulary=config["vocab_size"],
-                tied=bool(config.get("tie_word_embeddings", kind == "qwen2")),
+                tied=bool(config.get("tie_word_embeddings", kind in ("qwen2", "gemma3_text"))),
                 extra=_KNOWN[kind],
             )
         except KeyError as error:
             raise ConfigError("the model's configuration is not complete", field="config.json", value=error.args[0]) from None
 
     @property
-    def layer_parameters(self) -> int:
+    def layer_tensors(self) -> list[int]:
+        """Sizes of the parameters of a decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = self.hidden * (2 * queries + 2 * keys) + 3 * self.hidden * self.intermediate
-        beside = {"no": 0, "qkv": queries + 2 * keys, "norm": 2 * self.head_dim}[self.extra]
-        return matrices + beside + 2 * self.hidden
+        matrices = [self.hidden * queries] * 2 + [self.hidden * keys] * 2 + [self.hidden * self.intermediate] * 3
+        beside = {
+            "no": [],
+            "qkv": [queries, keys, keys],
+            "norm": [self.head_dim] * 2,
+            "whole norms": [queries, keys],
+            "four norms": [self.head_dim, self.head_dim, self.hidden, self.hidden],
+        }[self.extra]
+        return [*matrices, *beside, self.hidden, self.hidden]
+
+    @property
+    def outer_tensors(self) -> list[int]:
+        """Sizes of embedding, head and last norm."""
+        return [*[self.vocabulary * self.hidden] * (1 if self.tied else 2), self.hidden]
+
+    @property
+    def layer_parameters(self) -> int:
+        return sum(self.layer_tensors)
 
     @property
     def outer_parameters(self) -> int:
-        """Parameters of embedding, head and last norm."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+        return sum(self.outer_tensors)
 
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.outer_parameters
 
-    def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
-        """Returns the parameters of an adapter on these linear layers; on every one when empty."""
+    def lora_tensors(self, rank: int, target_modules: list[str]) -> list[int]:
+        """Returns the sizes of a layer's parameters of an adapter on these linear layers; on every one when empty."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {
-            "q_proj": self.hidden + queries,
-            "k_proj": self.hidden + keys,
-            "v_proj": self.hidden + keys,
-            "o_proj": queries + self.hidden,
-            "gate_proj": self.hidden + self.intermediate,
-            "up_proj": self.hidden + self.intermediate,
-            "down_proj": self.intermediate + self.hidden,
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
         }
-        return self.layers * rank * sum(size for name, size in sides.items() if not target_modules or name in target_modules)
+        wanted = (pair for name, pair in sides.items() if not target_modules or name in target_modules)
+        return [rank * side for pair in wanted for side in pair]
+
+    def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
+        """Returns the parameters of an adapter on these linear layers."""
+        return self.layers * sum(self.lora_tensors(rank, target_modules))
 
     def activation_bytes(self, width: int) -> int:
         """Returns what one decoder layer keeps of one token for the backward pass, at `width` bytes a number.
 
-        Of each norm: its input in float32, and its output before and after the scale. Of attention: rotated queries, keys,
-        values and its result. Of the MLP: gate, activation, the other half and their product.
+        Of each norm: its input in float32, and its output before and after the scale, which Gemma multiplies in float32. Of
+        attention: rotated queries, its result, keys and values, twice because every completion has its prompt's. Of the MLP:
+        gate, activation, the other half and their product.
         """
-        norms = 2 * self.hidden * (4 + 2 * width)
-        attention = width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        heads = self.head_dim * (self.heads + self.kv_heads)
+        wide = {"norm": heads, "whole norms": heads, "four norms": heads + 2 * self.hidden}.get(self.extra, 0)
+        norms = (2 * self.hidden + wide) * (4 + (4 if self.extra == "four norms" else width) + width)
+        attention = width * self.head_dim * (2 * self.heads + 4 * self.kv_heads)
         return norms + attention + 4 * width * self.intermediate
+
+    def product_bytes(self, width: int) -> int:
+        """Returns the results of a decoder layer's matrix products and attention for one token."""
+        attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return width * (attention + 2 * self.hidden + 2 * self.intermediate)
 
 
 @dataclass(frozen=True)
@@ -121,9 +158,10 @@ class TrainerMemory:
     gathered: int
     """Gathered weights of the layers that compute, with embedding and head."""
     reducing: int
-    """The largest gradient being summed over the ranks, in the precision of the pass and in float32."""
+    """Gradients that are not summed over the ranks yet, and what summing takes."""
     activations: int
     logits: int
+    """Logits of a part of the tokens, and what is derived from them."""
     overhead: int
     """A flat guess."""
 
@@ -137,15 +175,9 @@ class TrainerMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
-    """Estimates one of `ranks` processes with a GPU each; the critic counts as a model of the policy's shape.
-
-    `width` is the bytes of a number in a pass: those of `model.dtype` when None, 4 on a CPU. Raises ConfigError when
-    `trainer.shard_size` does not divide `ranks`.
-    """
-    settings, lora = config.trainer, config.lora
-    width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
-    size = settings.shard_size or ranks
+def group_size(config: Config, ranks: int) -> int:
+    """Returns how many ranks share a copy of the model. Raises ConfigError when that does not divide `ranks`."""
+    size = config.trainer.shard_size or ranks
     if ranks % size:
         raise ConfigError(
             f"the {ranks} ranks cannot be divided into groups of {size}",
@@ -153,55 +185,122 @@ def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | N
             value=size,
             remedy="take a divisor of the number of ranks, or leave it unset",
         )
-    sharded = settings.shard_size != 1
-    trained, frozen = shape.parameters, 0
-    if lora.rank:
-        trained, frozen = shape.lora_parameters(lora.rank, lora.target_modules), shape.parameters
+    return size
+
+
+def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
+    """Estimates one of `ranks` processes with a GPU each; the critic counts as a model of the policy's shape.
+
+    `width` is the bytes of a number in a pass: those of `model.dtype` when None, 4 on a CPU. Raises ConfigError when
+    `trainer.shard_size` does not divide `ranks`.
+    """
+    settings, lora, size = config.trainer, config.lora, group_size(config, ranks)
+    width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
+    trained = shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    frozen = shape.parameters if lora.rank else 0
     here = 0 if settings.offload_optimizer else _MASTER * trained // size
-    flat_sum = _MASTER * trained if ranks > 1 and not sharded else 0
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
     critic = config.algorithm.needs_critic and config.critic.location == "trainer" and not settings.offload_optimizer
-    layer, outer = shape.layer_parameters, shape.outer_parameters
-    if sharded:
-        gathered = width * (2 * layer + outer)
-        reducing = (width + _MASTER) * (0 if lora.rank else max(layer, outer))
-    else:  # autocast keeps its copies of the weights until the pass ends
-        gathered, reducing = width * shape.parameters if width < _MASTER else 0, 0
-    layer_bytes, tokens = shape.activation_bytes(width), settings.micro_batch_tokens
-    kept = shape.layers * (shape.hidden * width if settings.activation_checkpointing else layer_bytes)
-    working = layer_bytes * (2 if settings.activation_checkpointing else 1)  # computed again, and its gradients
+    moments = _moments(shape, config, ranks, width, trained)
+    gathered, reducing, activations, logits = max(moments, key=sum)
     return TrainerMemory(
         weights=here + (0 if settings.offload_optimizer else width * frozen // size),
-        gradients=here + flat_sum,
+        gradients=here,
         optimizer=2 * here,
         reference=_MASTER * shape.parameters // size if second_model and not settings.offload_reference else 0,
         critic=4 * _MASTER * shape.parameters // size if critic else 0,
         gathered=gathered,
         reducing=reducing,
-        activations=tokens * (kept + working),
-        logits=4 * min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary),
+        activations=activations,
+        logits=logits,
         overhead=_OVERHEAD,
     )
+
+
+def _moments(shape: ModelShape, config: Config, ranks: int, width: int, trained: int) -> list[tuple[int, int, int, int]]:
+    """Returns gathered weights, gradients on their way, activations and logits at the moments that may be the worst.
+
+    Of the backward pass these are the head; the second-last layer, while the gradients of the last are summed; and the sum of
+    the gradients of embedding and head. `benchmarks/rehearsal.py` shows what is allocated then.
+    """
+    settings, rounded = config.trainer, width < _MASTER
+    sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
+    layer, outer, matrix = shape.layer_parameters, shape.outer_parameters, shape.vocabulary * shape.hidden
+    if config.lora.rank:
+        layer_gradients, outer_gradients, head_gradient = trained // shape.layers, 0, 0
+    else:
+        layer_gradients, outer_gradients, head_gradient = layer, outer, matrix
+    tokens, states = settings.micro_batch_tokens, settings.micro_batch_tokens * shape.hidden
+    layer_bytes = tokens * shape.activation_bytes(width)
+    products = tokens * shape.product_bytes(width) if settings.activation_checkpointing == "selective" else 0
+    kept = shape.layers * (states * width + products if settings.activation_checkpointing else layer_bytes)
+    backward = tokens * width * (2 * shape.intermediate + shape.hidden)  # gradients of a layer's states, at its widest
+    again = layer_bytes if settings.activation_checkpointing else 0
+    ends = states * (_MASTER + 4 * width)  # the embedding's result, the last norm, the head's input and its gradient
+    logits, slopes = min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary), width * tokens * shape.vocabulary
+    if slopes <= _KEPT_BYTES:
+        scores = max(logits + slopes, slopes + width * head_gradient * rounded)
+    else:
+        scores = max(logits + logits * width // _MASTER + _MASTER * head_gradient, width * head_gradient * rounded)
+    copies = 3 if ranks == 1 else 1  # one rank divides and copies what several send
+    whole = _MASTER * trained if sums_once(trained, ranks) and sharded else 0
+    if sharded:
+        at_head, at_layer, at_end = (width * weights for weights in (outer + layer, outer + 2 * layer, outer))
+        layer_sum = width * (head_gradient + layer_gradients) + _MASTER * copies * layer_gradients
+        last_sum = (width + _MASTER * copies + (_MASTER if whole else 0)) * outer_gradients
+    else:  # autocast keeps its copies of the weights until the pass ends
+        at_head = at_layer = width * trained * rounded
+        at_end, layer_sum, last_sum = 0, width * layer_gradients, _MASTER * trained * (ranks > 1)
+    return [
+        (at_head, whole + _MASTER * head_gradient, kept + ends, scores),
+        (at_layer, whole + layer_sum, kept + again + backward, 0),
+        (at_end, last_sum, states * width, 0),
+    ]
+
+
+def sums_once(trained: int, ranks: int) -> bool:
+    """Whether gradients of `trained` parameters are summed over the ranks once an update, not at every micro-batch.
+
+    That saves their transfer, and costs the gradients of the whole model on every rank.
+    """
+    return ranks > 1 and _MASTER * trained <= WHOLE_GRADIENTS_BYTES
 
 
 def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_node: int) -> int:
     """Estimates the CPU memory of the trainer's first node while a checkpoint is written and weights are published.
 
     It holds the copy of weights and optimiser that is written, the published weights once for `weight_sync` distributed and
-    once more with `max_staleness`, what is offloaded, and the processes.
+    once more with `max_staleness` or `rollout.colocate`, what is offloaded or parked, and the processes.
     """
-    trained = shape.parameters
-    if config.lora.rank:
-        trained = shape.lora_parameters(config.lora.rank, config.lora.target_modules)
-    copies = (config.trainer.weight_sync == "distributed") + (config.trainer.max_staleness > 0)
-    published = shape.parameters if not config.lora.publishes_adapter else trained
-    offloaded = 4 * _MASTER * trained * ranks_per_node // (config.trainer.shard_size or ranks)
+    lora, size = config.lora, group_size(config, ranks)
+    trained = shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    colocate = config.rollout.colocate  # never with staleness
+    copies = (config.trainer.weight_sync == "distributed") + (config.trainer.max_staleness > 0) + colocate
+    gpu = trainer_memory(shape, config, ranks)
+    parked = gpu.weights + gpu.optimizer + gpu.reference + gpu.critic if colocate else 0
+    published = shape.parameters if not lora.publishes_adapter else trained
     return (
         3 * _MASTER * trained  # all of it on one node where the ranks share no disk
         + copies * 2 * published
-        + (offloaded if config.trainer.offload_optimizer else 0)
-        + ranks_per_node * _PROCESS
+        + (ranks_per_node * _offloaded(shape, config, size) if config.trainer.offload_optimizer else 0)
+        + ranks_per_node * (parked + _PROCESS)
     )
+
+
+def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
+    """Returns what a rank has offloaded: pinned weights and gradients, AdamW's two moments, and a frozen model under LoRA."""
+    model = [*shape.layer_tensors * shape.layers, *shape.outer_tensors]
+    trained, frozen = model, list[int]()
+    if config.lora.rank:
+        trained, frozen = shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers, model
+    width = 2 if config.model.dtype == "bfloat16" else _MASTER
+    learned = sum(2 * _pinned(_MASTER * tensor // size) + 2 * _MASTER * tensor // size for tensor in trained)
+    return learned + sum(_pinned(width * tensor // size) for tensor in frozen)
+
+
+def _pinned(size: int) -> int:
+    """Returns the size of the pinned block that torch allocates for `size` bytes."""
+    return size if size > PINNED_EXACT_BYTES else 1 << max(0, size - 1).bit_length()
 
 
 @dataclass(frozen=True)

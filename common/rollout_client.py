@@ -2,9 +2,10 @@
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NotRequired, TypedDict, Unpack
+from itertools import chain
+from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import httpx
 import numpy as np
@@ -12,6 +13,7 @@ import orjson
 
 from common.clients import Client
 from common.errors import NotFound, ServiceError
+from common.pacing import Pace, paced
 from common.schemas import Completion, Int32
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,10 @@ class SamplingOptions(TypedDict):
     stop_token_ids: Sequence[int]
     sampling_seed: NotRequired[int | None]
     """The embedded engine samples the same with the same seed."""
+    shape: NotRequired[Mapping[str, Any]]
+    """Further parameters by SGLang's names: `top_p`, `stop`, …"""
+    pace: NotRequired[Pace | None]
+    """Limits that take several requests."""
     deadline_s: NotRequired[float | None]
 
 
@@ -57,9 +63,9 @@ class RolloutClient(Client):
         Raises GenerationFailed when an answer was aborted or lacks what training needs.
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
-        content = await self._generate(input_ids, options, name)
+        found = await self.answers(input_ids, lora_path=name, **options)
         with _without_cycle_collection():
-            return [completion_from_answer(answer, version) for answer in _n_answers(content, options["n"])]
+            return [completion_from_answer(answer, version, _truncates(options)) for answer in found]
 
     async def answers(
         self,
@@ -70,9 +76,31 @@ class RolloutClient(Client):
         **options: Unpack[SamplingOptions],
     ) -> list[dict[str, Any]]:
         """Returns the n answers of the engine as they came. Raises GenerationFailed when there are not n."""
+        if (pace := options.get("pace")) is not None:
+            return await self._paced(pace, input_ids, options, lora_path, logprobs)
         content = await self._generate(input_ids, options, lora_path, logprobs)
         with _without_cycle_collection():
             return _n_answers(content, options["n"])
+
+    async def _paced(
+        self, pace: Pace, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
+    ) -> list[dict[str, Any]]:
+        shape, seed = {**options.get("shape", {})}, options.get("sampling_seed")
+        shortest = shape.pop("min_new_tokens", 0)
+
+        async def ask(prompt: list[int], n: int, most: int, least: int, number: int) -> list[dict[str, Any]]:
+            now: SamplingOptions = {**options, "n": n, "max_new_tokens": most, "shape": shape}
+            if least:
+                now["shape"] = shape | {"min_new_tokens": least}
+            if seed is not None:
+                now["sampling_seed"] = (seed + number * 0x9E3779B1) & 0x7FFFFFFF
+            return _n_answers(await self._generate(prompt, now, lora_path, logprobs), n)
+
+        stops = shape.get("stop", [])
+        try:
+            return await paced(pace, ask, input_ids, options["n"], options["max_new_tokens"], shortest, stops)
+        except (KeyError, TypeError, IndexError) as error:
+            raise GenerationFailed(f"the engine's answer cannot be continued: {error!r}") from None
 
     async def _generate(
         self, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool = True
@@ -85,6 +113,7 @@ class RolloutClient(Client):
             "temperature": options["temperature"],
             "stop_token_ids": list(options["stop_token_ids"]),
             "skip_special_tokens": True,
+            **options.get("shape", {}),
         }
         if (seed := options.get("sampling_seed")) is not None:
             sampling["sampling_seed"] = seed
@@ -94,6 +123,8 @@ class RolloutClient(Client):
             "return_logprob": logprobs,
             "stream": False,
         }
+        if logprobs and _truncates(options):
+            body["return_sampling_mask"] = True
         if lora_path is not None:
             body["lora_path"] = lora_path
         headers, deadline_s = {"content-type": "application/json"}, options.get("deadline_s")
@@ -115,6 +146,10 @@ class RolloutClient(Client):
                 except ServiceError as error:
                     if error.status != NotFound.status:  # it is gone, perhaps by an attempt whose answer was lost
                         raise
+
+
+def _truncates(options: SamplingOptions) -> bool:
+    return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("shape", {}))
 
 
 def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
@@ -140,23 +175,46 @@ def _without_cycle_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Kept(NamedTuple):
+    """The tokens that truncation left for every token of a completion, and their numbers."""
+
+    tokens: Int32 = np.zeros(0, np.int32)
+    counts: Int32 = np.zeros(0, np.int32)
+
+    @classmethod
+    def of(cls, lists: list[list[int]]) -> "_Kept":
+        flat = np.fromiter(chain.from_iterable(lists), np.int32)
+        return cls(flat, np.fromiter(map(len, lists), np.int32))
+
+
 BASE_VERSION = "default"
 """SGLang's name of the weights it was started with."""
 
 
-def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None) -> Completion:
+def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None, truncated: bool = False) -> Completion:
     """Reads one completion from SGLang's answer to `/generate`.
 
     `adapter_version` is that of the LoRA adapter that the request named; the engine's own label must then be that of the model
-    it was started with. Raises GenerationFailed when the completion was aborted, or lacks what training needs.
+    it was started with. Of `truncated` sampling the log-probabilities are relative to the tokens that truncation left, which
+    the answer has to list. Raises GenerationFailed when the completion was aborted, or lacks what training needs.
     """
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
         token_ids: Int32 = np.array(answer["output_ids"], np.int32)
-        pairs = meta["output_token_logprobs"]
-        logprobs = np.array([pair[0] for pair in pairs], np.float32)
-        scored = [pair[1] for pair in pairs]
+        pairs = zip(*meta["output_token_logprobs"], strict=True)  # lists of three: a log-probability, a token, its text
+        logprobs, scored, kept = np.array(next(pairs, ()), np.float32), list(next(pairs, ())), _Kept()
+        if truncated or "output_token_sampling_mask" in meta:
+            if "output_token_sampling_mask" not in meta:
+                raise GenerationFailed(
+                    "the engine does not say which tokens it sampled from, so truncated sampling cannot be trained on",
+                    field="return_sampling_mask",
+                    value=sorted(meta),
+                    remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; or sampling.top_p 1, "
+                    "sampling.top_k unset and sampling.min_p 0",
+                )
+            kept = _Kept.of(meta["output_token_sampling_mask"])
+            logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
         if adapter_version is None:
             versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
@@ -168,6 +226,11 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
         raise GenerationFailed(f"the engine's answer lacks what training needs: {error!r}", value=answer) from None
     if finish not in ("stop", "length"):
         raise GenerationFailed(f"the completion ended with {finish}", value=meta["finish_reason"])
-    if len(token_ids) == 0 or answer["output_ids"] != scored or not np.isfinite(logprobs).all():
+    complete = len(token_ids) == len(logprobs)
+    if truncated or len(kept.counts):
+        complete &= len(token_ids) == len(kept.counts)
+    if len(token_ids) == 0 or not complete or answer["output_ids"] != scored or not np.isfinite(logprobs).all():
         raise GenerationFailed("tokens and logprobs of the completion do not match", value=answer)
-    return Completion(token_ids, logprobs, answer["text"], finish, versions)
+    found = Completion(token_ids, logprobs, answer["text"], finish, versions)
+    found.kept_tokens, found.kept_counts = kept
+    return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
@@ -30,9 +30,10 @@ _NUMBER = {"type": "number", "minimum": -FLOAT32_MAX, "maximum": FLOAT32_MAX}
 Int32 = Annotated[NDArray[np.int32], Meta(extra_json_schema={"items": _TOKEN_ID})]
 Float32 = Annotated[NDArray[np.float32], Meta(extra_json_schema={"items": _NUMBER})]
 FinishReason = Literal["stop", "length", "abort"]
-RewardStatus = Literal["ok", "unparsable", "timeout", "died", "error"]
-"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `timeout`, `died` (a worker), `error` (a reward function
-failed): not graded, the reward is null."""
+RewardStatus = Literal["ok", "unparsable", "unevaluated", "timeout", "died", "error", "inapplicable"]
+"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `unevaluated`: the right value, but still to be computed
+where the ground truth is a number, graded 0. `timeout`, `died` (a worker), `error` (a reward function failed), `inapplicable`
+(no reward function is meant for it): not graded, the reward is null."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,30 @@ class BatchRewardResult(Wire):
     accuracy: float
 
 
-class WeightFile(Wire):
-    """One file of a weight version."""
+_Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
+
+class SentFile(Wire):
+    """A file that rollout nodes may fetch."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)]
     size: int = Field(ge=0)
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    xxh3: _Checksum
+    """`common.checksums.checksum` of its bytes."""
+
+
+class WeightDelta(SentFile):
+    """The difference of a file to that of an earlier version (`common.deltas`)."""
+
+    base: _Checksum
+    """Checksum of the earlier file, which has the same size."""
+
+
+class WeightFile(SentFile):
+    """One file of a weight version."""
+
+    delta: WeightDelta | None = Field(None, exclude_if=_is_empty)
+    """Makes this file of an earlier one, if that saves much."""
 
 
 class WeightManifest(Wire):
@@ -210,6 +229,8 @@ class WeightManifest(Wire):
     """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: to be downloaded."""
     broadcast: "Broadcast | None" = None
     """Set when the tensors are broadcast instead of downloaded."""
+    asleep: bool = False
+    """The trainer computes on the GPUs that it shares with the engines (`rollout.colocate`): they release their memory."""
 
 
 def adapter_name(run_id: str, version: int) -> str:
@@ -265,7 +286,7 @@ class WeightVerdict(Wire):
 
 MAX_DETAIL_CHARS = 4000
 _Name = Annotated[str, StringConstraints(max_length=500)]
-WorkerState = Literal["starting", "ready", "updating", "stale", "failed"]
+WorkerState = Literal["starting", "ready", "updating", "asleep", "stale", "failed"]
 
 
 class WorkerReport(Wire):
@@ -302,6 +323,20 @@ _Spans = Annotated[
 ]
 
 
+def _no_tokens() -> Int32:
+    return np.zeros(0, np.int32)
+
+
+class Turn(Struct, forbid_unknown_fields=True):
+    """Tokens of a sequence that the model sampled in one go."""
+
+    start: _Count
+    end: _Count
+    """The first token after it."""
+    reward: _Finite | None = None
+    """The part of the episode's reward that its environment gives for this answer; None where it gives none."""
+
+
 class Completion(Struct, forbid_unknown_fields=True):
     """One sampled answer. L is its length in tokens, the end-of-sequence token included."""
 
@@ -321,11 +356,38 @@ class Completion(Struct, forbid_unknown_fields=True):
     extracted_answer: _Chars | None = None
     components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}
     """As in `RewardResult`."""
+    teacher_logprobs: Float32 | None = None
+    """[L] log-probabilities in nats under the teacher, at temperature 1; null without one."""
+    kept_tokens: Int32 = field(default_factory=_no_tokens)
+    """Where sampling was truncated (top-p, top-k, min-p): for every token those that it was sampled from, one list after the
+    other. The log-probabilities are relative to these."""
+    kept_counts: Int32 = field(default_factory=_no_tokens)
+    """[L] lengths of these lists, 0 for a token that was sampled from all; empty where all of them were."""
+    mask: Int32 | None = None
+    """[L] 1 for a token to train, 0 for one of a tool or the environment; None: all are trained."""
+    prompt_ids: Int32 | None = None
+    """[P] its own prompt; None: that of the group."""
+    turns: Annotated[list[Turn], Meta(max_length=MAX_LISTED)] = []
+    """The answers of an episode; empty for a completion of one answer."""
+    episode: Annotated[int, Meta(ge=0, lt=MAX_COMPLETIONS)] | None = None
+    """Number of its episode in the group, which may have several sequences; None: it is one by itself."""
 
     @property
     def weight_version(self) -> int:
         """The oldest weights that sampled a token of this completion."""
         return min(span[0] for span in self.weight_versions)
+
+    def trained(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Returns those of `values` [L] that belong to trained tokens."""
+        return values if self.mask is None else values[self.mask == 1]
+
+    def spread(self, values: Float32) -> Float32:
+        """Returns [L] of one value for each trained token, 0 for the others."""
+        if self.mask is None:
+            return values
+        spread = np.zeros(len(self.mask), np.float32)
+        spread[self.mask == 1] = values
+        return spread
 
 
 class Group(Struct, forbid_unknown_fields=True):
@@ -344,12 +406,23 @@ class Group(Struct, forbid_unknown_fields=True):
     """Position of the prompt in the data-server's stream."""
     created_at: _Finite = 0.0
     """Seconds since 1970."""
+    min_new_tokens: _Count = 0
+    """First tokens of each completion that were sampled without the `barred` ones."""
+    barred: Int32 = field(default_factory=_no_tokens)
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_NAMES)] = {}
 
     @property
     def weight_version(self) -> int:
         """The oldest weights that sampled a token of this group."""
         return min(completion.weight_version for completion in self.completions)
+
+    @property
+    def answers(self) -> list[Completion]:
+        """One completion of each episode: they share reward and verdict."""
+        first: dict[int, Completion] = {}
+        for i, completion in enumerate(self.completions):
+            first.setdefault(-1 - i if completion.episode is None else completion.episode, completion)
+        return list(first.values())
 
     @property
     def rewards(self) -> Float32:
@@ -383,6 +456,114 @@ class SampledGroups(Struct):
     """[len(groups)] importance weights (N·P(i))^-β, divided by the largest of the buffer (Schaul et al. 2016)."""
 
 
+EpisodeStatus = Literal["ok", "timeout", "died", "error"]
+"""`ok`: it ended, or reached a limit. `timeout`: its time ran out. `died`: the environment, its runner or the engine was lost.
+`error`: the environment failed. Only `ok` has a reward."""
+StopReason = Literal["done", "length", "turns", "sampled_tokens", "tool_calls", "context", "deadline", ""]
+"""`done`: it ended by itself. `length`: an answer was cut at `max_new_tokens`. The others name the limit that was reached."""
+
+
+class EpisodeSequence(Struct, forbid_unknown_fields=True):
+    """Tokens of an episode to train on: one path through its calls. L is their number."""
+
+    prompt_ids: Int32
+    """[P] tokens before the first one that this sequence trains."""
+    token_ids: Int32
+    """[L] as the engine sampled them, with what was added between two answers."""
+    mask: Int32
+    """[L] 1 for a sampled token that this sequence trains, else 0."""
+    logprobs: Float32
+    """[L] as in `Completion`; 0 where the mask is 0."""
+    weight_versions: _Spans
+    """As in `Completion`. Tokens that were added count as of the version before them."""
+    turns: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_LISTED)]
+    finish_reason: FinishReason
+    text: _Chars = ""
+    """The text of all tokens."""
+
+
+class Episode(Struct, forbid_unknown_fields=True):
+    """One run of an environment."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=160)]
+    status: EpisodeStatus
+    stop_reason: StopReason
+    reward: _Finite | None
+    """With the rewards of the turns. Null when it has none: the environment gives none and the answer is still to be graded, or
+    the status is not `ok`."""
+    answer: _Chars
+    """Text of the last answer, without thoughts."""
+    sequences: Annotated[list[EpisodeSequence], Meta(max_length=MAX_LISTED)]
+    components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}
+    metrics: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite], Meta(max_length=MAX_NAMES)] = {}
+    """`turns`, `tool_calls`, `tool_errors`, `sampled_tokens`, `seconds`, `tool_seconds`."""
+    detail: _Chars = ""
+    """Why it has the status that it has."""
+
+
+class Episodes(Struct):
+    """Answer of `POST /episodes`."""
+
+    episodes: Annotated[list[Episode], Meta(max_length=MAX_LISTED)]
+
+
+class EpisodeTask(Wire):
+    """What an episode is about."""
+
+    env: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    """As in `environment.name`."""
+    prompt: Annotated[str, StringConstraints(max_length=1_000_000)] = ""
+    messages: Annotated[list[Annotated[dict[str, Any], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = []
+    """The conversation to begin with. Empty: `prompt`, of the user."""
+    ground_truth: Annotated[str, StringConstraints(max_length=1_000_000)] = ""
+    columns: Columns = {}
+    """Further columns of the row, for the environment."""
+    seed: int = Field(0, ge=0, lt=2**53)
+    """Seed of the sampling, where the engine takes one."""
+
+
+class EpisodeSampling(Wire):
+    """Sampling of every answer; what a program asks for has no effect."""
+
+    max_new_tokens: int = Field(gt=0, lt=2**31)
+    temperature: float = Field(1.0, ge=0)
+
+
+class EpisodePolicy(Wire):
+    """The policy that answers."""
+
+    adapter: str = ""
+    """Name of a LoRA adapter that the engines have loaded; empty: their own weights."""
+    version: int = Field(0, ge=0)
+    """Weight version of the adapter."""
+
+
+class EpisodeLimits(Wire):
+    """Where an episode ends. Reaching a limit is a stop reason, no failure."""
+
+    turns: int = Field(8, gt=0)
+    """Answers of the model."""
+    sampled_tokens: int = Field(16_384, gt=0)
+    """Sampled tokens of all answers."""
+    context: int = Field(32_768, gt=1)
+    """Tokens of one sequence."""
+    tool_calls: int = Field(64, gt=0)
+    deadline_s: float = Field(600.0, gt=0)
+    """Seconds of the whole episode; one that takes longer has no reward."""
+
+
+class EpisodeRequest(Wire):
+    """Body of `POST /episodes`: n episodes of one task."""
+
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+    """A request sent again with the same id gets the same episodes."""
+    n: int = Field(1, gt=0, le=MAX_COMPLETIONS)
+    task: EpisodeTask
+    sampling: EpisodeSampling
+    policy: EpisodePolicy = EpisodePolicy()
+    limits: EpisodeLimits = EpisodeLimits()
+
+
 class TakeRequest(Wire):
     """Body of `POST /groups/take`: fresh groups, each handed out exactly once."""
 
@@ -407,6 +588,8 @@ class SampleRequest(Wire):
     max_times_sampled: int | None = Field(None, gt=0)
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     """A retry with the same id gets the same groups, and they count as sampled once."""
+    step: int | None = Field(None, ge=0, lt=2**53)
+    """The optimiser steps done so far: a trainer that resumes before them takes this draw back. Needs a request id."""
     seed: int = Field(0, ge=0)
 
 

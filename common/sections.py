@@ -1,12 +1,15 @@
 """The settings of every section but `algorithm`, each declared once with its default, bounds and meaning."""
 
+import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from common.chat_templates import read_chat_template, read_template_variables
 from common.explain import did_you_mean
+from common.prompt_templates import read_template
 
 _T = TypeVar("_T")
 MAIN = "main"
@@ -23,6 +26,20 @@ def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
         raise ValueError(f"there is no {text}: {did_you_mean(text, [*filter(None, names), f'an import path {path}'])}")
 
     return AfterValidator(check)
+
+
+_MAX_NAME = 512
+"""Characters of `environment.name`, as on the wire."""
+
+
+def _environment(text: str) -> str:
+    if text in ("", "python") or re.fullmatch(r"python:[\w.]+[:.]\w+|(agent|openenv|verifiers):\s*\S.*", text, re.DOTALL):
+        if len(text) > _MAX_NAME:
+            raise ValueError(f"{len(text)} characters are too many for the name of an environment, at most {_MAX_NAME}")
+        return text
+    forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
+    hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
+    raise ValueError(f"there is no environment {text}: {hint}")
 
 
 RewardName = Annotated[
@@ -44,8 +61,14 @@ class ModelSection(Section):
     """Model on the Hugging Face hub, or a local directory. `python -m trainer.tiny_model DIR` makes the built-in one."""
     dtype: Main[Literal["float32", "bfloat16"]] = "bfloat16"
     """Compute precision on a GPU. Master weights are always float32, and a CPU computes in float32."""
+    fp32_head: bool = True
+    """Logits in float32 from the last hidden states, in trainer and engines alike, instead of rounded to `model.dtype`."""
     reference: str = ""
     """Reference model of the KL divergence (`algorithm.kl_coef`). Empty: the model that training starts from."""
+    chat_template: Annotated[str, AfterValidator(read_chat_template)] = ""
+    """Chat template in the place of the model's own: a file, or its text in Jinja; it is saved with the model. Empty: the
+    model's own, where it has one and `data.prompt_template` is not set. `own`: the model's own, with the text of
+    `data.prompt_template` as the user's message."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
@@ -89,11 +112,15 @@ class DataSection(Section):
     """Column of the problem."""
     answer_field: Main[str] = "answer"
     """Column of the answer. Of a text with `#### N` only N is kept."""
-    messages_field: str = ""
+    messages_field: Main[str] = ""
     """Column of a chat, instead of `prompt_field`: system messages, one user message, at most one answer. Without a column
     `answer_field`, the ground truth is the final answer of the chat's answer (`#### N` or a box)."""
+    prompt_template: Main[Annotated[str, AfterValidator(read_template)]] = ""
+    """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or `plain`, `boxed`, `r1_zero` (of
+    DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It takes the place of the chat template unless
+    `model.chat_template` is set. Empty: the problem alone."""
     columns: list[str] | None = None
-    """Further columns that reward functions get. Unset: all."""
+    """Further columns that reward functions and the prompt template get. Unset: all."""
     task_field: str = ""
     """Column with the task of each row, which chooses its reward functions (`reward.tasks`)."""
     map: Annotated[str, _among("", path="package.module:function")] = ""
@@ -104,7 +131,7 @@ class DataSection(Section):
     subjects: list[str] = []
     """Subjects of MATH to use, as `Counting & Probability` or `counting_and_probability`. Empty: all."""
 
-    curriculum: Literal["none", "difficulty"] = "none"
+    curriculum: Main[Literal["none", "difficulty"]] = "none"
     """`difficulty`: after a first pass over all prompts, those that are solved about half of the time come more often."""
 
     @property
@@ -221,6 +248,43 @@ class RewardSection(Section):
         return self
 
 
+class TeacherSection(Section):
+    """A teacher for on-policy distillation: a model of the same tokenizer that scores the policy's completions."""
+
+    url: Main[str] = ""
+    """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, with a URL that ends with /v1, an
+    OpenAI-compatible one that gives log-probabilities of prompts. Its key comes from TEACHER_API_KEY. Empty: no teacher."""
+    model: str = ""
+    """Name of the model at an OpenAI-compatible endpoint."""
+    coef: float = Field(1.0, gt=0)
+    """Weight of log π_teacher − log π of each token, which is added to its advantage."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Seconds for the scores of one group, with all retries. Then the group is dropped and its prompt tried again."""
+    concurrency: int = Field(16, gt=0)
+    """Groups that are scored at once."""
+
+    @property
+    def is_openai(self) -> bool:
+        return self.url.rstrip("/").endswith("/v1")
+
+    def unread(self) -> dict[str, str]:
+        """Settings of this section that others of it make pointless, and why."""
+        if not self.url:
+            return {name: "teacher.url is empty" for name in type(self).model_fields if name != "url"}
+        return {} if self.is_openai else {"model": "teacher.url does not end with /v1, and such an engine serves one model"}
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TeacherSection":
+        scheme, _, rest = self.url.partition("://")
+        if self.url and (scheme not in ("http", "https") or not rest):
+            raise ValueError(f"teacher.url {self.url} is no URL: write it as http://HOST:PORT, or with /v1 at the end")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError("teacher.url has credentials, and a run saves its settings: put them into TEACHER_API_KEY")
+        if self.is_openai and not self.model:
+            raise ValueError("teacher.url ends with /v1, and such an endpoint asks for the model: set teacher.model")
+        return self
+
+
 class ReplaySection(Section):
     """replay-buffer: stores experience."""
 
@@ -230,7 +294,7 @@ class ReplaySection(Section):
     """Completions that the buffer keeps. The oldest groups that were trained on leave first."""
     lease_s: float = Field(600.0, gt=0)
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
-    reuse_ratio: Main[float] = Field(0.0, ge=0, lt=1)
+    reuse_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of each batch that comes from prioritised reuse instead of fresh groups, 0 to below 1."""
     priority: Annotated[str, _among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own function
@@ -246,13 +310,13 @@ class ReplaySection(Section):
 class CriticSection(Section):
     """The critic of PPO (`algorithm.advantage gae`): a value model of its own."""
 
-    location: Main[Literal["trainer", "server"]] = "trainer"
+    location: Literal["trainer", "server"] = "trainer"
     """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job group."""
     port: int = Field(8005, ge=1, le=65535)
     """Port of the critic-server."""
     model: str = ""
     """Model that the critic starts from, with a new value head. Empty: the policy's model."""
-    learning_rate: Main[float] = Field(1e-5, gt=0)
+    learning_rate: float = Field(1e-5, gt=0)
     """Learning rate of the critic."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns."""
@@ -272,17 +336,22 @@ class RolloutSection(Section):
     router_metrics_port: int = Field(29000, ge=1, le=65535)
     """Port of the router's Prometheus metrics."""
     engine: Main[Literal["sglang", "embedded"]] = "sglang"
-    """`sglang`, or `embedded`: a small CPU engine with the same HTTP API."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Device of SGLang; `cpu` needs what `make sglang-cpu` installs. The embedded engine always uses the CPU."""
+    """`sglang`, or `embedded`: a small engine with the same HTTP API that needs torch alone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine. `auto`: a GPU for SGLang; for the embedded engine a GPU where there is one. SGLang on a `cpu` needs
+    what `make sglang-cpu` installs."""
     engine_python: str = ".venv-sglang/bin/python"
     """Python that has SGLang installed. Its dependencies clash with those of the other services."""
     engine_args: Main[list[str]] = []
     """Further arguments of `sglang.launch_server`, unchanged."""
     tensor_parallel_size: Main[int] = Field(1, gt=0)
     """GPUs that share one engine."""
+    colocate: Main[bool] = False
+    """Trainer and engines have the same GPUs in turn: the engines release their memory during the update, and the trainer keeps
+    its models and optimisers in host memory while they generate (docs/how-to/one-gpu.md)."""
     max_running_requests: int = Field(256, gt=0)
-    """Completions that one engine decodes at once."""
+    """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer where its KV cache of so many times
+    `max_context_tokens` tokens needs more than 30 % of the free memory."""
     max_context_tokens: int = Field(2048, gt=1)
     """Longest prompt plus completion of the embedded engine, in tokens. For SGLang on a CPU, this times `max_running_requests`
     is the size of the KV cache in tokens (at most 30 % of the free memory)."""
@@ -292,6 +361,16 @@ class RolloutSection(Section):
     """Choice of the engine by the router: in turn, at random, or by what each has cached (docs/explanation/engines.md)."""
     hang_timeout_s: float = Field(30.0, gt=0)
     """Seconds without an answer after which a healthy engine or router is killed and started again."""
+
+    def nccl_env(self) -> dict[str, str]:
+        """Returns what NCCL must find alike in SGLang's and the trainer's environment before CUDA starts: SGLang's choice."""
+        default = "1" if "--enable-symm-mem" in self.engine_args else "0"
+        return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", default)}
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether engines are known to compute on GPUs, and so round otherwise than the trainer does."""
+        return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
 
     @model_validator(mode="after")
     def _no_secrets(self) -> "RolloutSection":
@@ -304,7 +383,28 @@ class RolloutSection(Section):
         return self
 
 
-class SamplingSection(Section):
+class Truncation(Section):
+    """What a sampler cuts off."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Share of the probability that is sampled from: the likeliest tokens that reach it. 1: all."""
+    top_k: int | None = Field(None, gt=1)
+    """Number of likeliest tokens that are sampled from. Unset: all, or 4096 in training with `top_p` or `min_p`."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Probability, relative to that of the likeliest token, below which a token is not sampled. 0: all."""
+
+    def cuts(self) -> dict[str, float]:
+        """Returns the bounds that cut anything off, by SGLang's names."""
+        bounds = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k or -1}
+        return {name: bound for name, bound in bounds.items() if bound != _NO_CUT[name]}
+
+
+_NO_CUT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+MAX_KEPT = 4096
+"""Limit of tokens that truncated sampling leaves in training (SGLang's limit)."""
+
+
+class SamplingSection(Truncation):
     """Sampling of completions."""
 
     group_size: Main[int] = Field(8, ge=1)
@@ -313,10 +413,48 @@ class SamplingSection(Section):
     """Longest completion, in tokens."""
     temperature: Main[float] = Field(1.0, gt=0)
     """Sampling temperature. The trainer divides its logits by it too, so that logprobs of both sides are comparable."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a completion, such as a blank line. Graders do not get them."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    """Further tokens that end a completion, beside those of the model."""
+    min_new_tokens: int = Field(0, ge=0)
+    """Shortest completion, in tokens: before, no token can end it. Texts of `sampling.stop` do."""
+    ignore_eos: bool = False
+    """Let no token end a completion, so that all have `sampling.max_new_tokens` tokens (measurements)."""
     system_prompt: Main[str] = ""
     """System message before every problem."""
+    chat_template_kwargs: Main[Annotated[dict[str, bool | int | float | str], BeforeValidator(read_template_variables)]] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}` of Qwen3."""
+    prefill: str = ""
+    """Start of every answer, such as `<think>`: the model goes on from there, and graders get it with the answer."""
+    completion_timeout_s: float | None = Field(None, gt=0)
+    """Seconds after which a completion is cut, as at `max_new_tokens`. It is generated in several requests then. Unset: no
+    limit."""
+    max_thinking_tokens: int | None = Field(None, gt=0)
+    """Tokens after which an open thought (`<think>`) is ended and the answer begins, in a further request. Unset: no limit."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds for one group to be generated, retries included."""
+
+    def bounded_cuts(self) -> dict[str, float]:
+        """Returns `cuts` for training, where the tokens that are left travel with every token."""
+        cuts = self.cuts()
+        return {"top_k": MAX_KEPT, **cuts} if cuts else {}
+
+    def ends(self) -> dict[str, Any]:
+        """Returns what ends a completion beside stop tokens and length, by SGLang's names, where it is set."""
+        bounds = {"stop": self.stop, "min_new_tokens": self.min_new_tokens, "ignore_eos": self.ignore_eos}
+        return {name: value for name, value in bounds.items() if value}
+
+
+class EvaluationSection(Truncation):
+    """Sampling of the answers in an evaluation (`trainer.eval_every`, `trainer.eval_samples`)."""
+
+    temperature: float = Field(0.0, ge=0)
+    """Temperature of the answers that the accuracy counts. 0: greedy."""
+    n: int = Field(1, ge=1)
+    """Answers to every problem; the accuracy is their mean."""
+    max_new_tokens: int | None = Field(None, gt=0)
+    """Longest answer, in tokens. Unset: `sampling.max_new_tokens`."""
 
 
 class TrainerSection(Section):
@@ -334,6 +472,10 @@ class TrainerSection(Section):
     """Steps after which training ends even if epochs remain. Unset: no limit."""
     max_staleness: Main[int] = Field(0, ge=0)
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
+    when_stale: Literal["wait", "train", "drop"] = "wait"
+    """`wait`: groups are trained on in the order of their prompts, so an update waits for the long answers among them and none
+    gets too old. `train`: an update takes what is ready, the oldest first, and trains on what is too old with the correction.
+    `drop`: what is too old is dropped and its prompt drawn again, which favours short answers."""
     learning_rate: Main[float] = Field(1e-6, gt=0)
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
@@ -353,13 +495,15 @@ class TrainerSection(Section):
     """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens` allows."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Compute completions without padding, and each prompt once for its group. `auto`: where the model permits it."""
-    shard_size: Main[int | None] = Field(None, gt=0)
+    shard_size: int | None = Field(None, gt=0)
     """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A divisor of the number of ranks
     between: HSDP. One process on a CPU always holds all."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third more time."""
-    compile: bool = False
-    """Compile every decoder layer with torch.compile: faster steps after a slow first one. Needs a C++ compiler."""
+    activation_checkpointing: Main[bool | Literal["selective"]] = False
+    """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third more time. `selective`: keep
+    the results of matrix products and attention too, so that little is recomputed."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`: on GPUs, where there is a C
+    compiler."""
     offload_optimizer: bool = False
     """Keep parameters, gradients and optimiser state in CPU memory, where the optimiser then steps. For sharded models."""
     offload_reference: bool = False
@@ -375,7 +519,8 @@ class TrainerSection(Section):
     checkpoint_every: Main[int] = Field(50, ge=0)
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
     keep_checkpoints: int = Field(3, gt=0)
-    """Newest checkpoints to keep. The one with the best accuracy in an evaluation stays too, as `best`."""
+    """Newest checkpoints to keep. The one with the best accuracy in an evaluation stays too, as `best`; the best mean reward,
+    where rewards are no verdicts."""
     keep_groups_mb: int = Field(4096, ge=0)
     """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The oldest steps leave first.
     0: none are kept."""
@@ -385,7 +530,7 @@ class TrainerSection(Section):
     """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group name>`."""
     wait_timeout_s: float = Field(1800.0, gt=0)
     """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends with the reason."""
-    weight_sync: Main[Literal["http", "shared", "distributed"]] = "http"
+    weight_sync: Literal["http", "shared", "distributed"] = "http"
     """Way of weights to the engines. `http`: every rollout node downloads files. `shared`: it reads them from `run_dir` on
     a volume that all nodes mount at the same path. `distributed`: tensors are broadcast into the running engines by NCCL or
     gloo; a node that cannot take part downloads the files."""
@@ -399,6 +544,38 @@ class TrainerSection(Section):
     """Groups in a row that may be dropped because of errors before the run ends."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one trainer process. Unset: torch decides."""
+
+
+class EnvironmentSection(Section):
+    """environment-server: episodes of several turns, with tools, in the place of single completions."""
+
+    port: int = Field(8006, ge=1, le=65535)
+    """Port of the environment-server."""
+    name: Main[Annotated[str, AfterValidator(_environment)]] = ""
+    """Environment of the problems: `python`, a tool that runs programs; `python:package.module:Class`, a class of your own;
+    `agent:COMMAND` or `agent:URL`, any program that talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server;
+    `verifiers:ID` (docs/how-to/agents.md). Empty: a problem has single completions, and there is no environment-server."""
+    turns: int = Field(8, gt=0)
+    """Answers of the model in one episode."""
+    sampled_tokens: int = Field(16_384, gt=0)
+    """Sampled tokens of one episode."""
+    context: int = Field(32_768, gt=1)
+    """Tokens of one sequence of an episode. With the embedded engine at most `rollout.max_context_tokens`."""
+    tool_calls: int = Field(64, gt=0)
+    """Tool calls of one episode."""
+    turn_discount: float | None = Field(None, ge=0, le=1)
+    """Discount per turn of rewards that an environment gives for single answers (`get_turn_rewards`): an answer is then
+    credited with those that follow it, and not with those before. Unset: they are part of the reward of the whole episode."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Seconds of one episode. One that takes longer has no reward: its group is dropped and tried again."""
+    workers: int | None = Field(None, gt=0)
+    """Calls of environments and tools that run at once in one environment-server. Unset: 1,024 threads for a class of your own,
+    as fewer than the episodes that wait for slow tools would leave the engines idle; 64 programs or connections otherwise."""
+
+    def unread(self) -> dict[str, str]:
+        """Settings of this section that nothing reads, and why."""
+        unread = () if self.name else (name for name in type(self).model_fields if name not in ("name", "port"))
+        return dict.fromkeys(unread, "environment.name is empty")
 
 
 class TrackersSection(Section):

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 
 TOKEN = "API_TOKEN"  # noqa: S105 - the name of the variable
 _TRACKERS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-_SECRETS = (TOKEN, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "JUDGE_API_KEY", *_TRACKERS)
+_SECRETS = (TOKEN, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "JUDGE_API_KEY", "TEACHER_API_KEY", *_TRACKERS)
 _SHOWN = b"[secret]"
 _SHORTEST = 16
 _SAFE = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows behind "Bearer "

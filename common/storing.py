@@ -1,10 +1,12 @@
-"""The error for a disk that is full or does not work."""
+"""The error for a disk that is full or does not work, and what SQLite says of a damaged file."""
 
 import errno
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Literal
 
 from common.errors import ConfigError, ServiceError
 
@@ -52,3 +54,21 @@ def make_directory(path: Path, field: str) -> None:
         if error.errno in _NEVER:
             problem = f"nothing can be written there: {error.strerror}"
             raise ConfigError(problem, field=field, value=str(path), remedy="name another directory") from None
+
+
+def damage(db: sqlite3.Connection, check: Literal["quick_check", "integrity_check"]) -> str:
+    """Returns the first problem that SQLite finds in a file; empty when there is none."""
+    problem: str = db.execute(f"PRAGMA {check}(1)").fetchone()[0]
+    # A line `*** in database main ***` may come before it, which looks like a secret that was hidden.
+    return "" if problem == "ok" else problem.splitlines()[-1]
+
+
+def cure(why: str, damaged: str) -> str:
+    """Returns the remedy for what SQLite says of a file that cannot be used: `damaged` unless it is the surroundings' fault."""
+    if "locked" in why:
+        return "end the other process"
+    if "full" in why or "No space" in why:
+        return "free disk space"
+    if "readonly" in why or "unable to open" in why:
+        return "let this user write to the file and its directory, or set another state_dir"
+    return damaged

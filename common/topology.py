@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.security import tls
 
-DATA, ROLLOUT, REWARD, REPLAY, CRITIC, TRAINER = (
+DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
     "data-server",
     "rollout-server",
     "reward-server",
     "replay-buffer",
     "critic-server",
+    "environment-server",
     "ppo-trainer",
 )
 TORCHRUN_PORT = 29500
@@ -56,6 +57,21 @@ this rank left (`last_words`), in the place of a traceback. This package never i
 def setting_status() -> int:
     """Returns the exit status of a wrong setting: `WRONG_SETTING` in a job group, else 2."""
     return WRONG_SETTING if os.environ.get("SKYPILOT_JOBGROUP_NAME") else 2
+
+
+def assigned_gpus(env: Mapping[str, str] | None = None) -> str | None:
+    """Returns the variable by which this process was given GPUs, with its value; None when it was given none."""
+    env = os.environ if env is None else env
+    if count := _number(env, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
+        return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus(env) else None
+
+
+def hidden_gpus(env: Mapping[str, str] | None = None) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU: CUDA reads it up to the first word that is no number, GPU or MIG id."""
+    first = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    return not (first.isdecimal() or first.startswith(("GPU-", "MIG-")))
 
 
 @dataclass(frozen=True)

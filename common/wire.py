@@ -8,21 +8,22 @@ import gc
 import json
 import re
 import reprlib
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgpack
 import msgspec
 import numpy as np
 import orjson
 from msgspec import Meta, ValidationError
-from numpy.typing import NDArray
 
 from common.errors import InvalidInput, TooLarge
 from common.schemas import (
     FLOAT32_MAX,
+    Completion,
     Float32,
     Group,
     Groups,
+    Int32,
     SampledGroups,
     TakenGroups,
     TokenSequence,
@@ -41,10 +42,10 @@ MAX_ITEMS = 4_000_000
 """Limit on items of all lists and mappings of a msgpack body. An empty mapping is one byte there and 64 in Python, so a body of
 the permitted size could otherwise take all memory. Real bodies have few items, since arrays are raw bytes."""
 _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
-    NDArray[np.int32]: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
-    NDArray[np.float32]: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
+    np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
+    np.float32: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
 }
-"""The array types of `common.schemas`: their dtype in msgpack and their type in JSON. Integers are token ids."""
+"""By the numbers of an array of `common.schemas`: their dtype in msgpack and their type in JSON. Integers are token ids."""
 _T = TypeVar("_T")
 
 
@@ -75,8 +76,13 @@ def decode_groups(body: bytes) -> list[Group]:
 
 def group_json(group: Group) -> dict[str, Any]:
     """Converts a group to plain lists and numbers, for `GET /groups/{id}` and sample files."""
-    plain: dict[str, Any] = msgspec.to_builtins(group, builtin_types=(bytes,), enc_hook=lambda array: array.tolist())
-    return plain
+    return plain(group)
+
+
+def plain(value: msgspec.Struct) -> dict[str, Any]:
+    """Converts a struct to mappings, lists and numbers."""
+    found: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=lambda array: array.tolist())
+    return found
 
 
 def unpack(body: bytes) -> Any:
@@ -161,7 +167,8 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_raw)
 
 def _array(kind: Any, value: object) -> Any:
     """Decodes an array, read-only if it came as bytes. Raises ValueError, to which msgspec adds the path."""
-    dtype, numbers = _ARRAYS[kind]
+    (number,) = get_args(get_args(kind)[-1])  # of ndarray[shape, dtype[number]]
+    dtype, numbers = _ARRAYS[number]
     if not isinstance(value, bytes):
         try:
             return np.array(msgspec.convert(value, numbers), dtype.newbyteorder("="))
@@ -222,14 +229,31 @@ def _check_group(group: Group, where: str) -> None:
         if not length:
             raise ValidationError(f"a completion has at least one token, its end of sequence - at `${at}.token_ids`")
         _same_length(completion.logprobs, length, f"{at}.logprobs", "tokens need as many logprobs")
+        if completion.teacher_logprobs is not None:
+            _same_length(completion.teacher_logprobs, length, f"{at}.teacher_logprobs", "tokens need as many logprobs")
         reached = 0
         for _, start, end in completion.weight_versions:
             if start != reached or end <= start:
                 break
             reached = end
+        counts = completion.kept_counts
+        if len(counts):
+            _same_length(counts, length, f"{at}.kept_counts", "tokens need as many counts")
+            if counts.min() < 0 or counts.sum(dtype=np.int64) != len(completion.kept_tokens):
+                raise ValidationError(f"their sum is the length of kept_tokens - at `${at}.kept_counts`")
+            hits, first = np.repeat(completion.token_ids, counts) == completion.kept_tokens, np.cumsum(counts) - counts
+            if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
+                raise ValidationError(f"every token is among those it was sampled from - at `${at}.kept_tokens`")
+        elif len(completion.kept_tokens):
+            raise ValidationError(f"kept_tokens need their counts - at `${at}.kept_counts`")
         if reached != length:
             reason = f"spans [version, start, end] follow one another from 0 to {length}, the number of tokens"
             raise ValidationError(f"{reason} - at `${at}.weight_versions`")
+        _check_episode(completion, at)
+    episodes = {completion.episode for completion in group.completions}
+    if episodes != {None} and episodes != set(range(len(episodes))):
+        reason = "completions have the numbers of their episodes, from 0 without a gap, or none has one"
+        raise ValidationError(f"{reason} - at `${where}.completions`")
     if group.metadata:
         try:
             json.dumps(group.metadata, allow_nan=False, ensure_ascii=False).encode()
@@ -239,13 +263,26 @@ def _check_group(group: Group, where: str) -> None:
             raise ValidationError(f"{reason} - at `${where}.metadata`") from None
 
 
+def _check_episode(completion: Completion, at: str) -> None:
+    length, mask = len(completion.token_ids), completion.mask
+    if mask is not None:
+        _same_length(mask, length, f"{at}.mask", "tokens need as many marks")
+        if mask.max() != 1:
+            raise ValidationError(f"a mask has a 1 for every token to train, at least one, else 0 - at `${at}.mask`")
+    if completion.prompt_ids is not None and not len(completion.prompt_ids):
+        raise ValidationError(f"a prompt has at least one token - at `${at}.prompt_ids`")
+    for number, turn in enumerate(completion.turns):
+        if not turn.start < turn.end <= length:
+            raise ValidationError(f"a turn is a range of the {length} tokens - at `${at}.turns[{number}]`")
+
+
 def _check_sequence(sequence: TokenSequence, where: str) -> None:
     for name in ("prompt_ids", "completion_ids"):
         if not len(getattr(sequence, name)):
             raise ValidationError(f"a prompt and a completion have at least one token each - at `${where}.{name}`")
 
 
-def _same_length(array: Float32, length: int, where: str, reason: str) -> None:
+def _same_length(array: Float32 | Int32, length: int, where: str, reason: str) -> None:
     if len(array) != length:
         raise ValidationError(f"{length} {reason}, got {len(array)} - at `${where}`")
 

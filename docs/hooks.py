@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 COMMANDS = (
     "trainer",
+    "trainer.sft",
     "trainer.train_math",
     "trainer.evaluate_model",
     "trainer.export",
@@ -36,6 +37,7 @@ SERVICES = {
     "reward": "reward-server :8002",
     "replay": "replay-buffer :8003",
     "critic": "critic-server :8005",
+    "environment": "environment-server :8006",
     "trainer": "ppo-trainer :8004",
     "agent": "rollout-server agent :30002",
     "engine": "embedded engine :30001",
@@ -167,7 +169,8 @@ def commands() -> str:
     lines = [
         "# Command lines\n",
         "What each command prints with `--help`. The services (`python -m services.data`, `services.reward`,",
-        "`services.replay`, `services.rollout`, `services.critic`) take the same settings as `python -m trainer`.\n",
+        "`services.replay`, `services.rollout`, `services.critic`, `services.environment`) take the same settings as",
+        "`python -m trainer`.\n",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "110", "OMP_WAIT_POLICY": "passive"}
     for name in COMMANDS:

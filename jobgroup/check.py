@@ -212,7 +212,7 @@ class GroupCheck:
                 self._add(task.name, "it is ended without delay when the primary tasks succeed: set termination_delay")
             resources = " or ".join(str(each) for each in task.resources)
             end = "primary" if primary else f"ends {delay} s after the primary tasks"
-            self.tasks.append(f"{task.name:<16} {task.num_nodes} × {resources}, {end}")
+            self.tasks.append(f"{task.name:<18} {task.num_nodes} × {resources}, {end}")
 
 
 def _placed(task: Any) -> Placed:

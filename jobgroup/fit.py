@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from common.config import Config, load
 from common.errors import ConfigError
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
 
 _SHARED = ("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "MAX_STEPS", "SEED", "RUN_CONFIG")
 _OWN = ("RLHF_STATE_DIR", "RLHF_TRAINER__RUN_DIR")
@@ -22,6 +22,7 @@ _PROGRAMS = {
     "services.reward": REWARD,
     "services.replay": REPLAY,
     "services.critic": CRITIC,
+    "services.environment": ENVIRONMENT,
     "trainer": TRAINER,
 }
 """The task of each program."""
@@ -101,7 +102,8 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
         return
     config = there[TRAINER].config
     remote = isinstance(config, Config) and config.algorithm.needs_critic and config.critic.location == "server"
-    needed = (DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if remote else []))
+    plays = isinstance(config, Config) and config.environment.name
+    needed = (DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if remote else []), *([ENVIRONMENT] if plays else []))
     for program, name in _PROGRAMS.items():
         if name in needed and name not in there and not any(_runs(task, program) for task in tasks):
             yield TRAINER, f"it needs the task {name}, and there is none: the tasks are {', '.join(there)}"

@@ -16,11 +16,18 @@ from common.cli import Parser
 from common.config import fail, load
 from common.errors import ConfigError
 from common.security import tls
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
+from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
 from jobgroup import spec
 
 INTERVAL_S = 10
-SECTIONS = {DATA: "data", REWARD: "reward", REPLAY: "replay", CRITIC: "critic", TRAINER: "trainer"}
+SECTIONS = {
+    DATA: "data",
+    REWARD: "reward",
+    REPLAY: "replay",
+    CRITIC: "critic",
+    ENVIRONMENT: "environment",
+    TRAINER: "trainer",
+}
 """The section of the settings with the port of each task that listens on a single one."""
 ENGINE, ROUTER = "rollout-engine", "router"
 """Prometheus jobs beside those named like their task; the agents are `rollout-server`."""

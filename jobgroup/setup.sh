@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Makes the environment of one role in the working directory. Done again only when the pins or the role change.
 #
-#   bash jobgroup/setup.sh services|reward|rollout|trainer|sglang
+#   bash jobgroup/setup.sh services|reward|environment|rollout|trainer|sglang
 #
 #   services   .venv with the light services (no torch)
 #   reward     the same, and bubblewrap, the sandbox of code rewards, where it can be installed
-#   rollout    .venv with the router; on a machine with an NVIDIA GPU also .venv-sglang, elsewhere what the CPU engine needs
+#   environment  .venv with torch and transformers, and bubblewrap, the sandbox of the tool `python`
+#   rollout    .venv with the router; on a machine with an NVIDIA GPU also .venv-sglang, elsewhere, and with
+#              RLHF_ROLLOUT__ENGINE=embedded, torch for the embedded engine
 #   trainer    .venv with torch and transformers
-#   sglang     .venv-sglang alone
+#   sglang     .venv-sglang alone: SGLang, and what it compiles its kernels with (nvcc from wheels, a C++ compiler)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 role="${1:-}"
@@ -66,18 +68,47 @@ cpu_torch() {
 
 make_sglang() {
   make_env .venv-sglang jobgroup/sglang-requirements.txt -r jobgroup/sglang-requirements.txt
+  link_toolkit .venv-sglang/lib/python3*/site-packages/nvidia/cu13
+  if ! command -v "${CXX:-c++}" >/dev/null && ! apt_install g++; then
+    echo "setup: there is no C++ compiler, and none can be installed here. SGLang compiles kernels when it starts: install g++." >&2
+    return 1
+  fi
+}
+
+# link_toolkit CUDA_HOME: makes NVIDIA's wheels look like a CUDA toolkit. They have lib/libcudart.so.13, and what SGLang compiles
+# is linked with -L$CUDA_HOME/lib64 -lcudart -L$CUDA_HOME/lib64/stubs -lcuda.
+link_toolkit() {
+  local home="$1" library driver
+  if [ ! -d "$home/lib" ]; then
+    return
+  fi
+  ln -sfn lib "$home/lib64"
+  for library in "$home"/lib/lib*.so.*; do
+    ln -sf "$(basename "$library")" "${library%%.so.*}.so"
+  done
+  driver="$(ldconfig -p 2>/dev/null | sed -n 's/.*libcuda\.so\.1 .*=> //p' | head -n 1)"
+  if [ -n "$driver" ]; then
+    mkdir -p "$home/lib/stubs"
+    ln -sf "$driver" "$home/lib/stubs/libcuda.so"
+  fi
+}
+
+# apt_install PACKAGE…: fails where it cannot.
+apt_install() {
+  local root=()
+  if [ "$(id -u)" != 0 ]; then
+    root=(sudo -n)
+  fi
+  command -v apt-get >/dev/null &&
+    { "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq "$@"; } >/dev/null 2>&1
 }
 
 # The reward-server says so, with the remedy, when a run rewards code and the sandbox is missing.
 install_bubblewrap() {
-  local root=()
   if command -v bwrap >/dev/null || ! command -v apt-get >/dev/null; then
     return
   fi
-  if [ "$(id -u)" != 0 ]; then
-    root=(sudo -n)
-  fi
-  if ! { "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq bubblewrap libseccomp2; } >/dev/null 2>&1; then
+  if ! apt_install bubblewrap libseccomp2; then
     echo "setup: bubblewrap cannot be installed here: code rewards will be refused" >&2
   fi
 }
@@ -89,8 +120,12 @@ reward)
   install_bubblewrap
   make_role services
   ;;
+environment)
+  install_bubblewrap
+  make_role services,trainer $(cpu_torch)
+  ;;
 rollout)
-  if command -v nvidia-smi >/dev/null; then
+  if command -v nvidia-smi >/dev/null && [ "${RLHF_ROLLOUT__ENGINE:-sglang}" != embedded ]; then
     make_role rollout
     make_sglang
   else
@@ -99,7 +134,7 @@ rollout)
   ;;
 sglang) make_sglang ;;
 *)
-  echo "usage: bash jobgroup/setup.sh services|reward|rollout|trainer|sglang   (got '$role')" >&2
+  echo "usage: bash jobgroup/setup.sh services|reward|environment|rollout|trainer|sglang   (got '$role')" >&2
   exit 2
   ;;
 esac

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.config import misspelt
+from common.config import misspelt, unread
 from common.errors import ConfigError
 from common.explain import did_you_mean, explained
 
@@ -167,13 +167,15 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
-        reason = error.strerror if isinstance(error, OSError) else error
         remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-        raise ConfigError(f"the job group cannot be read: {reason}", field="YAML", value=str(path), remedy=remedy) from None
+        raise ConfigError(
+            f"the job group cannot be read: {unread(error)}", field="YAML", value=str(path), remedy=remedy
+        ) from None
     documents = [document for document in documents if document is not None]
     for document in documents:
         if not isinstance(document, dict):
-            raise ConfigError("a document of a job group is a mapping", field="YAML", value=document, remedy="see the README")
+            remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
+            raise ConfigError("a document of a job group is a mapping", field="YAML", value=str(path), remedy=remedy)
     if len(documents) < 2:
         raise ConfigError(
             "a job group is a header and at least one task, separated by ---",

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,6 +25,8 @@ _WASTE = 0.9
 _SKIP = 0.25
 """Share of a row that its prompt must be for a mask to be cheaper than computing the prompt's queries too."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_GQA = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether the kernel takes fewer heads of keys and values than of queries, as torch's does from 2.12 on."""
 
 
 @dataclass(slots=True)
@@ -153,8 +157,8 @@ def _has_kernel(query: Tensor) -> bool:
 def _attend_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # needs a GPU
-
+    if not _GQA:
+        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
     keys, values = (_take(states, segments.keys) for states in (key, value))
     result = varlen_attn(
         query.contiguous(),
@@ -166,7 +170,7 @@ def _attend_segments(
         segments.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),  # the last query and the last key are of one token
-        enable_gqa=True,
+        **({"enable_gqa": True} if _GQA else {}),
     )
     assert isinstance(result, Tensor)
     return result

@@ -32,14 +32,19 @@ class Sizes:
     """[rows] a number for each distinct prompt."""
     shared: bool
     """Whether rows of one part compute a shared prompt once, without padding; else rows are padded."""
+    scored: Indices | None = None
+    """[rows] tokens of the completions that are scored: those that are not masked; None for all."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], shared: bool) -> "Sizes":
-        """Measures rows of [P] and [L] token ids."""
+    def of(
+        cls, prompts: Sequence[Int32], completions: Sequence[Int32], shared: bool, scored: Sequence[int] | None = None
+    ) -> "Sizes":
+        """Measures rows of [P] and [L] token ids, of which all or `scored` ones are scored."""
         known: dict[bytes, int] = {}
         groups = [known.setdefault(prompt.tobytes(), len(known)) for prompt in prompts]
         sizes, lengths = ([len(tokens) for tokens in column] for column in (prompts, completions))
-        return cls(np.array(sizes, np.int64), np.array(lengths, np.int64), np.array(groups, np.int64), shared)
+        counted = None if scored is None else np.array(scored, np.int64)
+        return cls(np.array(sizes, np.int64), np.array(lengths, np.int64), np.array(groups, np.int64), shared, counted)
 
     @property
     def totals(self) -> Indices:
@@ -141,12 +146,12 @@ def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
 def score_shared(
     sizes: Sizes, ranks: Ranks, max_tokens: int, score: Callable[[Indices], Tensor], max_rows: int | None = None
 ) -> list[Float32]:
-    """Returns one number for every completion token of every row, the same on every rank, each rank computing a part.
+    """Returns one number for every scored completion token of every row, the same on every rank, each rank computing a part.
 
     `score` returns [C] numbers of the completion tokens of the rows at some indices, row by row, for at most `max_tokens`
     computed tokens. Where models are sharded all ranks call it equally often, one without rows of its own with the first row.
     """
-    lengths = sizes.completions.tolist()
+    lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
     parts = micro_batches(sizes, np.arange(len(lengths)), ranks, max_tokens, max_rows)
     scored = [(part, score(part if len(part) else np.zeros(1, np.int64))) for part in parts if len(part) or ranks.sharded]
     return by_row([(part, numbers) for part, numbers in scored if len(part)], lengths, ranks)

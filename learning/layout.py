@@ -1,7 +1,7 @@
 """Layouts of prompts and completions as the tensors that a model reads: padded, or packed without padding.
 
-C is the number of completion tokens of all rows. Results for them lie row by row, in the order of the rows. The last token of
-a completion predicts nothing and is left out.
+C is the number of completion tokens of all rows that are not masked. Results for them lie row by row, in the order of the rows.
+The last token of a completion predicts nothing and is left out.
 """
 
 from collections.abc import Sequence
@@ -41,15 +41,16 @@ class Padded(_Movable):
     """[C] positions in the flattened [rows · T] whose next token is a completion token."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:
-        """Lays out rows of [P] and [L] token ids; prompts are not empty."""
+    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], masks: Sequence[Int32 | None] = ()) -> Self:
+        """Lays out rows of [P] and [L] token ids; prompts are not empty. `masks` [L] leave out completion tokens at 0."""
         width = max(len(prompt) + len(completion[:-1]) for prompt, completion in zip(prompts, completions, strict=True))
         input_ids = np.zeros((len(prompts), width), np.int64)
         for row, prompt, completion in zip(input_ids, prompts, completions, strict=True):
             row[: len(prompt)] = prompt
             row[len(prompt) : len(prompt) + len(completion[:-1])] = completion[:-1]
         first = np.arange(len(prompts)) * width + _lengths(prompts) - 1
-        return cls(torch.from_numpy(input_ids), torch.from_numpy(_ranges(first, _lengths(completions))))
+        predicts = _kept(_ranges(first, _lengths(completions)), completions, masks)
+        return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts))
 
     def hidden(self, body: nn.Module) -> Tensor:
         """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict the completions."""
@@ -76,8 +77,8 @@ class Packed(_Movable):
     """Which tokens attend to which."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32]) -> Self:
-        """Lays out rows of [P] and [L] token ids; prompts are not empty. Rows that share a prompt follow each other."""
+    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], masks: Sequence[Int32 | None] = ()) -> Self:
+        """Lays out rows as `Padded` does. Rows that share a prompt follow each other."""
         first = np.array([i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)])
         tokens: list[Int32] = []
         for new, prompt, completion in zip(first.tolist(), prompts, completions, strict=True):
@@ -95,7 +96,7 @@ class Packed(_Movable):
         return cls(
             torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
             torch.from_numpy(_ranges(prefix, length))[None],
-            torch.from_numpy(predicts),
+            torch.from_numpy(_kept(predicts, completions, masks)),
             Segments.of(own, length, prefix_start, prefix),
         )
 
@@ -146,6 +147,15 @@ def moved(value: _T, device: torch.device) -> _T:
 
 def _same(one: Int32, other: Int32) -> bool:
     return one is other or np.array_equal(one, other)
+
+
+def _kept(predicts: _Array, completions: Sequence[Int32], masks: Sequence[Int32 | None]) -> _Array:
+    """Returns the positions of the tokens that are not masked."""
+    if not any(mask is not None for mask in masks):
+        return predicts
+    kept = [np.ones(len(ids)) if mask is None else mask for ids, mask in zip(completions, masks, strict=True)]
+    found: _Array = predicts[np.concatenate(kept) == 1]
+    return found
 
 
 def _lengths(rows: Sequence[Int32]) -> _Array:

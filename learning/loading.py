@@ -1,7 +1,8 @@
 """Loads models from the hub, a directory or a checkpoint; no rank ever holds the whole of a sharded one.
 
 A sharded model is made on the meta device and sharded, then every rank reads its own slices of the safetensors files. Where
-the other ranks do not see the files, or the names in them are not the model's, rank 0 reads and sends a tensor at a time.
+the other ranks do not see the files, or the tensors in them are not the model's (experts of a mixture), rank 0 reads and sends
+a tensor at a time.
 """
 
 import json
@@ -18,10 +19,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
 from common.sections import TrainerSection
+from learning.hub_names import hub_shapes, learn, stacks, to_hub
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
 
@@ -39,9 +39,13 @@ class Reader(Protocol):
 
 
 class SafetensorsReader:
-    """Reads the tensors of all safetensors files in a directory, only as far as they are asked for."""
+    """Reads the tensors of all safetensors files in a directory, only as far as they are asked for.
+
+    `names` are those in the files by other names to ask for.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self.names: Mapping[str, str] = {}
         index = directory / "model.safetensors.index.json"
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
         self._files: list[Any] = [safe_open(directory / Path(name).name, "pt") for name in names]  # nowhere else
@@ -51,6 +55,7 @@ class SafetensorsReader:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        name = self.names.get(name, name)
         found: Tensor = self._of[name].get_slice(name)[region] if region else self._of[name].get_tensor(name)
         return found
 
@@ -179,21 +184,25 @@ def load(
     if not ranks.sharded:
         model = pretrained.whole().to(ranks.device)
         ranks.broadcast_model(model)
-        prepare(model, settings, trained)
+        if low_precision:
+            _keep_states_low(model)
+        prepare(model, settings, trained, ranks.device)
         return wrap(model)
     directory = pretrained.files(ranks)
     model = pretrained.empty()
     root = wrap(model)
-    prepare(model, settings, trained)
+    prepare(model, settings, trained, ranks.device)
     offload = settings.offload_optimizer and trained
     shard(root, model, ranks, low_precision, offload, trained, exact(model))
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
     targets = pretrained.fill_added(model)
+    names = "\n".join(_shapes_in(directory)) if ranks.first else ""
+    learn(model, targets, ranks.broadcast(names.encode()).decode().split())
     shared = ranks.all_say(_fingerprint(directory))
     reader: Reader | None = _files(directory, model, targets) if shared or ranks.first else None
     everywhere = shared and ranks.all_say(b"" if reader is None else b"fits")
     if ranks.first and reader is None:
-        log.info("the files in %s do not have the model's own names: transformers loads all of it on rank 0", directory)
+        log.info("the files in %s do not have the model's own tensors: transformers loads all of it on rank 0", directory)
         reader = MemoryReader(pretrained.plain().state_dict())
     if ranks.first and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)
@@ -201,16 +210,43 @@ def load(
     return root
 
 
+def _keep_states_low(model: Any) -> None:
+    """Lets embedding and norms return bfloat16, as with FSDP2: autocast alone would keep a copy for every product with them."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if module is model.get_input_embeddings() or (own and all(parameter.ndim == 1 for parameter in own)):
+            module.register_forward_hook(lambda _module, _inputs, states: states.bfloat16())
+
+
 def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:
-    """Opens the files, if they have the model's tensors by its own names."""
-    converted = any(isinstance(change, WeightConverter) for change in get_model_conversion_mapping(model))
+    """Opens the files, if they have the model's tensors, by whatever names."""
     quantised = getattr(model.config, "quantization_config", None) is not None
-    names = ("model.safetensors", "model.safetensors.index.json")
-    if converted or quantised or not any((directory / name).exists() for name in names):
+    if stacks(model) or quantised or not _shapes_in(directory):
         return None
     reader = SafetensorsReader(directory)
     shapes = reader.shapes()
-    return reader if all(shapes.get(name) == tuple(target.shape) for name, target in targets.items()) else None
+    reader.names = {name: hub for name in targets for hub, _ in to_hub(model, [(name, targets[name])], [name])}
+    return reader if all(shapes.get(reader.names[name]) == tuple(target.shape) for name, target in targets.items()) else None
+
+
+def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in the safetensors files of `directory`; nothing where there are none."""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return SafetensorsReader(directory).shapes() if any((directory / name).exists() for name in names) else {}
+
+
+def not_in_files(model: Any, own: Mapping[str, Tensor], name: str) -> str | None:
+    """Returns what of the model's tensors the files of `name` do not have; None too where these are not on this machine."""
+    try:
+        directory = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True))
+        shapes = _shapes_in(directory)
+    except OSError:  # a resumed run has its checkpoint
+        return None
+    for hub, tensor in hub_shapes(model, own).items():
+        known = shapes.get(hub, shapes.get(hub.removeprefix(f"{model.base_model_prefix}.")))
+        if shapes and known != tuple(tensor.shape):
+            return f"{hub} {list(tensor.shape)}" + (f", there it is {list(known)}" if known is not None else "")
+    return None
 
 
 def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, everywhere: bool) -> None:

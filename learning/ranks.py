@@ -3,11 +3,12 @@
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ConfigError
+from common.memory import PINNED_EXACT_BYTES
 from common.sections import TrainerSection
+from learning.device import DeviceKind, choose_device
 
-DeviceKind = Literal["auto", "cpu", "cuda"]
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass
 class Ranks:
     """This process among all trainer processes. A single process needs no process group.
 
-    With `device_kind` cpu a GPU is not used; with cuda there is a ConfigError where there is none. `shard_size` ranks share one
-    copy of every model, all of them when None; a ConfigError when it does not divide their number.
+    `device` follows `choose_device`. `shard_size` ranks share one copy of every model, all of them when None; a ConfigError
+    when it does not divide their number. `offload` keeps what is trained in CPU memory, for which even one process on a GPU
+    shards.
     """
 
     rank: int = 0
@@ -34,9 +38,12 @@ class Ranks:
     timeout_s: float = 7200.0
     device_kind: DeviceKind = "auto"
     shard_size: int | None = None
+    offload: bool = False
+    device: torch.device = field(init=False)
     _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        _pin_exactly(os.environ)
         if self.shard_size and self.world_size % self.shard_size:
             raise ConfigError(
                 f"the {self.world_size} ranks cannot be divided into groups of {self.shard_size}",
@@ -44,28 +51,24 @@ class Ranks:
                 value=self.shard_size,
                 remedy="take a divisor of the number of ranks, or leave it unset",
             )
-        if self.device_kind == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "torch finds no GPU",
-                field="trainer.device",
-                value=self.device_kind,
-                remedy="look at nvidia-smi and for a CUDA build of torch, or set it to cpu",
-            )
+        self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
 
     @classmethod
-    def from_env(cls, timeout_s: float, device_kind: DeviceKind = "auto", shard_size: int | None = None) -> "Ranks":
+    def from_env(
+        cls, timeout_s: float, device_kind: DeviceKind = "auto", shard_size: int | None = None, offload: bool = False
+    ) -> "Ranks":
         """Reads what torchrun sets; a single process without torchrun."""
         rank, world_size, local_rank = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
-        return cls(rank, world_size, local_rank, timeout_s, device_kind, shard_size)
+        return cls(rank, world_size, local_rank, timeout_s, device_kind, shard_size, offload)
 
     @classmethod
     def alone(cls, settings: TrainerSection) -> "Ranks":
-        return cls(device_kind=settings.device, shard_size=settings.shard_size)
+        return cls(device_kind=settings.device, shard_size=settings.shard_size, offload=settings.offload_optimizer)
 
     def __enter__(self) -> "Ranks":
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.set_device(self.local_rank)
         if self.world_size > 1:
             dist.init_process_group(self._backend, timeout=timedelta(seconds=self.timeout_s))
@@ -76,20 +79,17 @@ class Ranks:
             dist.destroy_process_group()
 
     @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", self.local_rank) if self._on_gpu else torch.device("cpu")
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device_kind != "cpu" and torch.cuda.is_available()
+    def on_gpu(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        return str(self.device.type) == "cuda"
 
     @property
     def sharded(self) -> bool:
         """Whether models are sharded over the ranks, so that every forward and backward pass is a collective.
 
-        On a GPU a single process shards too, so mixed precision and offloading are the same on one GPU and on many.
+        A single process does not, which saves copies of all weights and gradients, but on a GPU to offload.
         """
-        return self.shard_size != 1 and (self.world_size > 1 or self._on_gpu)
+        return self.shard_size != 1 and (self.world_size > 1 or (self.offload and self.on_gpu))
 
     def mesh(self, device_type: str | None = None) -> Any:
         """Returns the device mesh that models are sharded over: [ranks], or [copies, ranks of a copy] (HSDP)."""
@@ -109,7 +109,7 @@ class Ranks:
 
     @property
     def _backend(self) -> str:
-        return "cpu:gloo,cuda:nccl" if self._on_gpu else "gloo"
+        return "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
 
     @property
     def first(self) -> bool:
@@ -173,6 +173,19 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def _pin_exactly(environment: MutableMapping[str, str]) -> None:
+    """Lets torch pin large blocks of host memory as they are; it would round them up to powers of two.
+
+    torch reads this when it first pins memory. Blocks that are not rounded must not be cached either: torch 2.13 would hand
+    out a freed one for a larger request. What the user has set about it stays.
+    """
+    name = next((name for name in _ALLOCATOR if environment.get(name)), _ALLOCATOR[0])
+    before, size = environment.get(name, ""), PINNED_EXACT_BYTES >> 20
+    if "pinned_max" not in before:
+        own = f"pinned_max_round_threshold_mb:{size},pinned_max_cached_size_mb:{size}"
+        environment[name] = ",".join(part for part in (before, own) if part)
 
 
 def end() -> NoReturn:

@@ -4,7 +4,7 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from learning.hub_names import hub_shapes, to_hub
 from learning.loading import fill
 from learning.optimizer import Optimizer
 from learning.ranks import Ranks
 from learning.sharding import full, local, named_tensors
+from learning.staging import Staging
 
 _MAX_FILE_BYTES = 4 << 30
 _STATE = "state"
@@ -35,22 +37,24 @@ class Contents:
     """A model directory in memory, without the optimiser."""
 
     tensors: Mapping[str, Tensor]
-    """Sharded as the model is."""
+    """Sharded as the model is, by its own names."""
     files: Mapping[str, str]
-    """The safetensors file of every tensor."""
+    """The safetensors file of every tensor in the directory."""
     texts: Mapping[str, str]
     """Contents of the other files."""
+    to_files: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = lambda named: named
+    """Converts whole tensors to those in the directory."""
 
     @classmethod
     def of(cls, model: Any) -> "Contents":
         tensors = named_tensors(model)
         files = split_state_dict_into_shards_factory(
-            dict(tensors),
+            hub_shapes(model, tensors),
             get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=_MAX_FILE_BYTES,
         ).tensor_to_filename
-        return cls(tensors, files, _texts(model, files))
+        return cls(tensors, files, _texts(model, files), lambda named: to_hub(model, named, tensors))
 
 
 @dataclass
@@ -73,18 +77,21 @@ class Snapshot:
         optimiser's state stays sharded. With `alone` rank 0 writes everything, as the others do not see its disk.
         """
         spread = ranks.sharded and ranks.world_size > 1 and not alone
+        copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in model.tensors.items():
-            whole, file = full(tensor.detach().to(ranks.device)), model.files[name]
+        gathered = ((name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items())
+        for name, whole in model.to_files(gathered):
+            file = model.files[name]
             owner = sorted(set(model.files.values())).index(file) % ranks.world_size if spread else 0
             if owner == ranks.rank:
-                files.setdefault(file, {})[name] = whole.to("cpu", copy=True).contiguous()
+                files.setdefault(file, {})[name] = copies.to_host(whole)
         state = {}
         for name, tensor in optimizer.state_dict().items() if optimizer else ():
             if spread:
-                state[name] = _on_cpu(tensor, ranks)
+                state[name] = _as_sharded(copies.to_host(local(tensor)), tensor, ranks)
             elif (whole := full(tensor.to(ranks.device))) is not None and ranks.first:
-                state[name] = whole.to("cpu", copy=True)
+                state[name] = copies.to_host(whole)
+        copies.wait()
         return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
 
     def write_files(self, directory: Path) -> None:
@@ -152,7 +159,10 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
         return
     if everywhere:
         together = ranks.sharded and ranks.world_size > 1
-        shares = {name: _on_cpu(tensor, ranks) if together else tensor for name, tensor in tensors.items()}
+        shares = {
+            name: _as_sharded(local(tensor).to("cpu", copy=True), tensor, ranks) if together else tensor
+            for name, tensor in tensors.items()
+        }
         dcp.load(shares, checkpoint_id=directory / _STATE, no_dist=not together)
         for name, tensor in tensors.items():
             local(tensor).copy_(local(shares[name]))
@@ -179,13 +189,12 @@ class _StateReader:
         return whole[name][region]
 
 
-def _on_cpu(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Copies a tensor to CPU memory, sharded as it is."""
-    mine = local(tensor).to("cpu", copy=True)
-    if not isinstance(tensor, DTensor):
-        return mine
-    shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(mine, ranks.mesh("cpu"), tensor.placements, run_check=False, shape=shape, stride=stride)
+def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
+    """Returns a tensor in the host's memory, sharded as `like`, of this rank's share."""
+    if not isinstance(like, DTensor):
+        return share
+    mesh, shape, stride = ranks.mesh("cpu"), like.shape, like.stride()
+    return DTensor.from_local(share, mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,7 @@ are summed over the ranks, where FSDP2 would average them.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common.errors import ConfigError
+from common.memory import sums_once
 from common.sections import TrainerSection
+from learning.kernels import has_triton
 from learning.ranks import Ranks
 
 
@@ -37,14 +39,37 @@ def layers(model: Any) -> list[Any]:
     return units
 
 
-def prepare(model: Any, settings: TrainerSection, trained: bool) -> None:
+def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.device) -> None:
     """Applies `trainer.compile` and `trainer.activation_checkpointing` to every decoder layer, without renaming anything."""
-    checkpointing = settings.activation_checkpointing and trained
-    for layer in layers(model) if settings.compile or checkpointing else ():
-        if settings.compile:
+    checkpointing = settings.activation_checkpointing if trained else False
+    compiled = has_triton(device.type) if settings.compile == "auto" else settings.compile
+    for layer in layers(model) if compiled or checkpointing else ():
+        if checkpointing == "selective":  # inside of what is compiled, which then knows what to keep
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products)
+        if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if checkpointing:
+        if checkpointing is True:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _keep_products() -> Any:
+    """Returns the contexts of a checkpoint that keeps the results of matrix products and attention."""
+    return create_selective_checkpoint_contexts(_products())
+
+
+@cache
+def _products() -> list[Any]:
+    import torch.nn.attention.varlen  # defines torch_attn
+
+    aten = torch.ops.aten
+    attention = (
+        torch.ops.torch_attn._varlen_attn.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    )
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default, *attention]
 
 
 def shard(
@@ -75,6 +100,28 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
+    """Prepares a sharded model for the backward pass of a micro-batch; only the `last` one has to sum gradients over all ranks.
+
+    The others add to gradients of the whole model where a rank has room for them (`sums_once`). Elsewhere every pass sums them
+    within a copy of the model, and only the last one between the copies.
+    """
+    if not isinstance(root, FSDPModule):
+        return
+    trained = sum(parameter.numel() for parameter in root.parameters() if parameter.requires_grad)
+    if sums_once(trained, ranks.world_size):
+        root.set_requires_gradient_sync(last)
+    else:
+        root.set_requires_all_reduce(last)
+
+
+def reshard(root: nn.Module) -> None:
+    """Frees what a sharded model has gathered, so that its parameters are this rank's share."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -26,12 +26,19 @@ def join(address: str, port: int, rank: int, world_size: int, name: str, backend
     """
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+    # NCCL connects at the first collective, unless it has a device to connect now. SGLang's side does so at the first weights.
+    device = group_device(backend) if backend == "nccl" else None
     # `new_group` would take all ranks from a default group, which trainer and engines do not share.
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit, device_id=device
     )
     _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
+
+
+def group_device(backend: str) -> torch.device:
+    """Returns the device whose tensors a group carries."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 def size_of(bucket: Bucket) -> int:

@@ -18,6 +18,8 @@ PACKAGES = ("common", "learning", "services", "trainer", "jobgroup")
 _HERE = Path(__file__).resolve().parent
 ROOT = _HERE / "checkout" if (_HERE / "checkout").is_dir() else _HERE.parent
 """The folder that holds `PACKAGES`, laid out as the repository."""
+_UNUSED = ("benchmarks",)
+"""A package beside them that only its own programs import: another one of this name that is imported already may stay."""
 
 
 def _activate() -> None:
@@ -26,11 +28,11 @@ def _activate() -> None:
     Raises ImportError when another package of one of these names is imported already, and warns when one is hidden from now on.
     A folder without `__init__.py` counts only when it has been imported.
     """
-    for name in PACKAGES:
+    for name in (*PACKAGES, *_UNUSED):
         loaded = name in sys.modules
         spec = sys.modules[name].__spec__ if loaded else find_spec(name)
         origin = spec and (spec.origin or (loaded and next(iter(spec.submodule_search_locations or ()), None)))
-        if not origin or Path(origin).resolve().is_relative_to(ROOT / name):
+        if not origin or (loaded and name in _UNUSED) or Path(origin).resolve().is_relative_to(ROOT / name):
             continue
         if loaded:
             raise ImportError(

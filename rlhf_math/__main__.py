@@ -8,7 +8,7 @@ from rlhf_math.commands import run
 
 def main() -> None:
     """Runs the module that the first argument names."""
-    if len(sys.argv) < 2 or sys.argv[1].partition(".")[0] not in PACKAGES:
+    if len(sys.argv) < 2 or sys.argv[1].partition(".")[0] not in (*PACKAGES, "benchmarks"):
         raise SystemExit(
             "usage: python -m rlhf_math MODULE ARGUMENT…   (for example trainer.tiny_model --help)\n"
             f"The job groups and settings files are in {ROOT / 'jobgroup'}"

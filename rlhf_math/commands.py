@@ -26,6 +26,11 @@ def train() -> None:
     run("trainer")
 
 
+def sft() -> None:
+    """`rlhf-sft`: trains a model on worked answers."""
+    run("trainer.sft")
+
+
 def evaluate() -> None:
     """`rlhf-eval`: measures a model, or compares two."""
     run("trainer.evaluate_model")
@@ -44,3 +49,8 @@ def doctor() -> None:
 def dashboard() -> None:
     """`rlhf-dashboard`: shows runs in a browser."""
     run("trainer.dashboard")
+
+
+def gpu_check() -> None:
+    """`rlhf-gpu-check`: settles on one GPU what could not be tested without one."""
+    run("benchmarks.gpu_check")

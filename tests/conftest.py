@@ -16,6 +16,10 @@ from tests.support.paths import ROOT
 # The same examples on every run; `make fuzz` looks for new ones.
 settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
 settings.load_profile("repeatable")
+if not Path(
+    "/dev/nvidiactl"
+).exists():  # Triton's kernels then run in its interpreter, which must be said before it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # torch writes hundreds of lines of DEBUG for every checkpoint, which would hide what failed.
 logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
 
@@ -56,7 +60,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders that take long come first, so that no worker is left alone with them at the end."""
-    first = ("tests/chaos", "tests/e2e", "tests/security", "tests/contract", "tests/services/rollout", "tests/trainer")
+    services = [f"tests/services/{name}" for name in ("rollout", "reward", "replay", "data", "engine", "critic")]
+    first = ["tests/e2e", "tests/trainer", *services, "tests/fuzz", "tests/security", "tests/jobgroup", "tests/learning"]
     order = {folder: place for place, folder in enumerate(first)}
 
     def place(item: pytest.Item) -> int:

@@ -21,9 +21,16 @@ if TYPE_CHECKING:
     from services.reward.functions import RepetitionPenaltyFunction as RepetitionPenaltyFunction
     from services.reward.functions import RewardFunction as RewardFunction
     from services.reward.functions import RewardModelFunction as RewardModelFunction
+    from trainer.api.callbacks import TrainerCallback as TrainerCallback
+    from trainer.api.callbacks import TrainerControl as TrainerControl
+    from trainer.api.callbacks import TrainerState as TrainerState
     from trainer.api.evaluator import EvaluationResults as EvaluationResults
     from trainer.api.evaluator import ModelEvaluator as ModelEvaluator
     from trainer.api.evaluator import compare_evaluations as compare_evaluations
+    from trainer.api.grpo import GRPOConfig as GRPOConfig
+    from trainer.api.grpo import GRPOTrainer as GRPOTrainer
+    from trainer.api.grpo import RLOOConfig as RLOOConfig
+    from trainer.api.grpo import RLOOTrainer as RLOOTrainer
     from trainer.api.online import OnlineRLTrainer as OnlineRLTrainer
     from trainer.api.online import TrainResult as TrainResult
     from trainer.api.settings import TrainerConfig as TrainerConfig
@@ -36,7 +43,9 @@ _HOMES = {
     "services.data.loaders": "CustomDatasetLoader GSM8KLoader MATHLoader",
     "services.reward.functions": "CodeRewardFunction CompositeRewardFunction FormatRewardFunction JudgeRewardFunction "
     "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction RewardModelFunction",
+    "trainer.api.callbacks": "TrainerCallback TrainerControl TrainerState",
     "trainer.api.evaluator": "EvaluationResults ModelEvaluator compare_evaluations",
+    "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",
     "trainer.api.online": "OnlineRLTrainer TrainResult",
     "trainer.api.settings": "TrainerConfig",
     "trainer.in_process": "train_in_process",

@@ -8,6 +8,7 @@ from common.config import fail, load, program
 from common.errors import ConfigError, ServiceError
 from common.hub import check_models
 from common.logs import last_words, wants_json
+from common.storing import make_directory
 from common.topology import Topology, setting_status
 from trainer.trackers.thread import prompt_exit
 
@@ -17,7 +18,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         config, topology = load(prog=program("trainer")), Topology.from_env()
+        os.environ.update(config.rollout.nccl_env())
         check_models(config)
+        assert config.trainer.run_dir is not None, "`load` sets it"
+        make_directory(config.trainer.run_dir, "trainer.run_dir")
         if not wants_json() and os.environ.get("RANK", "0") == "0":
             print(f"ppo-trainer {VERSION}: loading torch and {config.model.name} …", flush=True)
         from trainer.process import run  # heavy: torch and transformers

@@ -20,6 +20,8 @@ def train(run: Run) -> None:
             run.begin_step()
             batch = Batch.of(rollouts.next(policy.step), config, policy.step)
             watchdog.at(f"the update of step {policy.step + 1}")
+            with run.clock.stage("publish"):
+                run.turns.take()
             with run.clock.stage("update"):
                 batch.old_logprobs = policy.logprobs(batch)
                 batch.ref_logprobs = run.reference.logprobs(batch)
@@ -35,5 +37,4 @@ def train(run: Run) -> None:
             acknowledged()
             run.evaluate()
             rollouts.release(batch, served)
-            run.log.step(policy.step, batch, update, critic_metrics, rollouts.drops)
-            run.checkpoint()  # after the step's line: a run that resumes from it has the line
+            run.end_step(run.log.step(policy.step, batch, update, critic_metrics, rollouts.drops))

@@ -1,27 +1,21 @@
 """One process of the ppo-trainer task: the run on this rank, with the services of the job group."""
 
 import gc
-import logging
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
-import torch
-
-from common import VERSION, watchdog
 from common import topology as names
 from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
-from common.observe import setup_logging
+from common.environment_client import EnvironmentClient
 from common.rollout_client import RolloutClient
-from common.run_lock import RunLock
 from common.schemas import WorkerReport
 from common.topology import Topology
-from learning.liveness import Liveness
-from learning.ranks import Ranks
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
 from trainer.loop import train
 from trainer.observe.run_dir import console
+from trainer.rank import started
 from trainer.rollouts.services import Services
 from trainer.run import Opening, Run
 from trainer.server import BackgroundServer, create_trainer_app
@@ -31,29 +25,13 @@ from trainer.weights.publisher import Publisher, WeightBoard
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
-log = logging.getLogger(__name__)
-
 
 def run(config: Config, topology: Topology) -> None:
     """Trains on this rank until the last step."""
-    settings = config.trainer
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    torch.manual_seed(config.seed)
-    assert settings.run_dir is not None, "`load` sets it"
-    patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
-    ranks = Ranks.from_env(patience, settings.device, settings.shard_size)
-    setup_logging(f"ppo-trainer-rank{ranks.rank}", config.state_dir / "logs", service=names.TRAINER, rank=ranks.rank)
-    place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(names.TRAINER)} ({ranks.device})"
-    model, algorithm = config.model.name, config.algorithm.name
-    log.info("ppo-trainer %s starts: %s, model=%s algorithm=%s run_dir=%s", VERSION, place, model, algorithm, settings.run_dir)
-    if ranks.world_size > 1:
-        log.info("waiting for the other ranks at %s", topology.node_ips[0])
-    watchdog.start()
-    group, alive = topology.group or "local", Liveness(ranks, topology, settings.lost_after_s)
-    mine = RunLock.of_new_run(settings.run_dir, group) if ranks.first else nullcontext()  # before the ranks meet
-    with mine as lock, watchdog.stalls(), ranks, alive, ExitStack() as stack:
-        training = Run.build(config, ranks, settings.run_dir, lock, JobGroupBackend(topology), stack)
+    run_dir = config.trainer.run_dir
+    assert run_dir is not None, "`load` sets it"
+    with started(config, topology, names.TRAINER) as (ranks, lock), ExitStack() as stack:
+        training = Run.build(config, ranks, run_dir, lock, JobGroupBackend(topology), stack)
         gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
         train(training)
         training.finish()
@@ -99,10 +77,10 @@ class JobGroupBackend:
         timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
         broadcaster = None
         if sync == "distributed":
-            # NCCL needs a GPU at both ends; the embedded engine has none.
-            engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device == "cuda"
+            # NCCL refuses two ranks on one GPU, where the embedded engine may be beside the trainer: it takes gloo.
+            engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
             backend: BackendName = "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
-            rendezvous = Rendezvous(self._topology.host(names.TRAINER), backend, exact=not engine_on_gpu)
+            rendezvous = Rendezvous(self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu)
             broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
             opening.stack.callback(broadcaster.close)
         publisher = Publisher(
@@ -127,6 +105,14 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
     if config.algorithm.needs_critic and config.critic.location == "server":
         url = topology.url(names.CRITIC, config.critic.port)
         services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)
+    if config.environment.name:
+        port = config.environment.port
+
+        def node(rank: int) -> Client:
+            return Client(f"{names.ENVIRONMENT}-{rank}", topology.url(names.ENVIRONMENT, port, rank), deadline_s=patience)
+
+        url = topology.url(names.ENVIRONMENT, port)
+        services.environment = EnvironmentClient(names.ENVIRONMENT, url, deadline_s=patience, node=node)
 
     async def close() -> None:
         for client in services.all():

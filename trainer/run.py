@@ -13,7 +13,7 @@ No part knows the run, and rollouts, weights, evaluator and log do not know one 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +27,12 @@ from common import watchdog
 from common.clients import Client, wait_healthy
 from common.config import Config
 from common.logs import set_run
+from common.loop_thread import LoopThread
 from common.observe import Metrics
+from common.prompts import Prompter, PromptStyle
 from common.run_lock import RunLock
 from common.topology import TRAINER
 from learning.ranks import Ranks
-from trainer.background import LoopThread
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell
 from trainer.observe.run_log import RecordedRun, RunLog
@@ -44,12 +45,13 @@ from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.rollouts.evaluation import Evaluator, ServedEvaluator
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.prompts import Prompter
 from trainer.rollouts.rollouts import Rollouts, ServedRollouts
 from trainer.rollouts.services import Services, flush_all
+from trainer.rollouts.teacher import Teacher
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.sync import PublishedWeights, WeightPublisher, WeightSync
+from trainer.weights.turns import Resident, SharedTurns, Sleepers, Turns
 
 
 @dataclass
@@ -88,6 +90,21 @@ class Backend(Protocol):
         """The agents of the rollout nodes, to be flushed at the end."""
 
 
+class Listener:
+    """The caller of a run in one process. This one hears nothing."""
+
+    def hear(self, run: "Run", event: str, **about: Any) -> None:
+        """Hears of an event on rank 0, and what is new then.
+
+        The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before an evaluation), `evaluate`
+        (`metrics`), `save` (`checkpoint`) and `train_end`.
+        """
+
+    def measured(self, step: int) -> dict[str, float]:
+        """Returns what the caller measured since the last call, for the record of `step`."""
+        return {}
+
+
 @dataclass
 class Run:
     """The parts of a run on this rank, as the training loop uses them.
@@ -102,7 +119,8 @@ class Run:
     critic: ValueFunction
     checkpoints: Checkpoints
     rollouts: Rollouts
-    weights: WeightSync = field(default_factory=WeightSync)
+    weights: WeightSync
+    turns: Turns
     evaluator: Evaluator = field(default_factory=Evaluator)
     log: RunLog = field(default_factory=RunLog)
     clock: StageClock = field(default_factory=StageClock)
@@ -112,12 +130,22 @@ class Run:
     identity: Facts = field(default_factory=dict)
     """Rank 0's: what every attempt has in common."""
     total_steps: int = 0
+    listener: Listener = field(default_factory=Listener)
+    tokenizer: Any = None
+    """Rank 0's."""
     flush: Callable[[], None] = lambda: None
     """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
 
     @classmethod
     def build(
-        cls, config: Config, ranks: Ranks, run_dir: Path, lock: RunLock | None, backend: Backend, stack: ExitStack
+        cls,
+        config: Config,
+        ranks: Ranks,
+        run_dir: Path,
+        lock: RunLock | None,
+        backend: Backend,
+        stack: ExitStack,
+        listener: Listener | None = None,
     ) -> "Run":
         """Loads or resumes the models, starts the services and publishes the weights. A collective.
 
@@ -127,12 +155,15 @@ class Run:
         run_id = lock.run if lock else ""
         if ranks.first:
             check(config.trackers)
+            PromptStyle.of(config).check(load_tokenizer(config.model))
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
         reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints
         checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
         critic, rollouts = value_function(config, ranks), Rollouts(ranks)
-        run = cls(config, ranks, policy, reference, critic, checkpoints, rollouts, run_id=run_id, lock=lock)
+        turns = SharedTurns(ranks, lambda: run.resident()) if config.rollout.colocate else Turns()
+        parts = (policy, reference, critic, checkpoints, rollouts, WeightSync(turns), turns)
+        run = cls(config, ranks, *parts, run_id=run_id, lock=lock, listener=listener or Listener())
         watchdog.at("waiting for the services and the first publishing")
         known = policy.step > 0 or (config.trainer.resume and checkpoints.directory.is_dir())
         metrics = run._build_rank_zero(run_dir, state, backend, stack) if ranks.first else None
@@ -140,7 +171,7 @@ class Run:
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
         if metrics is not None:  # from here on nothing is refused: lines of lost steps may go
             recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
-            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step)
+            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, run.listener.measured)
             if policy.step >= run.total_steps:
                 remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to go on"
                 recorder.say(
@@ -163,19 +194,29 @@ class Run:
             say(f"warning: {caution}", level=logging.WARNING)
         say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
         loop = stack.enter_context(LoopThread())
-        tokenizer = load_tokenizer(config.model)
+        self.tokenizer = tokenizer = load_tokenizer(config.model)
         static = static_files(config, policy.model, tokenizer, run_dir / "model")
         opening = Opening(config, run_dir, run_id, policy, tokenizer, static, say, metrics, registry, loop, stack)
         services, publisher = backend.start(opening)
+        if config.teacher.url:
+            services.teacher = Teacher(config.teacher)
+            stack.callback(lambda teacher: loop.call(teacher.close()), services.teacher)
         loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, say))
-        prompter = Prompter(tokenizer, config.sampling.system_prompt, stop_token_ids(policy.model, tokenizer))
+        if services.teacher:
+            loop.call(services.teacher.check(tokenizer, config.trainer.wait_timeout_s))
+        prompter = Prompter(
+            tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids)
+        )
         progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
         self.identity = identity(config)
         self.clock = StageClock(metrics.took)
         self.critic = value_function(config, self.ranks, services.critic, loop, run_id)
         vocabulary = policy.model.get_input_embeddings().num_embeddings
         self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress, vocabulary)
-        self.weights = PublishedWeights(publisher, self.clock, in_background=config.trainer.max_staleness > 0)
+        if isinstance(self.turns, SharedTurns):
+            assert isinstance(publisher, Sleepers), "backends with GPUs to share have one"
+            self.turns.engines = publisher
+        self.weights = PublishedWeights(publisher, self.clock, config.trainer.max_staleness > 0, self.turns)
         self.evaluator = ServedEvaluator(config, services, prompter, loop)
 
         def flush() -> None:
@@ -187,11 +228,16 @@ class Run:
         self.flush = flush
         return metrics
 
+    def resident(self) -> list[Resident]:
+        """Returns what this rank keeps on its GPU during an update."""
+        return [part.resident() for part in (self.policy, self.reference, self.critic)]
+
     @contextmanager
     def training(self) -> Iterator[None]:
         """Groups are collected, and steps recorded, while inside."""
         step = self.policy.step
         log = self.log.training(step, self.total_steps, self.rollouts.drops)
+        self.listener.hear(self, "train_begin")
         with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
             try:
                 yield
@@ -208,7 +254,29 @@ class Run:
         if self.lock is not None:
             self.lock.check()
         torch.manual_seed((self.policy.seed * 4096 + self.ranks.rank) % 2**63)
+        self.listener.hear(self, "step_begin")
         watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
+
+    def end_step(self, record: Mapping[str, Any]) -> None:
+        """Writes the checkpoint, when it is time, after the step's line: a run that resumes from it has the line."""
+        self.checkpoint()
+        self.listener.hear(self, "step_end")
+        self.listener.hear(self, "log", logs=record)
+
+    def stop(self) -> None:
+        """Ends the run after the step that is under way, or now between two."""
+        self.total_steps = min(self.total_steps, self.policy.step)
+
+    def evaluate_now(self) -> None:
+        """Evaluates, if the current weights were not."""
+        if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
+            self._evaluate(pass_samples=0)
+
+    def save_now(self) -> None:
+        """Writes a checkpoint of the current step, if there is none."""
+        saved = self.checkpoints.newest()
+        if saved is None or saved.name != self.checkpoints.name(self.policy.step):
+            self._save()
 
     def evaluate(self) -> None:
         """Evaluates every `trainer.eval_every` steps, but not after the last one."""
@@ -218,10 +286,12 @@ class Run:
 
     def _evaluate(self, pass_samples: int) -> None:
         self.weights.wait()
+        self.listener.hear(self, "evaluating")
         with self.log.evaluating():
             evaluation = self.evaluator.evaluate(self.policy.step, pass_samples)
         if evaluation:
             self.log.evaluation(evaluation)
+            self.listener.hear(self, "evaluate", metrics=evaluation.summary())
 
     def checkpoint(self) -> None:
         """Saves every `trainer.checkpoint_every` steps, but not after the last one. A collective."""
@@ -233,15 +303,20 @@ class Run:
     def _save(self) -> Path:
         self.checkpoints.wait()
         alone, step, progress = self.checkpoints.alone, self.policy.step, self.rollouts.progress
-        parts = self.policy.snapshots(alone) | self.reference.snapshots(alone) | self.critic.snapshots(alone)
-        accuracy = self.evaluator.last.accuracy if self.evaluator.last and self.evaluator.last.step == step else None
+        with self.turns.borrowed():
+            parts = self.policy.snapshots(alone) | self.reference.snapshots(alone) | self.critic.snapshots(alone)
         kl_coef, finished = self.policy.kl_coef, progress.finished
-        state = TrainerState(step, progress.position, self.run_id, kl_coef, finished, accuracy, self.identity)
-        return self.checkpoints.save(state, parts)
+        last = self.evaluator.last if self.evaluator.last and self.evaluator.last.step == step else None
+        accuracy, mean_reward = (last.accuracy, last.mean_reward) if last else (None, None)
+        state = TrainerState(step, progress.position, self.run_id, kl_coef, finished, accuracy, mean_reward, self.identity)
+        saved = self.checkpoints.save(state, parts)
+        self.listener.hear(self, "save", checkpoint=saved)
+        return saved
 
     def finish(self) -> Path:
         """Evaluates and saves the trained policy, reports, and flushes the services; returns the checkpoint. A collective."""
         watchdog.at("the end of the run")
+        self.listener.hear(self, "train_end")
         if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
             self._evaluate(self.config.trainer.eval_pass_samples)
         saved, name = self.checkpoints.newest(), self.checkpoints.name(self.policy.step)

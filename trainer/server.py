@@ -25,6 +25,12 @@ _MAX_REQUESTS = 1024
 """Concurrent requests. A rollout node has two: one waits for a new version, one downloads."""
 
 
+class _LargeFile(FileResponse):
+    """A file that is sent in large pieces: each is read in a thread of its own."""
+
+    chunk_size = 1 << 20
+
+
 def create_trainer_app(
     board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
 ) -> FastAPI:
@@ -52,9 +58,13 @@ def create_trainer_app(
         after_version: int = -1,
         wait_s: Annotated[float, Query(ge=0, le=60)] = 0.0,
         files: bool = False,
+        asleep: bool = False,
     ) -> WeightManifest:
-        """The newest weight version, as soon as it differs from the caller's; with `files` always as files."""
-        latest = await board.latest_after(after_run, after_version, wait_s)
+        """The newest weight version, as soon as it differs from the caller's; with `files` always as files.
+
+        It also differs when the caller's engine should sleep and is not `asleep`, or the other way round.
+        """
+        latest = await board.latest_after(after_run, after_version, wait_s, asleep)
         return await board.with_files(latest) if files else latest
 
     @app.post("/weights/{version}/verify", responses=errors(404, 409))
@@ -65,7 +75,7 @@ def create_trainer_app(
     @app.get("/weights/{version}/files/{name}", **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)))
     async def weight_file(version: Annotated[int, Path(ge=0)], name: str) -> FileResponse:
         """One file of a weight version."""
-        return FileResponse(board.file(version, name), media_type="application/octet-stream")
+        return _LargeFile(board.file(version, name), media_type="application/octet-stream")
 
     @app.post("/workers/{name}")
     async def report(name: str, body: WorkerReport) -> dict[str, str]:

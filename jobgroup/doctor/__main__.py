@@ -2,13 +2,14 @@
 
 Without a YAML: is this machine ready for `make demo`? With one: is it for a local run of it? Inside a running group
 (`SKYPILOT_JOBGROUP_NAME` is set): are the other tasks well, and this machine for the task that `--task` names?
+With `--plan MODEL`: what memory does this model need on GPUs of every size? Only its `config.json` is read.
 Exit status 0: nothing failed, 1: something did, 2: wrong usage.
 """
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from common.cli import Parser, positive
 from common.config import fail
 from common.errors import ConfigError
 from common.security import SecretRedactor
-from jobgroup.doctor import hub, machine, memory, network, software, storage
+from jobgroup.doctor import hub, machine, memory, network, sizes, software, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform
 from jobgroup.spec import assignment
@@ -28,6 +29,7 @@ _CHECKS = {
     "sglang": software.check_sglang,
     "skypilot": software.check_skypilot,
     "GPUs": machine.check_gpus,
+    "CUDA toolkit": software.check_toolkit,
     "disk": storage.check_disk,
     "API_TOKEN": software.check_secrets,
 }
@@ -62,12 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     env = dict(os.environ)
     try:
-        if options.gpus is not None and options.gpu_memory_gb is None:
-            raise ConfigError("it needs --gpu-memory-gb", field="--gpus", value=options.gpus, remedy="give both")
+        if options.gpus is not None and options.gpu_memory_gb is None and options.plan is None:
+            raise ConfigError("it needs --gpu-memory-gb or --plan", field="--gpus", value=options.gpus, remedy="give one too")
         if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
             remedy = "give GB, such as 80"
             raise ConfigError("it is no size of a memory", field="--gpu-memory-gb", value=options.gpu_memory_gb, remedy=remedy)
         overrides = dict(assignment(text, "--env") for text in options.env)
+        if options.plan is not None:
+            lines = list(sizes.predict(options.plan, options.gpus or 1, {**env, **overrides}, options.gpu_memory_gb))
+            redactors = [SecretRedactor(each) for each in (env, overrides)]
+            return _report(lines, redactors, options.json, may_fail=options.gpu_memory_gb is None)
         plan = make(options.yaml, overrides, env, options.task)
     except ConfigError as error:
         fail(error)
@@ -76,18 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     redactors = [SecretRedactor(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
     if not options.json:
         print(_title(plan) + "\n")
+    return _report(results(plan), redactors, options.json)
+
+
+def _report(results: Iterable[Result], redactors: list[SecretRedactor], as_json: bool, may_fail: bool = False) -> int:
+    """Prints the results as they come; returns the exit status, 0 whatever was found with `may_fail`."""
     found = []
-    for result in results(plan):
+    for result in results:
         found.append(result.redacted(redactors))
-        if not options.json:
+        if not as_json:
             print(found[-1].text(), flush=True)
     counts = {state: sum(result.state == state for result in found) for state in ("ok", "warn", "fail")}
-    if options.json:
+    if as_json:
         report = {"ok": not counts["fail"], "checks": [vars(result) for result in found]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
-    return 1 if counts["fail"] else 0
+    return 1 if counts["fail"] and not may_fail else 0
 
 
 def _title(plan: Plan) -> str:
@@ -107,7 +118,9 @@ def _parser() -> Parser:
     add("--task", metavar="NAME", help="only what this task needs; inside a group: the task of this pod")
     size = "judge the model for a cluster's GPUs of this size, not this machine's"
     add("--gpu-memory-gb", type=float, metavar="GB", help=size)
-    count = "with --gpu-memory-gb: GPUs of the trainer in all (nodes × accelerators of the YAML)"
+    of_model = "the memory of this model (a directory or a config.json) on GPUs of every size, and nothing else"
+    add("--plan", type=Path, metavar="MODEL", help=of_model)
+    count = "with --gpu-memory-gb or --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)"
     add("--gpus", type=positive, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser

@@ -100,7 +100,7 @@ def check_shared_memory(plan: Plan) -> Iterator[Result]:
 def check_sandbox(plan: Plan) -> Iterator[Result]:
     """Runs the probes of the reward-server's sandbox."""
     if (job := plan.job(REWARD)) and "code" in job.config.reward.function_names():
-        from services.reward.sandbox.run import Limits, Sandbox
+        from services.sandbox.run import Limits, Sandbox
 
         reward = job.config.reward
         if reward.code_sandbox == "none":
@@ -139,9 +139,11 @@ def _smi(query: str) -> list[list[str]]:
 def needs_cuda(plan: Plan) -> list[str]:
     """Returns the settings that require a GPU."""
     rollout, trainer = plan.job(ROLLOUT), plan.job(TRAINER)
-    sglang = rollout is not None and rollout.uses_sglang and rollout.config.rollout.device == "cuda"
+    sglang = rollout is not None and rollout.uses_sglang and rollout.config.rollout.device != "cpu"
+    engine = rollout is not None and not rollout.uses_sglang and rollout.config.rollout.device == "cuda"
     cuda = trainer is not None and trainer.config.trainer.device == "cuda"
-    return ["rollout.engine sglang with rollout.device cuda"] * sglang + ["trainer.device cuda"] * cuda
+    found = {"rollout.engine sglang without rollout.device cpu": sglang, "rollout.device cuda": engine}
+    return [setting for setting, needed in (found | {"trainer.device cuda": cuda}).items() if needed]
 
 
 def check_gpus(plan: Plan) -> Iterator[Result]:
@@ -152,8 +154,10 @@ def check_gpus(plan: Plan) -> Iterator[Result]:
         yield Result("GPUs", "ok", found)
         return
     if count:
-        found = f"{count}, the tasks ask for {asked}{': some are shared' if count < asked else ''}"
-        yield expect("GPUs", count >= asked, found, "fewer nodes: --num-nodes TASK=1", "warn")
+        turns = any(job.config.rollout.colocate for job in plan.here)
+        shared = ": some are shared" + (", in turn (rollout.colocate)" if turns else "")
+        found = f"{count}, the tasks ask for {asked}{shared if count < asked else ''}"
+        yield expect("GPUs", turns or count >= asked, found, "fewer nodes: --num-nodes TASK=1", "warn")
     else:
         outcome = f"but {' and '.join(needing)} is set" if needing else "so everything computes on the CPU"
         fix = "a machine with NVIDIA GPUs and their driver; or for a small model the CPU: --env RLHF_ROLLOUT__ENGINE=embedded"

@@ -12,9 +12,9 @@ from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
 TITLE = "memory for the model"
-_STATIC = 0.85
+STATIC = 0.85
 """Share of a GPU that SGLang takes for weights and KV cache, about; `--mem-fraction-static` sets it."""
-_PROMPT = 512
+PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
 """Bytes of a process with torch on a CPU, before it has a model (docs/how-to/scale.md)."""
@@ -70,7 +70,7 @@ def _parts(estimate: TrainerMemory) -> str:
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
     if job.name == ROLLOUT:
-        yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device == "cuda" else []
+        yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device != "cpu" else []
         return
     here = job.gpus if plan.assumed_gb else min(job.gpus, len(plan.gpus))
     ranks = (plan.assumed_gpus or job.num_nodes * max(1, here)) if job.name == TRAINER else 1
@@ -85,9 +85,9 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Itera
 
 
 def _engine(job: PlannedTask, shape: ModelShape, size: int) -> Result:
-    settings, one = job.config.rollout, _PROMPT + job.config.sampling.max_new_tokens
+    settings, one = job.config.rollout, PROMPT + job.config.sampling.max_new_tokens
     words = [part for word in settings.engine_args for part in word.split("=", 1)]
-    static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
+    static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else STATIC
     engine = engine_memory(shape, job.config, size, static)
     found = (
         f"weights {gb(engine.weights)} on each of {settings.tensor_parallel_size} GPUs; the rest of {static:.0%} of {gb(size)} "

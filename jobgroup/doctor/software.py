@@ -1,24 +1,29 @@
 """Python, the pinned packages, the environments of SGLang and SkyPilot, and secrets (never their values)."""
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.security import TOKEN, token
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub
-from jobgroup.doctor.plan import ROOT, Plan
+from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect
+from services.rollout.engine_client import toolkit_env
 
 _EXTRA = {DATA: "services", REWARD: "services", REPLAY: "services", ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
 _SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
+_CUDA, _DRIVER = 13, 580
+"""CUDA of the pinned wheels, and the first series of drivers that runs it."""
+_SYSTEM_TOOLKIT = "/usr/local/cuda"
 _SHARE = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when launching: the same in every task"
 
 
@@ -78,6 +83,45 @@ def check_sglang(plan: Plan) -> Iterator[Result]:
         pin = _pins(ROOT / "jobgroup" / ("sglang-cpu/requirements.txt" if cpu else "sglang-requirements.txt"))["sglang"]
         found = f"{version} ({pin} is pinned) with torch {torch} in {python.parent.parent}"
         yield expect("sglang", not _differs(version, pin), found, fix, "warn")
+
+
+def check_toolkit(plan: Plan) -> Iterator[Result]:
+    """Checks what SGLang compiles its kernels with on a GPU, and that the driver runs what is compiled."""
+    job = plan.job(ROLLOUT)
+    if not plan.gpus or plan.assumed_gb:  # `check_gpus` says so
+        return
+    if any(each.needs_torch or each.uses_sglang for each in plan.here):
+        yield _driver(plan.gpus)
+    if job is None or not job.uses_sglang or job.config.rollout.device == "cpu":
+        return
+    env = {**os.environ, **job.env}
+    env |= toolkit_env(job.path(job.config.rollout.engine_python), env)
+    fix = "bash jobgroup/setup.sh sglang; or CUDA_HOME of a CUDA 13 toolkit in the environment"
+    home = Path(env.get("CUDA_HOME", _SYSTEM_TOOLKIT))
+    nvcc = shutil.which(home / "bin/nvcc") or shutil.which("nvcc", path=env["PATH"])
+    if nvcc is None:
+        yield Result("nvcc", "fail", f"there is none in {home}/bin or on the path, and SGLang compiles kernels with it", fix)
+    else:
+        release = next(iter(re.findall(r"release (\d+\.\d+)", ask(nvcc, "--version", fix=fix))), "of no release")
+        linked = (home / "lib64/libcudart.so").exists()
+        missing = "" if linked else f"; there is no {home}/lib64/libcudart.so, with which the kernels are linked"
+        good = release.startswith(f"{_CUDA}.") and linked
+        yield expect("nvcc", good, f"CUDA {release} in {nvcc}, CUDA {_CUDA} is needed{missing}", fix)
+    compiler = env.get("CXX") or "c++"
+    place = shutil.which(compiler, path=env["PATH"])
+    missing = f"there is no {compiler} on the path, and SGLang compiles kernels with it"
+    yield expect("C++ compiler", place is not None, place or missing, "apt-get install g++, or CXX in the environment")
+
+
+def _driver(gpus: Sequence[Gpu]) -> Result:
+    """Judges the driver that nvidia-smi tells; all GPUs of a machine have the same."""
+    told = gpus[0].driver
+    number = re.match(r"\d+", told)
+    if number is None:
+        fix = "compare it with /proc/driver/nvidia/version"
+        return Result("NVIDIA driver", "warn", f"nvidia-smi says {told!r}, which is no version", fix)
+    found = f"{told}; the CUDA {_CUDA} wheels of torch and SGLang need {_DRIVER} or newer"
+    return expect("NVIDIA driver", int(number[0]) >= _DRIVER, found, f"update the driver of the node to the {_DRIVER} series")
 
 
 def check_skypilot(plan: Plan) -> Iterator[Result]:

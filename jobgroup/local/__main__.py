@@ -19,9 +19,10 @@ from pathlib import Path
 
 from common.cli import Parser
 from common.config import fail, packaged
-from common.errors import ConfigError
+from common.errors import ConfigError, ServiceError
 from common.run_lock import LOCK, RunLock
 from common.security import TOKEN, token
+from common.storing import make_directory
 from jobgroup import scrape, spec
 from jobgroup.local.output import Screen
 from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.clear:
                 _clear(Path(options.clear), log_dir)
             return _run(options, yaml, group, tasks, places, log_dir, grace_s, follow)
-    except ConfigError as error:
+    except ServiceError as error:
         fail(error)
 
 
@@ -90,6 +91,7 @@ def _run(
 
 def _clear(directory: Path, log_dir: Path) -> None:
     """Removes what is in `directory` but locks and the log folder. Raises ConfigError when a run is using it."""
+    make_directory(directory, "--clear")
     with RunLock(directory, "that empties it", "--clear"):
         for path in directory.resolve().iterdir():
             if path.name == LOCK or path in (log_dir, *log_dir.parents):

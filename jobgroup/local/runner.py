@@ -156,6 +156,8 @@ class Runner:
             return 128 + self._signal
         finally:
             launcher.end_descendants()
+            for number in (*_SIGNALS, signal.SIGCHLD):  # left to the loop, one that comes while it closes is an OSError
+                loop.remove_signal_handler(number)
 
     async def _main(self) -> int:
         running = {asyncio.create_task(run.run()): run for run in self.runs}

@@ -14,9 +14,10 @@ from torch import Tensor
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
 from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
-from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared
+from learning.batching import Indices, Sizes, mini_batches, score_shared
 from learning.layout import Layout
 from learning.optimizer import Optimizer
+from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from services.critic.model import load_value_model
@@ -38,7 +39,7 @@ class Critic:
         directory = ranks.same_path(directory)
         self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
-        self._optimizer = Optimizer(self.model.module, trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm)
+        self.optimizer = Optimizer(self.model.module, trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm)
         if directory is not None:
             self._restore(directory)
 
@@ -67,16 +68,16 @@ class Critic:
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(self._config.algorithm.update_epochs):
             for indices in mini_batches(len(rows), self._config.algorithm.mini_batches, seed + epoch):
-                self._optimizer.zero_grad()
+                self.optimizer.zero_grad()
                 sums += self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
-                norms.append(self._optimizer.step(self._config.critic.learning_rate))
+                norms.append(self.optimizer.step(self._config.critic.learning_rate))
         self.step += 1
         return _metrics(rows, self._ranks.sum(sums), norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
         """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `Snapshot.take`."""
-        snapshot = Snapshot.take(Contents.of(self.model.module), self._optimizer, self._ranks, alone)
+        snapshot = Snapshot.take(Contents.of(self.model.module), self.optimizer, self._ranks, alone)
         if self._ranks.first:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return snapshot
@@ -91,10 +92,9 @@ class Critic:
         """Adds this rank's share of a mini-batch to the gradient. Returns its sums of loss, clipped tokens and tokens."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        for part in micro_batches(sizes, indices, self._ranks, self._config.trainer.micro_batch_tokens):
-            if not len(part):
-                if self._ranks.sharded:  # the other ranks' passes need this one's
-                    (self.model(self._rows(rows, indices[:1])).sum() * 0).backward()
+        for part, counts in passes(self.model, self._ranks, sizes, indices, self._config.trainer.micro_batch_tokens):
+            if not counts:
+                (self.model(self._rows(rows, part)).sum() * 0).backward()
                 continue
             values, chosen = self.model(self._rows(rows, part)), [rows[i] for i in part]
             old, returns, weights = (
@@ -142,7 +142,7 @@ class Critic:
             content = json.loads(self._ranks.broadcast(text))
             if content["format"] != _FORMAT:
                 raise ValueError("another format")
-            load_optimizer(self._optimizer, directory, self._ranks)
+            load_optimizer(self.optimizer, directory, self._ranks)
             self.step = int(content["step"])
         except Exception as error:  # damage may cause any error
             reason = f"{type(error).__name__} {error}".splitlines()[0]

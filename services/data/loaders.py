@@ -6,11 +6,13 @@ directory with one file per split, or the name of a data set on the hub.
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from common.errors import ConfigError
 from common.imports import import_callable
+from common.prompt_templates import check_prompts
 from common.schemas import Prompt
 from common.sections import DataSection
 from services.data import tiny
@@ -64,7 +66,9 @@ def loader_of(config: DataSection) -> Loader:
     )
 
 
-def load_split(config: DataSection, split: Split, seed: int) -> list[Prompt]:
+def load_split(
+    config: DataSection, split: Split, seed: int, loader_of: Callable[[DataSection], Loader] = loader_of
+) -> list[Prompt]:
     """Returns the prompts of a split that the data-server serves, in the order of the data set.
 
     The seed chooses the problems that `config.num_samples` keeps; the data set itself does not depend on it. Raises ConfigError
@@ -82,6 +86,7 @@ def load_split(config: DataSection, split: Split, seed: int) -> list[Prompt]:
     if Path(loader.source).is_file():
         name = split  # a single file has no named splits: a part of it is held out
     prompts = loader.load(name)
+    check_prompts(config.prompt_template, prompts)
     if split == "eval" or config.num_samples is None:
         return prompts
     check_enough(prompts, config.num_samples)

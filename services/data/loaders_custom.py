@@ -50,7 +50,7 @@ class CustomDatasetLoader(RowLoader):
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
         if self.map is not None:
-            changed = _mapped(self.map, row, where)
+            changed = mapped(self.map, row, where)
             if changed is None:
                 return None
             row = changed
@@ -92,7 +92,8 @@ def _single_turn(messages: list[tuple[str, str]], column: str, where: str) -> tu
     return prompt, messages[-1][1] if roles[-1] == "assistant" else None
 
 
-def _mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+def mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+    """Returns the row as the user's function changes it; None to leave it out. Raises ConfigError when the function fails."""
     name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
     try:
         changed = function(dict(row))

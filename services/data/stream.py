@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.schemas import Prompt, PromptBatch, Wire
+from common.storing import cure, damage
 from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
@@ -215,7 +216,7 @@ class PromptStream:
             db.close()
             if isinstance(error, ConfigError):
                 raise
-            raise self._unusable(error, "remove the file: the stream then starts over") from None
+            raise self._unusable(error, cure(str(error), "remove the file: the stream then starts over")) from None
         return db
 
     def _check_or_create(self, db: sqlite3.Connection) -> None:
@@ -228,8 +229,7 @@ class PromptStream:
             if self._curriculum:
                 self._curriculum.create(db)
             return
-        ((problem,),) = db.execute("PRAGMA integrity_check(1)")
-        if problem != "ok":
+        if problem := damage(db, "integrity_check"):
             raise sqlite3.DatabaseError(problem)
         if version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")

@@ -1,4 +1,4 @@
-"""`python -m services.engine --model-path DIR`: a CPU engine that answers SGLang's HTTP API."""
+"""`python -m services.engine --model-path DIR`: an engine for a CPU or a GPU that answers SGLang's HTTP API."""
 
 import argparse
 import logging
@@ -9,6 +9,7 @@ from common.cli import Parser, positive
 from common.config import fail
 from common.errors import ConfigError, NotReady
 from common.observe import setup_logging
+from common.topology import setting_status
 
 _CRASHED = 70  # EX_SOFTWARE
 
@@ -22,6 +23,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weight-version", default="default", help="label of these weights in every answer")
     parser.add_argument("--max-running-requests", type=positive, default=256, help="completions decoded at once")
     parser.add_argument("--max-context-tokens", type=positive, default=2048, help="prompt plus completion")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where there is one")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="precision on a GPU; a CPU computes in float32"
+    )
+    parser.add_argument("--enable-fp32-lm-head", action="store_true", help="logits in float32 whatever the model computes in")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without sampling_seed")
     return parser.parse_args(argv)
 
@@ -38,6 +44,7 @@ def main() -> None:
     import torch  # heavy, as transformers and the app are
     import transformers
 
+    from learning.device import choose_device
     from services.engine.app import make_app
     from services.engine.engine import Engine
     from services.engine.model import Model
@@ -45,9 +52,14 @@ def main() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     try:
+        device = choose_device(arguments.device, "--device")
+    except ConfigError as error:
+        fail(error, setting_status())  # a restart would not help, unlike with a port that is not free yet
+    try:
         log = setup_logging("rollout-engine")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-        model = Model(arguments.model_path, arguments.max_context_tokens)
+        options = (arguments.max_context_tokens, device, arguments.dtype, arguments.enable_fp32_lm_head)
+        model = Model(arguments.model_path, *options)
         engine = Engine(
             model,
             max_running=arguments.max_running_requests,
@@ -55,7 +67,7 @@ def main() -> None:
             weight_version=arguments.weight_version,
             on_crash=_die,
         )
-        log.info("loaded %s on %d threads", model.path, torch.get_num_threads())
+        log.info("loaded %s on %s, %d threads", model.path, device, torch.get_num_threads())
         settings = " ".join(f"{name}={value}" for name, value in shown.items() if name not in ("host", "port"))
         serve(make_app(engine, shown), arguments.host, arguments.port, settings)
     except (ConfigError, NotReady) as error:

@@ -112,7 +112,9 @@ class AdapterRegistry:
                 raise BadAdapter(
                     f"{name} {config[name]!r} is not supported by the embedded engine", field=name, value=str(path)
                 )
-        return Adapter(path, scale, self._factors(tensors, path))
+        factors = self._factors(tensors, path)
+        device = next(iter(self._weights.values())).device
+        return Adapter(path, scale, {name: (low.to(device), high.to(device)) for name, (low, high) in factors.items()})
 
     def _factors(self, tensors: dict[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
         factors: dict[str, tuple[Tensor, Tensor]] = {}

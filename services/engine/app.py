@@ -7,12 +7,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from services.engine.control import add_control, add_info, add_lora
+from services.engine.control import add_control, add_info, add_lora, add_memory
 from services.engine.distributed import add_distributed
 from services.engine.engine import Engine
 from services.engine.openai import ChatBody, chat_answer
 from services.engine.protocol import GenerateBody, answer
-from services.engine.requests import finish, make_jobs, read_body, reply
+from services.engine.requests import finish, make_jobs, read_body, reply, score
 from services.http.app import create_app
 from services.http.openapi import OBJECT, described
 
@@ -37,6 +37,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         fails=(400,),
     )
     add_control(app, engine)
+    add_memory(app, engine)
     add_distributed(app, engine)
     add_lora(app, engine)
     add_info(app, engine, arguments or {})
@@ -47,6 +48,9 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
     async def generate(request: Request) -> Response:
         """SGLang's native call on token ids. One prompt with n = 1 gives an object, anything else a list."""
         body = await read_body(request, GenerateBody)
+        if (prompts := await make_jobs(request, body.to_score, engine.model)) is not None:
+            scored = await score(request, engine, prompts, body.logprob_start_len)
+            return reply(scored if body.is_batch else scored[0])
         jobs = await make_jobs(request, body.jobs, engine.model)
         await finish(request, engine, jobs)
         found = [answer(sequence, engine.model.tokenizer) for job in jobs for sequence in job.sequences]

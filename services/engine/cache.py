@@ -1,6 +1,6 @@
 """The KV cache of the running rows: a dense row per completion, with position p in column p."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,97 +15,160 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         self.shared = shared
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, columns = self.shared.mask.shape
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], columns, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], columns, value_states.shape[3])
+        self.keys, self.values = (
+            states.new_zeros(self.shared.rows, states.shape[1], self.shared.columns, states.shape[3])
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        rows, heads, _, size = key_states.shape
-        length, columns = self.shared.length, self.keys.shape[2]
-        # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead of an indexed one.
-        base = torch.arange(rows * heads).view(rows, heads) * columns
-        places = (base + self.shared.where[:, None]).view(-1)
-        self.keys.view(-1, size).index_copy_(0, places, key_states.reshape(-1, size))
-        self.values.view(-1, value_states.shape[3]).index_copy_(0, places, value_states.reshape(places.shape[0], -1))
-        return self.keys[:rows, :, :length], self.values[:rows, :, :length]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self.shared.write(self, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.shared.length, 0
 
     def get_seq_length(self) -> int:
-        return self.shared.length - 1
+        return self.shared.before
 
     def get_max_length(self) -> int:
         return -1
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The KV of the running rows, for decode steps of one token per row.
+    """The KV of the running rows, for prefills and for decode steps of one token per row.
 
-    Storage doubles as needed in both directions and is zeroed, since even a masked NaN spreads. `mask` is the additive
-    attention mask [rows, columns], updated in place each step.
+    Storage doubles as needed in both directions, unless `allocate` has made it once and for all. It is zeroed, since even a
+    masked NaN spreads.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.mask = torch.full((0, 0), -torch.inf)
-        self.rows = self.where = torch.empty(0, dtype=torch.long)
-        self.length = 1
+    write: Callable[[_Layer, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Stores the keys and values of the current pass; returns those to attend to."""
+    _visible: Callable[[int | None], Tensor]
+
+    def __init__(self, layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.rows = self.columns = 0
+        self.length = self.longest = 1
+        self.before = 0
+        self.fixed = False
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
-    def begin_step(self, positions: Tensor) -> Tensor:
-        """Reserves space for tokens at `positions` [B] of rows 0..B-1. Returns the mask [B, 1, 1, columns in use]."""
-        self.where, self.rows = positions, torch.arange(len(positions))
-        self.length = int(positions.max()) + 1
-        self._reserve(len(positions), self.length)
-        self.mask[self.rows, positions] = 0.0
-        return self.mask[: len(positions), None, None, : self.length]
+    def begin_prefill(self, lengths: Sequence[int], first: int, owners: Sequence[int]) -> None:
+        """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows `first` and up."""
+        self.length, self.before = max(lengths), 0
+        last, length = first + len(owners), self.length
+        self.longest = max(self.longest, length)  # `move` may come before the next step
+        self._reserve(last, length)
+        owner = torch.tensor(owners, dtype=torch.long, device=self.device)  # a scored prompt has none
 
-    def fill(self, first: int, source: Cache, owners: Sequence[int], lengths: Sequence[int]) -> None:
-        """Copies rows `owners` of a prefill's cache to rows first, first + 1, …; `lengths` are those of the prefill's rows."""
-        longest = max(lengths)
-        last = first + len(owners)
-        self._reserve(last, longest)
-        self.length = max(self.length, longest)  # `move` may come before the next step
-        owner = torch.tensor(owners)
-        for mine, theirs in zip(self.layers, source.layers, strict=True):
-            if not mine.is_initialized:
-                mine.lazy_initialization(theirs.keys, theirs.values)
-            mine.keys[first:last, :, :longest] = theirs.keys[owner]
-            mine.values[first:last, :, :longest] = theirs.values[owner]
-        visible = torch.arange(self.mask.shape[1]) < torch.tensor(lengths)[owner][:, None]
-        self.mask[first:last] = torch.where(visible, 0.0, -torch.inf)
+        def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            layer.keys[first:last, :, :length] = keys[owner]
+            layer.values[first:last, :, :length] = values[owner]
+            return keys, values
+
+        self.write = write
+        self._masks: dict[int | None, Tensor | None] = {None: None}
+        self._visible = lambda window: self._band(length, window)
+
+    def begin_decode(self, positions: Tensor, columns: int) -> None:
+        """Starts a pass over one token at `positions` [B] of rows 0..B-1; the rows are shorter than `columns`."""
+        rows = len(positions)
+        self._reserve(rows, columns)
+        self.length = self.longest = columns
+        self.before = columns - 1
+        # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead of an indexed one.
+        places: dict[int, Tensor] = {}
+
+        def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            heads, size = keys.shape[1], keys.shape[3]
+            if heads not in places:
+                base = torch.arange(rows * heads, device=self.device).view(rows, heads) * self.columns
+                places[heads] = (base + positions[:, None]).view(-1)
+            layer.keys.view(-1, size).index_copy_(0, places[heads], keys.reshape(-1, size))
+            layer.values.view(-1, values.shape[3]).index_copy_(0, places[heads], values.reshape(-1, values.shape[3]))
+            return layer.keys[:rows, :, :columns], layer.values[:rows, :, :columns]
+
+        def visible(window: int | None) -> Tensor:
+            column, position = torch.arange(columns, device=self.device), positions[:, None, None, None]
+            seen = column <= position
+            return seen if window is None else seen & (column > position - window)
+
+        self.write, self._masks, self._visible = write, {}, visible
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Returns the additive mask of the current pass for layers with this window; None: plain causal attention.
+
+        It is [B, 1, 1, columns] in a decode step and [T, T] in a prefill of T tokens.
+        """
+        if window is not None and window >= self.length:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = additive(self._visible(window), self.dtype)
+        return self._masks[window]
+
+    def causal_mask(self) -> Tensor:
+        """Returns the additive mask of a prefill without a window, for attention that has no causal kernel."""
+        return additive(self._band(self.length, None), self.dtype)
+
+    def _band(self, length: int, window: int | None) -> Tensor:
+        allowed = torch.ones(length, length, dtype=torch.bool, device=self.device).tril_()
+        return allowed if window is None else allowed.triu_(1 - window)
 
     def move(self, to: list[int], origin: list[int]) -> None:
         """Copies rows `origin` over rows `to`."""
-        target, source = torch.tensor(to), torch.tensor(origin)
-        self.mask[target] = self.mask[source]
-        for layer in self.layers:
-            layer.keys[target, :, : self.length] = layer.keys[source, :, : self.length]
-            layer.values[target, :, : self.length] = layer.values[source, :, : self.length]
+        target, source = (torch.tensor(rows, device=self.device) for rows in (to, origin))
+        for layer in self._used():
+            layer.keys[target, :, : self.longest] = layer.keys[source, :, : self.longest]
+            layer.values[target, :, : self.longest] = layer.values[source, :, : self.longest]
 
     def zero(self, rows: list[int]) -> None:
         """Zeroes rows, which may hold values that are not finite."""
-        for layer in self.layers:
-            layer.keys[torch.tensor(rows)] = 0.0
-            layer.values[torch.tensor(rows)] = 0.0
+        for layer in self._used():
+            layer.keys[torch.tensor(rows, device=self.device)] = 0.0
+            layer.values[torch.tensor(rows, device=self.device)] = 0.0
 
     def release(self) -> None:
-        """Frees the memory; only when no row is running."""
-        self.__init__(len(self.layers))  # type: ignore[misc]
+        """Frees the memory, or clears it where it is fixed; only when no row is running."""
+        if not self.fixed:
+            self.__init__(len(self.layers), self.device, self.dtype)  # type: ignore[misc]
+        for layer in self._used():
+            layer.keys.zero_()
+            layer.values.zero_()
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the storage of all rows."""
+        return [states for layer in self._used() for states in (layer.keys, layer.values)]
+
+    def bytes_per_token(self) -> int:
+        """Returns the size of one token of a row; known after the first pass."""
+        return sum(states.shape[1] * states.shape[3] * states.element_size() for states in self.tensors())
+
+    def allocate(self, rows: int, columns: int) -> None:
+        """Makes the storage for so many rows and columns, which then neither moves nor grows."""
+        self.rows, self.columns, self.fixed = rows, columns, True
+        for layer in self._used():
+            layer.lazy_initialization(layer.keys, layer.values)
+
+    def _used(self) -> list[_Layer]:
+        """Returns the layers that have keys of their own."""
+        return [layer for layer in self.layers if layer.is_initialized]
 
     def _reserve(self, rows: int, columns: int) -> None:
-        old_rows, old_columns = self.mask.shape
+        old_rows, old_columns = self.rows, self.columns
         if rows <= old_rows and columns <= old_columns:
             return
-        new_rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows, 8)
-        new_columns = old_columns if columns <= old_columns else max(columns, 2 * old_columns, 64)
-        mask = torch.full((new_rows, new_columns), -torch.inf)
-        mask[:old_rows, :old_columns] = self.mask
-        self.mask = mask
-        for layer in self.layers:
-            if layer.is_initialized:
-                keys, values = layer.keys, layer.values
-                layer.lazy_initialization(keys, values)
-                layer.keys[:old_rows, :, :old_columns] = keys
-                layer.values[:old_rows, :, :old_columns] = values
+        assert not self.fixed, "the scheduler admits more than there is room for"
+        self.rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows, 8)
+        self.columns = old_columns if columns <= old_columns else max(columns, 2 * old_columns, 64)
+        for layer in self._used():
+            keys, values = layer.keys, layer.values
+            layer.lazy_initialization(keys, values)
+            layer.keys[:old_rows, :, :old_columns] = keys
+            layer.values[:old_rows, :, :old_columns] = values
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns 0 where `visible`, and -inf elsewhere."""
+    return torch.where(visible, 0.0, -torch.inf).to(dtype)

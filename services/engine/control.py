@@ -4,14 +4,15 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 from fastapi import FastAPI, Request, Response
 
 from common.errors import NotReady, ServiceError
+from common.schemas import AtMost
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
-from services.engine.scheduler import PauseMode
+from services.engine.scheduler import MemoryKind, PauseMode
 from services.http.openapi import OBJECT, described
 
 _RATE_S = 0.5
@@ -53,6 +54,17 @@ class LoadBody(UnloadBody):
     lora_path: str
 
 
+class MemoryBody(Body):
+    """`/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: Annotated[list[MemoryKind], AtMost(8)] | None = None
+    """Unset: all."""
+
+    @property
+    def kinds(self) -> list[MemoryKind]:
+        return list(dict.fromkeys(self.tags or get_args(MemoryKind)))
+
+
 def add_control(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that change the state of the engine."""
 
@@ -92,6 +104,25 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.set_version(body.new_version)))
         message = f"Weight version updated to {body.new_version}"
         return reply({"success": True, "message": message, "new_version": body.new_version})
+
+
+def add_memory(app: FastAPI, engine: Engine) -> None:
+    """Adds the calls by which an engine gives its memory to a trainer on the same GPU, and takes it back."""
+    answer = {"type": "null"}
+
+    @app.post("/release_memory_occupation", **described(MemoryBody, answer))
+    async def release_memory_occupation(request: Request) -> Response:
+        """Frees memory while paused or idle; requests wait. Weights are lost: load them after they are resumed."""
+        body = await read_body(request, MemoryBody)
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.release_memory(body.kinds)))
+        return reply(None)
+
+    @app.post("/resume_memory_occupation", **described(MemoryBody, answer))
+    async def resume_memory_occupation(request: Request) -> Response:
+        """Takes memory back that was released. A pause goes on."""
+        body = await read_body(request, MemoryBody)
+        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.resume_memory(body.kinds)))
+        return reply(None)
 
 
 def _failed(message: str, status: int) -> Response:

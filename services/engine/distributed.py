@@ -80,7 +80,7 @@ class WeightUpdates:
     async def init(self, body: InitBody) -> str:
         """Joins a group; returns when all ranks have joined. Raises Refused."""
         if body.backend != "gloo":
-            raise Refused("the embedded engine runs on a CPU", field="backend", value=body.backend, remedy="gloo")
+            raise Refused("the embedded engine receives by gloo only", field="backend", value=body.backend, remedy="gloo")
         if body.group_name in self._groups:
             raise Refused("a group of that name exists", field="group_name", value=body.group_name)
         left = asyncio.Event()
@@ -218,8 +218,7 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         body = await read_body(request, CheckBody)
         if body.action != "checksum":
             return reply({"success": False, "message": f"Unsupported action={body.action!r}: checksum"}, 400)
-        weights = own_tensors(engine.model.module)
-        work = engine.call(lambda _: {name: digest(tensor) for name, tensor in weights.items()})
+        work = engine.call(lambda _: {name: digest(tensor) for name, tensor in own_tensors(engine.model.module)})
         sums = await asyncio.wrap_future(work)
         total = digest_all(sums)
         place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}

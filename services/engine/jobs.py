@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.schemas import Int32
 from services.engine.sampling import sample_seed, stream_key
 
 ABORTED = "Aborted"
@@ -14,14 +15,35 @@ ABORTED_WAITING = "Abort in waiting queue"
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Checked sampling parameters. `stop_ids` are the tokens that end a completion, end-of-text included."""
+    """Checked sampling parameters.
+
+    Attributes:
+        top_k: 0 for all tokens.
+        stop_ids: tokens that end a completion, end-of-text included.
+        stops: texts that end one.
+        returns_kept: whether the answer shows the tokens that truncation left.
+    """
 
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    returns_kept: bool = False
     seed: int | None = None
     skip_special_tokens: bool = True
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def stop_in(self, last: Callable[[int], str]) -> str | None:
+        """Returns the stop text that a completion has reached; `last` gives the text of so many tokens at its end."""
+        text = last(1 + max(len(stop.encode()) for stop in self.stops)) if self.stops else ""
+        return next((stop for stop in self.stops if stop in text), None)
 
 
 @dataclass(eq=False)
@@ -31,6 +53,7 @@ class Sequence:
     Attributes:
         key: seeds its random numbers.
         tokens, logprobs: current when it has left the batch; the lists are replaced, never changed.
+        kept: for every token, its log-probability among the tokens that truncation left, and these, where they are returned.
         versions: (weight version, first token from it).
         cached_tokens: prompt tokens whose KV was copied from another sequence of the job.
         finish: SGLang's finish_reason; None while it runs.
@@ -42,6 +65,7 @@ class Sequence:
     key: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[tuple[float, Int32]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     retractions: int = 0
     cached_tokens: int = 0
@@ -61,10 +85,11 @@ class Sequence:
         return [{"version": v, "start": start, "end": end} for (v, start), end in zip(begun, ends, strict=False)]
 
     def text(self, tokenizer: Any) -> str:
-        """Returns the text without its stop token."""
-        kept = self.tokens[:-1] if (self.finish or {}).get("type") == "stop" else self.tokens
+        """Returns the text without its stop token or stop text."""
+        matched = (self.finish or {}).get("matched")
+        kept = self.tokens[:-1] if isinstance(matched, int) else self.tokens
         text: str = tokenizer.decode(kept, skip_special_tokens=self.job.sampling.skip_special_tokens)
-        return text
+        return text.partition(matched)[0] if isinstance(matched, str) else text
 
 
 @dataclass(eq=False)

@@ -13,10 +13,9 @@ from services.engine.model import Model
 from services.engine.protocol import MAX_N, NOTHING, BadRequest, SamplingFields, check_prompt, refuse_unsupported
 
 _REFUSED = {
-    **dict.fromkeys(("stream", "tools", "response_format", "stop", "logprobs", "top_logprobs", "logit_bias"), NOTHING),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "no_stop_trim"), NOTHING),
+    **dict.fromkeys(("stream", "tools", "response_format", "logprobs", "top_logprobs", "logit_bias"), NOTHING),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "no_stop_trim"), NOTHING),
     **dict.fromkeys(("regex", "json_schema", "ebnf", "lora_path"), NOTHING),
-    "top_k": (-1, 0),
 }
 """Fields that would change the answer and that this engine lacks, with the values at which they have no effect."""
 
@@ -36,6 +35,11 @@ class ChatBody(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    stop: str | Annotated[list[str], AtMost(256)] | None = None
+    chat_template_kwargs: Columns | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = None
     stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
@@ -47,14 +51,17 @@ class ChatBody(BaseModel):
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         messages = [_message(message, index) for index, message in enumerate(self.messages)]
         try:
-            text = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = model.tokenizer.apply_chat_template(
+                messages, **self.chat_template_kwargs or {}, tokenize=False, add_generation_prompt=True
+            )
             ids = check_prompt(model.tokenizer(text, add_special_tokens=False).input_ids, model)
         except (ValueError, TypeError, TemplateError) as error:
             reason = f"the chat template refuses the messages: {error}"
             raise BadRequest(reason, field="messages", value=self.messages) from None
-        names = ("stop_token_ids", "temperature", "top_p", "n", "ignore_eos", "skip_special_tokens")
+        names = ("stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos", "skip_special_tokens")
         limit = self.max_completion_tokens or self.max_tokens or model.max_context_tokens - len(ids)
-        fields = SamplingFields(**{name: getattr(self, name) for name in names}, max_new_tokens=limit, sampling_seed=self.seed)
+        given = {name: getattr(self, name) for name in names} | {"min_new_tokens": self.min_tokens}
+        fields = SamplingFields(**given, max_new_tokens=limit, sampling_seed=self.seed)
         return GenerationJob(self.rid or uuid.uuid4().hex, ids, fields.sampling(len(ids), model), self.n or 1)
 
 

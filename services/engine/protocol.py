@@ -12,29 +12,31 @@ from common.schemas import MAX_NAMES, AtMost, Columns
 from common.wire import MAX_JSON_ITEMS
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
+from services.engine.sampling import MAX_KEPT
 
 MAX_N = 1024
 MAX_PROMPTS = 4096
 """Prompts of one request."""
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stop", "stop_regex"), NOTHING),
-    **dict.fromkeys(("min_new_tokens", "min_p", "frequency_penalty", "presence_penalty"), (0,)),
+    "stop_regex": NOTHING,
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
     **dict.fromkeys(("no_stop_trim", "watermark"), (False,)),
     **dict.fromkeys(("repetition_penalty", "beam_width", "stream_interval"), (1,)),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ()),
     **dict.fromkeys(("logit_bias", "custom_params"), ({},)),
-    "top_k": (-1, 0),
     "spaces_between_special_tokens": (True,),
 }
 """SGLang's sampling parameters that this engine lacks, with the values at which they have no effect."""
 _REFUSED = {
-    **dict.fromkeys(("stream", "text", "token_ids_logprob", "top_logprobs_num", "return_hidden_states"), NOTHING),
-    **dict.fromkeys(("return_routed_experts", "return_sampling_mask", "return_entropy", "custom_logit_processor"), NOTHING),
+    **dict.fromkeys(("stream", "token_ids_logprob", "top_logprobs_num", "return_hidden_states"), NOTHING),
+    **dict.fromkeys(("return_routed_experts", "sampling_logprobs_mode", "return_entropy", "custom_logit_processor"), NOTHING),
     **dict.fromkeys(("image_data", "audio_data", "video_data", "input_embeds"), NOTHING),
-    "logprob_start_len": (-1,),
 }
 """SGLang's top-level fields that would change the answer and that this engine lacks, likewise."""
+
+
+_Stop = Annotated[str, Field(max_length=1000)]
 
 
 class BadRequest(ServiceError):
@@ -65,17 +67,28 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
+    stop: _Stop | Annotated[list[_Stop], AtMost(256)] | None = None
     stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_new_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=MAX_N)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=0)
+    """0 only where the log-probabilities of the prompt are asked for."""
     sampling_seed: int | None = None
 
-    def sampling(self, prompt_tokens: int, model: Model) -> SamplingParams:
+    def sampling(self, prompt_tokens: int, model: Model, logprobs: bool = False, mask: bool = False) -> SamplingParams:
         """Returns the parameters, checked against the model. The default length is cut to the context, as SGLang does.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            model: that answers.
+            logprobs: whether the answer shows log-probabilities; then it shows what truncation left too, up to a limit.
+            mask: whether it has to show what truncation left.
 
         Raises BadRequest.
         """
@@ -85,11 +98,23 @@ class SamplingFields(BaseModel):
             reason = f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}"
             remedy = "ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens"
             raise BadRequest(reason, field="max_new_tokens", value=self.max_new_tokens, remedy=remedy)
+        least, stop, top_k = self.min_new_tokens or 0, self.stop or [], max(self.top_k or 0, 0)
+        if least > limit:
+            raise BadRequest(f"min_new_tokens is above max_new_tokens, {limit}", field="min_new_tokens", value=least)
+        returnable = 0 < top_k <= MAX_KEPT
+        if mask and not returnable:
+            reason, remedy = "return_sampling_mask needs a bound on the tokens", f"a top_k from 1 to {MAX_KEPT}"
+            raise BadRequest(reason, field="top_k", value=self.top_k, remedy=remedy)
         stop_ids = () if self.ignore_eos else tuple(sorted({*model.eos_ids, *(self.stop_token_ids or [])}))
         return SamplingParams(
             max_new_tokens=min(limit, room),
+            min_new_tokens=min(least, room),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=min(top_k, model.vocab_size),
+            min_p=self.min_p or 0.0,
+            stops=(stop,) if isinstance(stop, str) else tuple(filter(None, stop)),
+            returns_kept=returnable and (mask or logprobs),
             stop_ids=tuple(token for token in stop_ids if 0 <= token < model.vocab_size),
             seed=self.sampling_seed,
             skip_special_tokens=self.skip_special_tokens is not False,
@@ -119,29 +144,62 @@ class GenerateBody(BaseModel):
     )
 
     input_ids: Annotated[list[Any], AtMost(MAX_JSON_ITEMS)] = []
+    text: str | Annotated[list[str], AtMost(MAX_PROMPTS)] | None = None
+    """Tokenised as by the tokenizer's call, special tokens included."""
+    logprob_start_len: int = -1
+    """Position from which on the log-probabilities of the prompt are returned; -1: none."""
     sampling_params: Columns | Annotated[list[Any], AtMost(MAX_PROMPTS)] | None = None
     return_logprob: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
+    return_sampling_mask: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
     rid: Annotated[str, Field(min_length=1, max_length=200)] | Annotated[list[str], AtMost(MAX_PROMPTS)] | None = None
     lora_path: str | Annotated[list[str | None], AtMost(MAX_PROMPTS)] | None = None
 
     @property
     def is_batch(self) -> bool:
         """Whether there are several prompts, or one in a list."""
-        return bool(self.input_ids) and isinstance(self.input_ids[0], list)
+        return isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))
 
-    def jobs(self, model: Model) -> list[GenerationJob]:
+    def _prompts(self, model: Model) -> list[list[int]]:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         if self.is_batch and len(self.input_ids) > MAX_PROMPTS:
             reason, remedy = f"there are {len(self.input_ids)} prompts", f"send at most {MAX_PROMPTS}"
             raise BadRequest(reason, field="input_ids", value=len(self.input_ids), remedy=remedy)
-        prompts = [check_prompt(prompt, model) for prompt in (self.input_ids if self.is_batch else [self.input_ids])]
-        parameters = [_parse_sampling(raw) for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)]
-        names = ("rid", "return_logprob", "lora_path")
+        given = self.input_ids if self.is_batch else [self.input_ids]
+        if self.text is not None:
+            if self.input_ids:
+                raise BadRequest("a prompt comes as text or as input_ids, not as both", field="text", value=self.text)
+            given = [model.tokenizer(text).input_ids for text in (self.text if isinstance(self.text, list) else [self.text])]
+        return [check_prompt(prompt, model) for prompt in given]
+
+    def to_score(self, model: Model) -> list[list[int]] | None:
+        """Returns the prompts whose log-probabilities are asked for; None for a request that generates.
+
+        Raises BadRequest for one that asks for both.
+        """
+        if self.logprob_start_len < 0:
+            return None
+        prompts = self._prompts(model)
+        for fields in self._sampling(prompts):
+            if fields.max_new_tokens != 0 or fields.n not in (None, 1) or self.return_logprob is not True or self.lora_path:
+                reason = "log-probabilities of a prompt come with return_logprob, max_new_tokens 0, n 1 and no lora_path only"
+                raise BadRequest(reason, field="logprob_start_len", value=self.logprob_start_len, remedy="ask for them alone")
+        return prompts
+
+    def _sampling(self, prompts: list[list[int]]) -> list[SamplingFields]:
+        return [_parse_sampling(raw) for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)]
+
+    def jobs(self, model: Model) -> list[GenerationJob]:
+        prompts = self._prompts(model)
+        parameters = self._sampling(prompts)
+        if any(fields.max_new_tokens == 0 for fields in parameters):
+            remedy = "ask for at least 1, or, with return_logprob and logprob_start_len, for the prompt's log-probabilities"
+            raise BadRequest("nothing is asked for", field="sampling_params.max_new_tokens", value=0, remedy=remedy)
+        names = ("rid", "return_logprob", "return_sampling_mask", "lora_path")
         rows = zip(prompts, parameters, *(self._per_prompt(name, getattr(self, name), prompts) for name in names), strict=True)
         jobs = []
-        for index, (prompt, fields, rid, score, adapter) in enumerate(rows):
+        for index, (prompt, fields, rid, score, mask, adapter) in enumerate(rows):
             name = uuid.uuid4().hex if rid is None else f"{rid}_{index}" if isinstance(self.rid, str) and self.is_batch else rid
-            params = fields.sampling(len(prompt), model)
+            params = fields.sampling(len(prompt), model, bool(score), bool(mask))
             jobs.append(GenerationJob(name, prompt, params, fields.n or 1, bool(score), adapter or None))
         return jobs
 
@@ -189,4 +247,23 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
         meta["output_token_logprobs_length"] = len(sequence.tokens)
         meta["input_token_logprobs"] = []
+    if job.sampling.returns_kept:
+        meta["output_token_sampling_mask"] = [tokens.tolist() for _, tokens in sequence.kept]
+        meta["output_token_sampling_logprobs"] = [logprob for logprob, _ in sequence.kept]
+        meta["output_token_sampling_mask_length"] = len(sequence.kept)
     return {"text": sequence.text(tokenizer), "output_ids": sequence.tokens, "meta_info": meta}
+
+
+def score_answer(prompt: list[int], logprobs: list[float], start: int, version: str) -> dict[str, Any]:
+    """Returns SGLang's answer for the log-probabilities of a prompt from `start` on; the first of them is null, as there."""
+    pairs = list(zip([None, *logprobs[start:]], prompt[start:], strict=True))
+    meta = {
+        "id": uuid.uuid4().hex,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 0,
+        "weight_version": version,
+        "input_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+        "output_token_logprobs": [],
+    }
+    return {"text": "", "output_ids": [], "meta_info": meta}

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
@@ -15,10 +16,13 @@ from common.errors import InvalidInput, NotReady
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
-from services.engine.protocol import BadRequest, bad_request
+from services.engine.protocol import BadRequest, bad_request, score_answer
+from services.engine.scheduler import Scheduler
 from services.http.app import SMALL_BYTES, read_json
 from services.http.disconnect import cancel_on_disconnect
 
+SCORED_LOGITS = 1 << 27
+"""Logits that are in memory at once where prompts are scored, unless one prompt has more."""
 _B = TypeVar("_B", bound=BaseModel)
 _T = TypeVar("_T")
 
@@ -66,6 +70,34 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
         if any(not job.done.done() for job in jobs):
             with contextlib.suppress(NotReady):  # an engine that is down has no rows
                 engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job in jobs))
+
+
+async def score(request: Request, engine: Engine, prompts: list[list[int]], start: int) -> list[dict[str, Any]]:
+    """Returns the answers for the log-probabilities of prompts, in parts between which running rows are decoded.
+
+    Raises BadRequest when `start` is behind a prompt, or ClientGone.
+    """
+    if (shortest := min(map(len, prompts))) <= start:
+        reason = f"there is a prompt of {shortest} tokens"
+        raise BadRequest(reason, field="logprob_start_len", value=start, remedy="start within every prompt")
+    limit = max(1, SCORED_LOGITS // engine.model.vocab_size)
+    answers: list[dict[str, Any]] = []
+    while part := prompts[len(answers) :]:
+        longest, count = 0, 0
+        for prompt in part:
+            longest = max(longest, len(prompt))
+            if count and (count + 1) * longest > limit:
+                break
+            count += 1
+        scoring = engine.call(partial(_score, part[:count]))
+        logprobs, version = await cancel_on_disconnect(request, asyncio.wrap_future(scoring))
+        rows = zip(part[:count], logprobs, strict=True)
+        answers += [score_answer(prompt, scores, start, version) for prompt, scores in rows]
+    return answers
+
+
+def _score(prompts: list[list[int]], scheduler: Scheduler) -> tuple[list[list[float]], str]:
+    return scheduler.score(prompts)
 
 
 async def update_weights(

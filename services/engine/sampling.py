@@ -1,7 +1,10 @@
 """Sampling of one token per row, vectorised, with random numbers that do not depend on what else is in the batch."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
@@ -9,6 +12,24 @@ _GAMMA = 0x9E3779B97F4A7C15
 _INDEX_STRIDE = 0xD1B54A32D192ED03
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy."""
+FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_p")
+"""Fields of a row's state; `uniform` is the random number of its next token. Below are tokens that it may not sample, or -1."""
+IDLE = np.array([[0.0], [0.0], [1.0], [1.0], [0.0], [np.inf], [0.0]])
+"""The state of a row that is not in use."""
+MAX_KEPT = 4096
+"""Limit of tokens that truncation may leave where they are to be returned, as in SGLang."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step needs to know of its rows."""
+
+    state: NDArray[np.float64]
+    """[F + barred, B]: `FIELDS`, and tokens that may not be sampled; in one array for one copy."""
+    plain: bool
+    """No row is greedy or truncated."""
+    kept: int = 0
+    """Most tokens that truncation leaves to a row which returns them; 0: no row does."""
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -22,37 +43,57 @@ def stream_key(seed: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
-    """Returns a number in [0, 1) per row as a pure function of (key, counter): int64 [B], int64 [B] -> float64 [B]."""
-    state = keys.numpy().view(np.uint64) + (counters.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
-    return torch.from_numpy((_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+def uniforms(keys: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns a number in [0, 1) per row as a pure function of (key, counter)."""
+    state = keys.view(np.uint64) + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    found: NDArray[np.float64] = (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return found
 
 
-def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Applies the finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples one token per row of `logits` [B, V] with `uniform` [B] numbers. Returns the tokens and their log-probabilities.
+def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
+    """Samples one token per row of `logits` [B, V] for `state` as in `Inputs`, on their device and without waiting for it.
 
-    A log-probability is log_softmax(logits / temperature) before any truncation, and log_softmax(logits) where greedy
-    (`temperature` below `GREEDY_BELOW`). A row with logits that are not finite gives such a log-probability.
+    Returns tokens and log-probabilities, float64 [2, B]. A log-probability is log_softmax(logits / temperature) before any
+    truncation, and log_softmax(logits) where greedy (`temperature` below `GREEDY_BELOW`); NaN where the row's logits are not
+    finite. With `kept` there are 2 + kept rows more: the log-probability among the tokens that truncation leaves, their
+    number, and the first `kept` of them.
     """
+    _, _, temperature, top_p, uniform, top_k, min_p = state[: len(FIELDS)]
+    finite = torch.isfinite(logits.sum(-1))
+    if len(state) > len(FIELDS):
+        logits = _barred(logits, state[len(FIELDS) :])
     greedy = temperature < GREEDY_BELOW
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    scaled = logits / torch.where(greedy, 1.0, temperature).float()[:, None]
     scaled -= scaled.amax(-1, keepdim=True)
     weights = scaled.exp()
     normaliser = weights.sum(-1, dtype=torch.float64)
-    cut = (top_p < 1) & ~greedy
-    if bool(cut.any()):
-        weights[cut] = _truncate(weights[cut] / normaliser[cut, None].float(), top_p[cut])
-    tokens = _draw(weights, uniform)
-    if bool(greedy.any()):
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, (scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log()).float()
+    more: tuple[Tensor, ...] = ()
+    if plain:
+        tokens = _draw(weights, uniform)
+    else:
+        left, order, count = _truncate(weights / normaliser[:, None].float(), top_p.float(), top_k, min_p.float())
+        left = torch.where(left, weights, 0.0)
+        tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform))
+        if kept:
+            order[:, 0] = torch.where(greedy, tokens, order[:, 0])
+            among = scaled.gather(1, tokens[:, None])[:, 0] - left.sum(-1, dtype=torch.float64).log()
+            more = (torch.where(greedy, 0.0, among), torch.where(greedy, 1, count), *order[:, :kept].T)
+    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log()
+    return torch.stack([each.double() for each in (tokens, torch.where(finite, logprobs, torch.nan), *more)])
+
+
+def _barred(logits: Tensor, barred: Tensor) -> Tensor:
+    """Returns logits [B, V] without the tokens `barred` [K, B]; -1 stands for none."""
+    rows, vocabulary = logits.shape
+    tokens = torch.where(barred < 0, vocabulary, barred).long().T
+    return torch.cat((logits, logits.new_zeros(rows, 1)), -1).scatter(1, tokens, -torch.inf)[:, :vocabulary]
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -67,15 +108,20 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     target = (uniform * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp(max=blocks.shape[1] - 1)
     target -= torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(rows), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    inside = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0].cumsum(-1, dtype=torch.float64)
     # Rounding may put the target at the end of the block: keep it on the last token with any weight.
-    target = torch.minimum(target, inside[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64)))
+    target = torch.minimum(target, inside[:, -1:].nextafter(inside.new_zeros(1)))
     token = torch.searchsorted(inside, target, right=True).clamp(max=width - 1)
     return (block * width + token)[:, 0].clamp(max=vocabulary - 1)
 
 
-def _truncate(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Zeroes what top_p excludes. [B, V] -> [B, V], not renormalised."""
+def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns which tokens [B, V] truncation leaves, all tokens by falling probability, and how many of these are left [B].
+
+    As in SGLang, each bound refers to the whole distribution.
+    """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    keep = ordered.cumsum(-1) - ordered <= top_p[:, None]
-    return torch.zeros_like(probs).scatter_(1, order, ordered * keep)
+    before, place = ordered.cumsum(-1) - ordered, torch.arange(probs.shape[-1], device=probs.device)
+    left = (before <= top_p[:, None]) | (top_p >= 1)[:, None]  # a sum of all may be rounded to above 1
+    left &= (place < top_k[:, None]) & (ordered >= min_p[:, None] * ordered[:, :1])
+    return torch.zeros_like(left).scatter_(1, order, left), order, left.sum(-1)

@@ -1,12 +1,16 @@
 """Decides what runs when: admission, decoding, pauses and new weights. Single-threaded; `engine` gives it a thread."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from prometheus_client import Counter
+from torch import UntypedStorage
 
 from common.errors import ServiceError
 from services.engine.adapters import AdapterRegistry, BadAdapter
@@ -16,6 +20,7 @@ from services.engine.rows import Rows
 from services.engine.weights import copy_tensors, load_into
 
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryKind = Literal["kv_cache", "weights"]
 PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill: bounds its memory and how long running rows wait for it."""
 
@@ -37,11 +42,14 @@ class Scheduler:
     """The queue, the running rows (at most `max_running`) and the model."""
 
     def __init__(self, model: Model, max_running: int, weight_version: str, generated: Counter, prefilled: Counter) -> None:
-        self.model, self.max_running, self.weight_version = model, max_running, weight_version
+        self.model, self.max_running, self.weight_version = model, model.reserve(max_running), weight_version
         self.generated, self.prefilled = generated, prefilled
         self.paused = False
+        self.released: dict[str, list[tuple[UntypedStorage, int]]] = {}
+        """Storages and sizes of the memory that is released, by kind."""
+        self._no_weights = False
         self.waiting = 0
-        self.rows = Rows(max_running)
+        self.rows = Rows(self.max_running)
         self.adapters = AdapterRegistry(model.module)
         self._queue: deque[PrefillGroup] = deque()
 
@@ -64,9 +72,7 @@ class Scheduler:
         if admit:
             self._admit()
         if self.rows.sequences:
-            logits = self.model.decode(self.rows["token"], self.rows["position"])
-            self.rows["position"].add_(1)
-            self._advance(0, logits)
+            self._advance(0, self.model.decode(self.rows.inputs(0)))
 
     def _admit(self) -> None:
         """Prefills waiting groups in order, as many as fit, and samples their first tokens."""
@@ -75,18 +81,17 @@ class Scheduler:
             if not batch:
                 return
             prompts = [group.tokens for group in batch]
-            logits, cache = self.model.prefill(prompts)
-            self.prefilled.inc(sum(map(len, prompts)))
             owners = [index for index, group in enumerate(batch) for _ in group.sequences]
             sequences = [sequence for group in batch for sequence in group.sequences]
             first = len(self.rows)
-            self.model.cache.fill(first, cache, owners, [len(prompt) for prompt in prompts])
+            logits = self.model.prefill(prompts, owners, first)
+            self.prefilled.inc(sum(map(len, prompts)))
             self.rows.add(sequences, [len(prompts[owner]) for owner in owners])
             for group in batch:
                 for index, sequence in enumerate(group.sequences):
                     sequence.note_version(self.weight_version, len(sequence.tokens))
                     sequence.cached_tokens = len(sequence.job.prompt) if index else 0
-            self._advance(first, logits[torch.tensor(owners)])
+            self._advance(first, self.model.sample(logits, self.rows.inputs(first)))
 
     def _next_batch(self) -> list[PrefillGroup]:
         batch: list[PrefillGroup] = []
@@ -105,19 +110,25 @@ class Scheduler:
             self.waiting -= len(group.sequences)
         return batch
 
-    def _advance(self, first: int, logits: torch.Tensor) -> None:
-        """Samples a token for rows `first` and up, and removes the rows that finish."""
+    def _advance(self, first: int, sampled: NDArray[np.float64]) -> None:
+        """Appends sampled tokens to rows `first` and up, and removes the rows that finish."""
         rows = self.rows
-        stopped, full, finite = rows.append(first, logits)
+        stopped, full, finite = rows.append(first, sampled)
         self.generated.inc(len(rows) - first)
-        over = stopped | full | ~finite
-        if bool(over.any()):
-            ending = [first + row for row in over.nonzero()[:, 0].tolist()]
+        texts = {row: text for row in range(first, len(rows)) if (text := self._stop_text(row))}
+        ending = sorted({first + int(row) for row in np.flatnonzero(stopped | full | ~finite)} | texts.keys())
+        if ending:
             rows.collect(ending)
             ended: dict[int, dict[str, Any] | None] = {}
             for row in ending:
-                ended[row] = _reason(rows.sequences[row], bool(stopped[row - first])) if finite[row - first] else None
+                matched = rows.sequences[row].tokens[-1] if stopped[row - first] else texts.get(row)
+                ended[row] = _reason(rows.sequences[row], matched) if finite[row - first] else None
             self._end(ended)
+
+    def _stop_text(self, row: int) -> str | None:
+        """Returns the stop text that a row has reached."""
+        sampling = self.rows.sequences[row].job.sampling
+        return sampling.stop_in(lambda count: str(self.model.tokenizer.decode(self.rows.tail(row, count))))
 
     def _end(self, ended: dict[int, dict[str, Any] | None]) -> None:
         """Finishes rows with their reasons; None, for logits that are not finite, fails the whole job."""
@@ -133,10 +144,8 @@ class Scheduler:
             self._finish(sequence, reason)
         if broken:
             self._filter_queue(lambda sequence: sequence.job in broken)
-        version, remedy = self.weight_version, "look for a diverged training step; load other weights"
         for job in broken:
-            error = LogitsNotFinite("the model's logits are not finite", field="weight_version", value=version, remedy=remedy)
-            job.done.set_exception(error)
+            job.done.set_exception(_not_finite(self.weight_version))
 
     def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
         sequence.finish, sequence.version = reason, self.weight_version
@@ -170,6 +179,18 @@ class Scheduler:
         self.waiting -= len(removed)
         return removed
 
+    def score(self, prompts: list[list[int]]) -> tuple[list[list[float]], str]:
+        """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights, and their version.
+
+        Raises Refused while memory is released, LogitsNotFinite for a broken model.
+        """
+        self._refuse_without_memory()
+        with self.adapters.unmerged():
+            found = self.model.score(prompts)
+        if not all(math.isfinite(logprob) for row in found for logprob in row):
+            raise _not_finite(self.weight_version)
+        return found, self.weight_version
+
     def pause(self, mode: PauseMode) -> None:
         """Stops generating; running sequences are answered (abort), queued again (retract) or frozen (in_place)."""
         self.paused = True
@@ -185,7 +206,45 @@ class Scheduler:
             self.waiting += len(sequences)
 
     def resume(self) -> None:
+        """Ends a pause. Raises Refused while memory is released, or came back without weights."""
+        self._refuse_without_memory()
         self.paused = False
+
+    def _refuse_without_memory(self) -> None:
+        if self.released or self._no_weights:
+            kind, remedy = next(iter(self.released), "weights"), "POST /resume_memory_occupation, then load the weights"
+            raise Refused("the engine has released memory that it needs", field="tags", value=kind, remedy=remedy)
+
+    def release_memory(self, kinds: list[MemoryKind]) -> None:
+        """Frees the KV cache, the weights or both, and pauses. Weights are lost. Raises Refused, and changes nothing then."""
+        if again := sorted(self.released.keys() & set(kinds)):
+            remedy = "POST /resume_memory_occupation first"
+            raise Refused("this memory is released already", field="tags", value=again[0], remedy=remedy)
+        if self.rows.sequences:
+            running = len(self.rows.sequences)
+            raise Refused("requests run", field="requests", value=running, remedy="POST /pause_generation with mode retract")
+        if "weights" in kinds and self.adapters.paths():
+            remedy = "unload the adapters, or leave it out"
+            raise Refused("adapters belong to these weights", field="tags", value="weights", remedy=remedy)
+        self.paused = True
+        for kind in kinds:
+            found = [(storage, storage.nbytes()) for storage in self.model.storages(kind)]
+            for storage, _ in found:
+                storage.resize_(0)
+            self.released[kind] = found
+        self.model.forget()
+
+    def resume_memory(self, kinds: list[MemoryKind]) -> None:
+        """Allocates memory that was released; weights have no values before the next update. Raises Refused."""
+        if other := sorted(set(kinds) - self.released.keys()):
+            raise Refused("this memory was not released", field="tags", value=other[0], remedy="leave it out")
+        for kind in kinds:
+            for storage, size in self.released.pop(kind):
+                storage.resize_(size)
+            if kind == "weights":
+                self._no_weights = True
+            else:
+                self.model.cache.release()
 
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
         """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
@@ -193,6 +252,9 @@ class Scheduler:
         Raises BadWeights or Refused, and changes nothing then: rows frozen by an in-place pause need their cache, so
         unlike SGLang nothing is loaded when it cannot be flushed.
         """
+        if "weights" in self.released:
+            remedy = "POST /resume_memory_occupation"
+            raise Refused("the memory of the weights is released", field="tags", value="weights", remedy=remedy)
         if flush_cache and self.rows.sequences:
             remedy = "send flush_cache=false, or pause with mode retract or abort"
             raise Refused("rows frozen by an in-place pause keep their cache", field="flush_cache", value=True, remedy=remedy)
@@ -202,9 +264,10 @@ class Scheduler:
                 self.model.path = source
             else:
                 copy_tensors(self.model.module, source)
+            self._no_weights = False
         if version is not None:
             self.set_version(version)
-        if flush_cache:
+        if flush_cache and "kv_cache" not in self.released:
             self.model.cache.release()
         return self.waiting + len(self.rows) if self.paused else 0
 
@@ -226,14 +289,19 @@ class Scheduler:
     def set_version(self, version: str) -> None:
         """Renames the weights; tokens generated from now on count as `version`."""
         self.weight_version = version
-        for sequence, count in zip(self.rows.sequences, self.rows["count"].tolist(), strict=True):
+        for sequence, count in zip(self.rows.sequences, self.rows.counts(), strict=True):
             sequence.note_version(version, count)
 
 
-def _reason(sequence: Sequence, stopped: bool) -> dict[str, Any]:
-    if stopped:
-        return {"type": "stop", "matched": sequence.tokens[-1]}
+def _reason(sequence: Sequence, matched: int | str | None) -> dict[str, Any]:
+    if matched is not None:
+        return {"type": "stop", "matched": matched}
     return {"type": "length", "length": len(sequence.tokens)}
+
+
+def _not_finite(version: str) -> LogitsNotFinite:
+    remedy = "look for a diverged training step; load other weights"
+    return LogitsNotFinite("the model's logits are not finite", field="weight_version", value=version, remedy=remedy)
 
 
 def _aborted(message: str) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """New weights, from safetensors files or from memory, checked before anything is copied: a bad update changes nothing."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ServiceError
+from learning.hub_names import from_hub, hub_shapes, to_hub
 
 
 class BadWeights(ServiceError):
@@ -24,15 +25,20 @@ def load_into(module: Any, directory: Path) -> None:
     Raises BadWeights when a file is missing or damaged, a name is missing or unknown, a shape differs, or a number is
     not finite; the model is then unchanged.
     """
-    wanted, found = own_tensors(module), _read(directory)
+    wanted, found = hub_shapes(module, _own(module)), _read(directory)
     if missing := sorted(wanted.keys() - found.keys()):
         raise BadWeights(f"{len(missing)} tensors are missing", field="model_path", value=missing[0])
     check_tensors(module, found)
     copy_tensors(module, {name: found[name] for name in wanted})
 
 
-def own_tensors(module: Any) -> dict[str, Tensor]:
-    """Returns the tensors of the model's weights by name; a shared tensor has its first name."""
+def own_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the model's weights by their names in its files; a shared tensor has its first name."""
+    own = _own(module)
+    return to_hub(module, own.items(), own)
+
+
+def _own(module: Any) -> dict[str, Tensor]:
     everything = module.state_dict()
     names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
     return {name: everything[name] for name in names if name in everything}
@@ -40,20 +46,24 @@ def own_tensors(module: Any) -> dict[str, Tensor]:
 
 def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     """Raises BadWeights when a name is unknown, a shape differs, or a number is not finite."""
-    everything = module.state_dict()
-    if unknown := sorted(tensors.keys() - everything.keys()):
+    known = hub_shapes(module, module.state_dict())
+    if unknown := sorted(tensors.keys() - known.keys()):
         raise BadWeights(f"{len(unknown)} tensors are not of this model", field="name", value=unknown[0])
     for name, tensor in tensors.items():
-        if tensor.shape != everything[name].shape:
-            raise BadWeights(f"the model has {list(everything[name].shape)}", field=name, value=list(tensor.shape))
-        if not bool(torch.isfinite(tensor).all()):
+        if tensor.shape != known[name].shape:
+            raise BadWeights(f"the model has {list(known[name].shape)}", field=name, value=list(tensor.shape))
+        if tensor.is_floating_point() and tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
             raise BadWeights("has values that are not finite", field=name)
 
 
 def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
-    """Copies checked tensors into the model in place."""
-    everything = module.state_dict()
-    for name, tensor in tensors.items():
+    """Copies checked tensors into the model in place. Raises BadWeights for a part of what the model has as one tensor."""
+    own, everything = from_hub(module, tensors), module.state_dict()
+    for name, tensor in own.items():
+        if tensor.shape != everything[name].shape:
+            message = f"only a part came: the model has {list(everything[name].shape)}"
+            raise BadWeights(message, field=name, value=list(tensor.shape))
+    for name, tensor in own.items():
         everything[name].copy_(tensor)
 
 

@@ -21,11 +21,12 @@ class CallerAuth:
     Where the run has no token, it refuses what a web page could have sent (`services.http.callers`).
 
     `/health` answers without credentials, since probes have none; `scope["known"]` says whether it may give details. So do
-    `open_paths`: files of a page that asks for the token itself.
+    `open_paths`: files of a page that asks for the token itself. Paths below `keyed_path` have keys of their own, which the app
+    checks.
     """
 
-    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset()) -> None:
-        self.app, self._token, self._open = app, token(), open_paths | {"/health"}
+    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), keyed_path: str = "") -> None:
+        self.app, self._token, self._open, self._keyed = app, token(), open_paths | {"/health"}, keyed_path
         self._check = CallerCheck(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,7 +34,11 @@ class CallerAuth:
         scope["known"] = known
         if self._token is None and scope["type"] == "http" and (refusal := self._check.refusal(scope)):
             await error_response(refusal, scope)(scope, receive, send)
-        elif known or (known is None and scope.get("method") == "GET" and scope["path"] in self._open):
+        elif (
+            known
+            or (known is None and scope.get("method") == "GET" and scope["path"] in self._open)
+            or (self._keyed and scope["type"] == "http" and scope["path"].startswith(self._keyed))
+        ):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

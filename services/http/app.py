@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import json
 import logging
@@ -53,6 +54,7 @@ def create_app(
     fails: tuple[int, ...] = (),
     open_paths: frozenset[str] = frozenset(),
     access_level: int = logging.INFO,
+    keyed_path: str = "",
 ) -> FastAPI:
     """Returns a FastAPI app with the parts that all services share.
 
@@ -68,6 +70,7 @@ def create_app(
         fails: error statuses of any call, beside those of `EVERYWHERE`.
         open_paths: paths whose GET needs no token, like `/health`: files that hold nothing of a run.
         access_level: log level of requests that succeed.
+        keyed_path: paths that begin so need no token: their handlers check a key before they read a body.
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
@@ -85,7 +88,9 @@ def create_app(
     app.state.metrics = metrics
     app.state.load = load
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(CallerAuth, open_paths=open_paths)  # runs before Admission: a body without a token is not read
+    app.add_middleware(
+        CallerAuth, open_paths=open_paths, keyed_path=keyed_path
+    )  # runs before Admission: a body without a token is not read
     app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
@@ -197,11 +202,28 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
         remedy = "end the process that uses the port, or set another one"
+        if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: the name is not known
+            raise ConfigError(reason, field="host", value=host, remedy="name an address of this machine") from None
         raise ConfigError(reason, field="port", value=port, remedy=remedy) from None
     # asyncio sets it only for sockets with an explicit protocol; without it every answer takes 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
     return sock
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
+    """Serves an app, and runs its lifespan, in the loop of the caller."""
+    host, port = sock.getsockname()
+    server = Server(app, host, port)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        server.should_exit = True
+        await task
 
 
 def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:

@@ -60,6 +60,7 @@ _REASONS = {
     401: "The token is missing or wrong",
     403: "The request could be a web page's of another site",
     404: "Not found",
+    410: "The session has ended",
     408: "The rest of the body did not arrive",
     409: "The request conflicts with the state of the service; do not retry",
     413: "The body is too large",

@@ -137,10 +137,15 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups/reset_fresh")
     async def reset_fresh(
-        request: Request, from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None
+        request: Request,
+        from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
+        step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
     ) -> dict[str, int]:
-        """Drops all groups that were not acknowledged, and with `from_position` all from there on in the prompt stream."""
-        dropped = await worker.call(buffer.reset_fresh, from_position)
+        """Drops all groups that were not acknowledged, and with `from_position` all from there on in the prompt stream.
+
+        With `step`, what was sampled in later steps no longer counts as sampled.
+        """
+        dropped = await worker.call(buffer.reset_fresh, from_position, step)
         if dropped:
             _note(request, f"{dropped} groups were dropped (reset_fresh)")
         return {"dropped": dropped}

@@ -27,11 +27,14 @@ from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRe
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.replay import sampling
+from services.replay.reuse import ReuseIndex
 from services.replay.store import AddResult, GroupRow, Lease, Store
 
 log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
+_MAX_UNSEEN = 10_000
+"""Groups that may be added until the index of answers is updated, though nobody samples."""
 
 
 class Experience(Wire):
@@ -81,9 +84,8 @@ class ReplayBuffer:
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
-        self._index = sampling.ReuseIndex(self.store.consumed_rows())
-        self._answers: sampling.AnswerIndex | None = None
-        """Made by the first `sample_experiences`."""
+        self._index = ReuseIndex(self.store.consumed_rows())
+        self._answers, self._added = sampling.AnswerIndex(self.store.rewards()), 0
 
     def close(self) -> None:
         """Moves everything into one file and closes it; what does not fit there stays in the log beside it."""
@@ -113,6 +115,9 @@ class ReplayBuffer:
         rows = [_row(group, f"groups[{i}]") for i, group in enumerate(groups)]
         added = self.store.add(rows, self.capacity)
         self._index.drop_until(added.removed_until)
+        self._added += added.added
+        if self._added > _MAX_UNSEEN:
+            self._update_answers()
         return added
 
     def take(self, request: TakeRequest) -> Lease | None:
@@ -147,10 +152,13 @@ class ReplayBuffer:
         self._index.append(consumed)
         return len(consumed)
 
-    def reset_fresh(self, from_position: int | None = None) -> int:
-        """Drops every group that is not consumed, and all from `from_position` of the prompt stream on; returns how many."""
-        dropped = self.store.reset_fresh(from_position)
-        self._index = sampling.ReuseIndex(self.store.consumed_rows())
+    def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
+        """Drops every group that is not consumed, and all from `from_position` of the prompt stream on; returns how many.
+
+        Draws for reuse after `step` no longer count.
+        """
+        dropped = self.store.reset_fresh(from_position, step)
+        self._index = ReuseIndex(self.store.consumed_rows())
         return dropped
 
     # ------------------------------------------------------------ reuse
@@ -163,16 +171,13 @@ class ReplayBuffer:
         """
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
             return Sampled(before[0], np.array(before[1], np.float32))
-        eligible = self._index.eligible(request.min_version, request.max_times_sampled)
-        chances = sampling.probabilities(self._index.rows["priority"][eligible], request.priority_exponent)
-        included = sampling.inclusion(chances, request.count)
-        chosen = sampling.draw(included, np.random.default_rng(request.seed))
-        if len(chosen) == 0:
-            return Sampled([], np.zeros(0, np.float32))
-        weights = sampling.importance_weights(included, chosen, request.importance_exponent).astype(np.float32)
-        slots = eligible[chosen]
-        blobs = self.store.reuse(self._index.rows["order"][slots].tolist(), weights.tolist(), request.request_id)
-        self._index.rows["times_sampled"][slots] += 1
+        conditions = request.min_version, request.max_times_sampled, request.priority_exponent, request.importance_exponent
+        orders, chosen = self._index.draw(request.count, request.seed, *conditions)
+        weights = chosen.astype(np.float32)
+        if not orders:
+            return Sampled([], weights)
+        blobs = self.store.reuse(orders, weights.tolist(), request.request_id, request.step)
+        self._index.drawn(orders)
         return Sampled(blobs, weights)
 
     def set_priorities(self, update: PriorityUpdate) -> int:
@@ -202,7 +207,7 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Forgets all groups and experiences; the counters stay."""
         self.store.clear()
-        self._index = sampling.ReuseIndex([])
+        self._index = ReuseIndex([])
 
     def add_experiences(self, experiences: list[Experience]) -> int:
         """Stores experiences; returns the size of the buffer."""
@@ -213,11 +218,7 @@ class ReplayBuffer:
 
     def sample_experiences(self, count: int, prioritized: bool, seed: int | None) -> list[Experience]:
         """Returns up to `count` different answers, the completions of groups included (`sampling.draw_by_reward`)."""
-        if self._answers is None:
-            self.store.watch_changes()
-            self._answers = sampling.AnswerIndex(self.store.rewards())
-        elif (changes := self.store.changed_rewards())[0]:
-            self._answers.update(*changes)
+        self._update_answers()
         found = []
         for slot in sampling.draw_by_reward(self._answers.rewards, count, prioritized, np.random.default_rng(seed)).tolist():
             key, number = self._answers.place(slot)
@@ -232,6 +233,11 @@ class ReplayBuffer:
                 )
             )
         return found
+
+    def _update_answers(self) -> None:
+        if (changes := self.store.changed_rewards())[0]:
+            self._answers.update(*changes)
+        self._added = 0
 
     def _check_size(self, completions: int, field: str) -> None:
         if completions > self.capacity:
@@ -278,7 +284,7 @@ def _row(group: Group, where: str) -> GroupRow:
         rewards=rewards.astype("<f4").tobytes(),
         reward_sum=float(rewards.sum(dtype=np.float64)),
         positive=int((rewards > 0).sum()),
-        correct=sum(completion.correct for completion in group.completions),
+        correct=sum(c.correct for c in group.completions) if all(c.verified for c in group.completions) else -1,  # not known
         created=group.created_at,
         data=data,
     )

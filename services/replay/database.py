@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ConfigError, InvalidInput, ServiceError
-from common.storing import StorageFailed
+from common.storing import StorageFailed, cure, damage
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
@@ -108,7 +108,7 @@ CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNOR
 CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-NEW.key); END;
 CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-OLD.key); END;
 """
-"""Keys of what was added or removed since `/sample` last looked, from its first call on; those of lone experiences negative."""
+"""Keys of what was added or removed since the index of `/sample` was last updated; those of lone experiences negative."""
 
 
 class Full(ServiceError):
@@ -140,7 +140,7 @@ class Database:
             try:
                 self._check()
                 self.db.execute(_SAMPLES)
-                self.db.executescript(_SUMS)
+                self.db.executescript(_SUMS + _CHANGES)
                 self.committed = self.totals()
                 self._compare_counts()
             except BaseException:
@@ -173,8 +173,7 @@ class Database:
             os.close(directory)
 
     def _check(self) -> None:
-        problem = self.db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if problem != "ok":
+        if problem := damage(self.db, "quick_check"):
             raise self._unusable(problem)
         self._check_layout()
 
@@ -184,14 +183,13 @@ class Database:
             raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")
 
     def _unusable(self, why: str) -> ConfigError:
-        in_use, full = "locked" in why, "full" in why or "No space" in why
-        trouble = "is in use by another process" if in_use else "cannot be made" if full else "cannot be read"
-        remedy = "end the other process" if in_use else "restore the file from a copy, or move it away to start empty"
+        remedy = cure(why, "restore the file from a copy, or move it away to start empty")
+        trouble = {"end the other process": "is in use by another process", "free disk space": "cannot be made"}
         return ConfigError(
-            f"the replay store {trouble}: {why}",
+            f"the replay store {trouble.get(remedy, 'cannot be read')}: {why}",
             field="state_dir",
             value=str(self.path),
-            remedy="free disk space" if full else remedy,
+            remedy=remedy,
         )
 
     @property
@@ -285,10 +283,6 @@ class Database:
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
                 raise
-
-    def watch_changes(self) -> None:
-        """Notes in `changes` what is added and removed from now on."""
-        self.db.executescript(_CHANGES)
 
     def counter(self, name: str) -> float:
         (value,) = self.db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()

@@ -23,9 +23,9 @@ class Reading(Database):
     def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
         """Returns the groups without contents, in the order they were added, optionally only those in one state."""
         query = (
-            "SELECT id, prompt_id, state, version, position, completions, correct, reward_sum / completions AS mean_reward, "
-            "priority, times_sampled, created FROM groups WHERE state = :state OR :state IS NULL "
-            "ORDER BY key LIMIT :limit OFFSET :offset"
+            "SELECT id, prompt_id, state, version, position, completions, NULLIF(correct, -1) AS correct, "
+            "reward_sum / completions AS mean_reward, priority, times_sampled, created FROM groups "
+            "WHERE state = :state OR :state IS NULL ORDER BY key LIMIT :limit OFFSET :offset"
         )
         return self._rows(query, state=state, limit=limit, offset=offset)
 

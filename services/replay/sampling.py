@@ -121,37 +121,3 @@ def _flat(rows: list[tuple[int, bytes]]) -> tuple[Int64, Int64, Float32]:
     sizes = [0, *(len(rewards) // 4 for _, rewards in rows)]
     joined = np.frombuffer(b"".join(rewards for _, rewards in rows), "<f4")
     return np.array([key for key, _ in rows], np.int64), np.cumsum(sizes), joined
-
-
-class ReuseIndex:
-    """In-memory fields of the consumed groups that sampling needs.
-
-    `rows` is a structured array, oldest consumed first. `order` numbers the consumed groups: it ascends and identifies a group
-    in the store.
-    """
-
-    _FIELDS = np.dtype([("order", np.int64), ("version", np.int64), ("priority", np.float64), ("times_sampled", np.int64)])
-
-    def __init__(self, rows: list[tuple[int, int, float, int]]) -> None:
-        """Builds the index from (order, version, priority, times_sampled) of each group, by order."""
-        self.rows = np.array(rows, self._FIELDS)
-
-    def append(self, rows: list[tuple[int, int, float, int]]) -> None:
-        """Adds newly consumed groups."""
-        self.rows = np.concatenate([self.rows, np.array(rows, self._FIELDS)])
-
-    def drop_until(self, order: int) -> None:
-        """Forgets the groups consumed up to and including `order`."""
-        self.rows = self.rows[np.searchsorted(self.rows["order"], order, side="right") :]
-
-    def set_priorities(self, updates: list[tuple[int, float]]) -> None:
-        """Sets priorities by order; the last one counts for a repeated group."""
-        new = np.array(updates, [("order", np.int64), ("priority", np.float64)])
-        self.rows["priority"][np.searchsorted(self.rows["order"], new["order"])] = new["priority"]
-
-    def eligible(self, min_version: int, max_times_sampled: int | None) -> Int64:
-        """Returns the indices of the groups that may be reused."""
-        mask = self.rows["version"] >= min_version
-        if max_times_sampled is not None:
-            mask &= self.rows["times_sampled"] < max_times_sampled
-        return np.flatnonzero(mask)

@@ -241,17 +241,27 @@ class Store(Reading):
                 consumed.append((order, row[2], row[3], 0))
         return consumed
 
-    def reset_fresh(self, from_position: int | None) -> int:
+    def reset_fresh(self, from_position: int | None, step: int | None) -> int:
         """Drops every group that was not consumed, and with `from_position` every one from there on in the prompt stream.
 
-        Their ids may be added again.
+        Their ids may be added again. With `step`, takes back what `reuse` counted in later steps.
         """
         with self.transaction():
             query = "DELETE FROM groups WHERE state != 'consumed' OR position >= ?"  # nothing is >= NULL
             dropped = self.db.execute(query, (from_position,)).rowcount
             self.db.execute("DELETE FROM takes")
             self.count("dropped", dropped)
+            if step is not None:
+                self._take_back(step)
         return dropped
+
+    def _take_back(self, step: int) -> None:
+        for key, answer in self.db.execute("SELECT key, answer FROM samples").fetchall():
+            orders, _, *drawn_at = json.loads(answer)
+            if any(at is not None and at >= step for at in drawn_at):
+                query = "UPDATE groups SET times_sampled = times_sampled - 1 WHERE consumed = ?"
+                self.db.executemany(query, [(order,) for order in orders])
+                self.db.execute("DELETE FROM samples WHERE key = ?", (key,))
 
     # ------------------------------------------------------------ reuse
 
@@ -260,13 +270,13 @@ class Store(Reading):
         query = "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
         return self.db.execute(query).fetchall()
 
-    def reuse(self, orders: list[int], weights: list[float], request_id: str | None) -> list[bytes]:
+    def reuse(self, orders: list[int], weights: list[float], request_id: str | None, step: int | None) -> list[bytes]:
         """Returns the consumed groups with these numbers, counts one more sampling of each, and remembers them by request."""
         with self.transaction():
             query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
             self.db.executemany(query, [(order,) for order in orders])
             if request_id is not None:
-                answer = json.dumps([orders, weights])
+                answer = json.dumps([orders, weights, step])
                 self.db.execute("INSERT INTO samples (request_id, answer) VALUES (?, ?)", (request_id, answer))
                 query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
                 self.db.execute(query, (_REMEMBERED_REQUESTS,))
@@ -277,7 +287,7 @@ class Store(Reading):
         row = self.db.execute("SELECT answer FROM samples WHERE request_id = ?", (request_id,)).fetchone()
         if row is None:
             return None
-        orders, weights = json.loads(row[0])
+        orders, weights, *_ = json.loads(row[0])
         found = [(self._consumed_blob(order), weight) for order, weight in zip(orders, weights, strict=True)]
         return [blob for blob, _ in found if blob is not None], [weight for blob, weight in found if blob is not None]
 

@@ -19,12 +19,12 @@ class RewardModelFunction(DetailedRewardFunction):
     Args:
         model: a name on the hub or a local directory.
         batch_size: chats in one forward pass.
-        device: `auto` is a GPU where there is one.
+        device: `auto` is a GPU where there is one; an error where one is assigned and cannot be used.
         dtype: `auto` is bfloat16 on a GPU and float32 on a CPU.
         max_tokens: longest chat.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has more than two outputs.
+        ConfigError: the model cannot be loaded, or has more than two outputs; there is no GPU to use (`choose_device`).
     """
 
     name = "reward_model"
@@ -41,12 +41,15 @@ class RewardModelFunction(DetailedRewardFunction):
         try:
             import torch
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
         except ImportError as error:
             problem, remedy = f"a reward model needs torch and transformers: {error}", "pip install 'rlhf-math[trainer]'"
             raise ConfigError(problem, field="reward.functions", value="reward_model", remedy=remedy) from None
+        from learning.device import choose_device
+
         self._torch = torch
-        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        precision = ("bfloat16" if self._device == "cuda" else "float32") if dtype == "auto" else dtype
+        self._device = choose_device(device, "device")
+        precision = ("bfloat16" if self._device.type == "cuda" else "float32") if dtype == "auto" else dtype
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = AutoModelForSequenceClassification.from_pretrained(

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from common.schemas import RewardStatus
 from common.security import TOKEN
-from services.reward.sandbox.inside import WALL_TIMES, Meter
 from services.reward.turns import Turns
+from services.sandbox.inside import WALL_TIMES, Meter
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,10 @@ class CallFailed(Exception):
     def __init__(self, status: RewardStatus, reason: str, always: bool = False) -> None:
         self.status, self.always = status, always
         super().__init__(reason)
+
+
+class _NotBegun(CallFailed):
+    """The worker had died before it read the message: not the fault of this one."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,16 @@ class _Worker:
     writer: asyncio.StreamWriter
     pid: int
     answered: int = 0
+    began: bool = False
+    """Whether it has read the last message."""
 
     async def exchange(self, message: bytes) -> bytes:
         """Sends a line and returns the answer. Raises OSError or EOFError when the process has died."""
+        self.began = False
         self.writer.write(message + b"\n")
         await self.writer.drain()
+        await self.reader.readexactly(1)
+        self.began = True
         line = await self.reader.readuntil()
         self.answered += 1
         return line[:-1]
@@ -80,6 +89,47 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.writer.close()
+
+
+class ForkServer:
+    """The process that loads a module once and forks workers from then on; starts with the first one."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self, connection: socket.socket) -> None:
+        """Makes a worker that answers on `connection`. Raises OSError when the process is gone."""
+        socket.send_fds(self._started(), [b"w"], [connection.fileno()])
+
+    def _started(self) -> socket.socket:
+        """Returns the control socket of the process, and starts one unless it is running."""
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                self.spec.command(),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                process_group=0,
+                env={name: value for name, value in os.environ.items() if name != TOKEN},  # workers process untrusted text
+            )
+        return self._control
+
+    def end(self) -> None:
+        """Ends the process and its workers."""
+        if self._process is None or self._control is None:
+            return
+        self._control.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 class WorkerPool:
@@ -112,8 +162,7 @@ class WorkerPool:
         self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
         self._missing = asyncio.Semaphore(workers + spec.spares)
         self._started_once = asyncio.Event()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._server = ForkServer(spec)
         self._filling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -128,7 +177,7 @@ class WorkerPool:
             if isinstance(worker := self._idle.get_nowait(), _Worker):
                 worker.kill()
         self.problem = "the graders have ended"
-        await asyncio.to_thread(self._end_process)
+        await asyncio.to_thread(self._server.end)
 
     async def ready(self) -> None:
         """Returns when as many workers have started as can be at work."""
@@ -142,28 +191,27 @@ class WorkerPool:
         self.unfinished += 1
         try:
             async with self._turns.turn(batch or object()):
-                worker, keep = await self._worker(), False
-                try:
-                    answer = await self._answer(worker, message)
-                    keep = self.spec.answers is None or worker.answered < self.spec.answers
-                    return answer
-                finally:
-                    if keep:
-                        self._idle.put_nowait(worker)
-                    else:
-                        self._replace(worker)
+                for _ in range(self.size + self.spec.spares):  # all that may have died while they were idle
+                    with contextlib.suppress(_NotBegun):
+                        return await self._try(message)
+                return await self._try(message)
         finally:
             self.unfinished -= 1
 
-    async def _worker(self) -> _Worker:
-        """Returns an idle worker. Raises CallFailed when none can be started."""
-        while True:
-            worker = await self._idle.get()
-            if isinstance(worker, CallFailed):
-                raise worker
-            if not worker.reader.at_eof():
-                return worker
-            self._replace(worker)  # it died while idle: not the fault of this answer
+    async def _try(self, message: bytes) -> bytes:
+        """Returns the answer of an idle worker. Raises CallFailed, also when no worker can be started."""
+        worker, keep = await self._idle.get(), False
+        if isinstance(worker, CallFailed):
+            raise worker
+        try:
+            answer = await self._answer(worker, message)
+            keep = self.spec.answers is None or worker.answered < self.spec.answers
+            return answer
+        finally:
+            if keep:
+                self._idle.put_nowait(worker)
+            else:
+                self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
         worker.kill()
@@ -184,7 +232,8 @@ class WorkerPool:
                 wait_s = _LOOK_S if over else max(_LOOK_S, self.timeout_s - used_s)
             return exchange.result()
         except (OSError, EOFError, asyncio.LimitOverrunError):
-            raise CallFailed("died", "its worker died, or its answer is too long") from None
+            kind = CallFailed if worker.began else _NotBegun
+            raise kind("died", "its worker died, or its answer is too long") from None
         finally:
             exchange.cancel()
 
@@ -213,7 +262,7 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._started(), [b"w"], [theirs.fileno()])
+                self._server.fork(theirs)
             except OSError as error:
                 ours.close()
                 raise CallFailed("died", f"the process that forks graders is gone: {error}") from None
@@ -234,30 +283,3 @@ class WorkerPool:
         except BaseException:
             writer.close()
             raise
-
-    def _started(self) -> socket.socket:
-        """Returns the control socket of the fork server, and starts one unless it is running."""
-        if self._control is not None and self._process is not None and self._process.poll() is None:
-            return self._control
-        if self._control is not None:
-            self._control.close()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                self.spec.command(),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                process_group=0,
-                env={name: value for name, value in os.environ.items() if name != TOKEN},  # workers process untrusted text
-            )
-        return self._control
-
-    def _end_process(self) -> None:
-        if self._process is None or self._control is None:
-            return
-        self._control.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()

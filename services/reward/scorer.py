@@ -14,6 +14,7 @@ from common.hub import check_model
 from common.observe import Metrics
 from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from common.sections import RewardSection
+from common.topology import assigned_gpus
 from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
@@ -22,7 +23,7 @@ from services.reward.functions.programs import CodeRewardFunction
 from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
-from services.reward.sandbox.cases import parse_cases
+from services.sandbox.cases import parse_cases
 
 _CHECK_S = 300.0
 _MODEL_START_S = 1800.0  # a large model is downloaded first
@@ -99,6 +100,7 @@ class RewardScorer:
                 self._hosts[name] = ThreadHost(judge, None, config.judge_concurrency, call_items=1)
             elif name == "reward_model":  # a process of its own: the server never loads torch
                 check_model(config.reward_model_name, "reward.reward_model_name")
+                _check_gpu()
                 arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
                 model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
                 spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)
@@ -250,14 +252,26 @@ def _check_cases(item: RewardItem, where: str) -> None:
 def _custom(path: str) -> dict[str, Any]:
     """Returns the specification of a user's function, which a separate process has made once to check it and get its name."""
     spec: dict[str, Any] = {"target": path, "arguments": {}}
-    command = WorkerSpec(_CALLS, {"functions": [spec]}).command(check=True)
+    remedy = "package.module:Class of a RewardFunction that needs no arguments"
+    output = _tried(WorkerSpec(_CALLS, {"functions": [spec]}), path, remedy)
+    return spec | {"name": json.loads(output)[0]}
+
+
+def _check_gpu() -> None:
+    """Raises ConfigError when this node was given GPUs and torch, which this process never loads, cannot use them."""
+    if assigned_gpus() is not None:
+        _tried(WorkerSpec("services.reward.device", {}), "reward_model", "on a node without GPUs it scores on the CPU")
+
+
+def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
+    """Returns the last line of a process that makes the handler of `spec` once. Raises ConfigError when it cannot."""
     try:
+        command = spec.command(check=True)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
         output = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
         if done.returncode == 0:
-            return spec | {"name": json.loads(output)[0]}
+            return output
         problem = output or "the process that tried the reward function died"
     except subprocess.TimeoutExpired:
         problem = f"the reward function was not made within {_CHECK_S:.0f} s"
-    remedy = "package.module:Class of a RewardFunction that needs no arguments"
-    raise ConfigError(problem, field="reward.functions", value=path, remedy=remedy)
+    raise ConfigError(problem, field="reward.functions", value=function, remedy=remedy)

@@ -2,7 +2,8 @@
 
 This process loads a module once and then forks a worker for every socket that it receives on its standard input, so a killed
 worker is replaced in milliseconds. When its standard input ends, because the server closed it or was killed, it ends all
-its workers and itself. A worker sends its process id, or `error: ` and the reason, then answers line by line.
+its workers and itself. A worker sends its process id, or `error: ` and the reason, then answers line by line: it sends one
+byte when it has read a line, and then the answer.
 """
 
 import contextlib
@@ -55,6 +56,7 @@ def _work(connection: socket.socket, make: Make, memory_mb: int | None) -> None:
         stream.write(f"{os.getpid()}\n")
         stream.flush()
         for line in stream:
+            connection.send(b"b")  # if the worker dies from now on, it died on this line
             stream.write(f"{handle(line)}\n")
             stream.flush()
 

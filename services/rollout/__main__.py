@@ -1,11 +1,14 @@
 """`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until SIGTERM.
 
-Exit status 2 means a wrong setting, 1 an engine that failed to start several times in a row.
+Exit status `setting_status()` means a wrong setting, also one that the engine refuses, 1 an engine that failed to start
+several times in a row.
 """
 
 from common.config import Config, fail, main
+from common.errors import ConfigError
+from common.hub import text_config
 from common.observe import Metrics, setup_logging
-from common.topology import ROLLOUT, Topology
+from common.topology import ROLLOUT, Topology, setting_status
 from services.http.app import serve
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
@@ -17,6 +20,8 @@ def run(config: Config) -> None:
     """Serves until SIGTERM. Raises ConfigError when a setting or a port cannot be used."""
     topology = Topology.from_env()
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
+    if config.rollout.engine == "sglang":
+        text_config(config.model.name, ask_hub=True)  # which the command depends on
     engine_command(config, topology, config.model.name, "default")  # checks the settings before anything starts
     if topology.node_rank == 0:
         router_command(config, topology)
@@ -26,7 +31,7 @@ def run(config: Config) -> None:
     settings = f"{node} model={config.model.name} engine={config.rollout.engine} router={config.rollout.router}"
     serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port), settings)
     if agent.fatal is not None:
-        fail(agent.fatal, status=1)
+        fail(agent.fatal, setting_status() if isinstance(agent.fatal, ConfigError) else 1)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,7 @@ class Agent:
             log.warning("could not deregister this engine from the router: %s", str(error) or "no answer")
 
     async def _launch_engine(self) -> list[str]:
+        await self._follower.turn()
         # Fails when another process listens on the port, which would answer in the engine's place.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
         newest = self._follower.newest
@@ -257,7 +258,7 @@ class Agent:
         while True:
             await asyncio.sleep(_PAUSE_CHECK_S)
             async with self._engine_api.changing:
-                if not self.state.in_traffic or self.state.updating:
+                if not self.state.in_traffic or self.state.updating or self._engine_api.asleep:
                     continue
                 try:
                     if await self._engine_api.is_paused():

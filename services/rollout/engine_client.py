@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import httpx
 from common.clients import Client
 from common.config import Config
 from common.errors import ConfigError, ServiceError, shorten
+from common.hub import text_config
 from common.schemas import WeightManifest, adapter_name
 from common.sections import RolloutSection
 from common.security import tls
@@ -41,6 +44,10 @@ _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
 """Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
 
 
+_WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Kinds of model whose attention windows SGLang 0.5.21 does not have: every token attends to all before it."""
+
+
 class LoadFailed(ServiceError):
     """The engine did not load new weights (502)."""
 
@@ -63,9 +70,11 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
         "weight-version": weight_version,
         "max-running-requests": rollout.max_running_requests,
     }
+    head = ["--enable-fp32-lm-head"] if config.model.fp32_head else []
     if rollout.engine == "embedded":
         options = {**common, "max-context-tokens": rollout.max_context_tokens, "seed": seed}
-        return [sys.executable, "-m", "services.engine", *to_options(options)]
+        options |= {"device": rollout.device, "dtype": config.model.dtype}
+        return [sys.executable, "-m", "services.engine", *to_options(options), *head]
     on_cpu = rollout.device == "cpu"
     options = {
         **common,
@@ -76,18 +85,45 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     }
     if on_cpu:
         options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
+    if window := _unknown_window(model_path):
+        lengths = {"sampling": config.sampling.max_new_tokens, "evaluation": config.evaluation.max_new_tokens or 0}
+        if too_long := [section for section, length in lengths.items() if length >= window]:
+            reason = (
+                f"SGLang computes this model without its attention window of {window} tokens, which completions would leave"
+            )
+            remedy = f"below {window}, or rollout.engine=embedded"
+            field, value = f"{too_long[0]}.max_new_tokens", lengths[too_long[0]]
+            raise ConfigError(reason, field=field, value=value, remedy=remedy)
+        options["context-length"] = window
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    flags = ["--enable-metrics", *(_CPU_FLAGS if on_cpu else ()), *trust, *_lora_options(config), *rollout.engine_args]
+    saver = ["--enable-memory-saver"] if rollout.colocate else []
+    own = [*saver, *(_CPU_FLAGS if on_cpu else head)]
+    flags = ["--enable-metrics", *own, *trust, *_lora_options(config), *rollout.engine_args]
     tls_options = {"ssl-certfile": files.certificate, "ssl-keyfile": files.key} if (files := tls()).certificate else {}
     return [*run_module(str(_sglang_python(rollout)), "sglang.launch_server"), *to_options(options | tls_options), *flags]
 
 
 def engine_env(config: Config) -> dict[str, str]:
     """Returns the variables to add to the engine's environment."""
-    if config.rollout.engine == "embedded" or config.rollout.device != "cpu":
+    if config.rollout.engine == "embedded":
         return _ENV
+    if config.rollout.device != "cpu":
+        return _ENV | config.rollout.nccl_env() | toolkit_env(Path(config.rollout.engine_python), os.environ)
     offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # it asks the hub even for local models
     return _ENV | _CPU_ENV | offline
+
+
+def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables by which SGLang finds what it compiles kernels with: ninja and nvcc of its own environment.
+
+    A toolkit that `env` names is kept. Without one it is that of the wheels, which `jobgroup/setup.sh` completes; without them
+    SGLang looks for the system's.
+    """
+    programs, named = python.absolute().parent, env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    wheels = sorted(programs.parent.glob("lib/python3*/site-packages/nvidia/cu*/bin/nvcc"))
+    home = Path(named) if named else wheels[-1].parents[1] if wheels else None
+    found = [str(programs), *([str(home / "bin")] if home else []), env.get("PATH", os.defpath)]
+    return {"PATH": os.pathsep.join(found)} | ({"CUDA_HOME": str(home)} if home else {})
 
 
 def _sglang_python(rollout: RolloutSection) -> Path:
@@ -101,6 +137,13 @@ def _sglang_python(rollout: RolloutSection) -> Path:
         remedy = f"{install} and name its Python here, or set rollout.engine=embedded"
         raise ConfigError("there is no Python with sglang", field="rollout.engine_python", value=str(python), remedy=remedy)
     return python
+
+
+def _unknown_window(model_path: str) -> int | None:
+    """Returns the attention window of a model that SGLang computes without it; within so many tokens it makes no difference."""
+    shape = text_config(model_path)
+    windowed = shape.get("use_sliding_window", True) and shape.get("model_type") in _WITHOUT_WINDOWS
+    return shape.get("sliding_window") if windowed else None
 
 
 def _lora_options(config: Config) -> list[str]:
@@ -121,6 +164,16 @@ def adapters_kept(config: Config) -> int:
     return config.trainer.max_staleness + 2
 
 
+def released_memory(config: Config) -> list[str]:
+    """Returns the kinds of memory (SGLang's tags) that a sleeping engine releases; none when it has GPUs of its own.
+
+    Weights come back without their values, which the next version brings. An adapter does not, so its base model stays.
+    """
+    if not config.rollout.colocate:
+        return []
+    return ["kv_cache"] if config.lora.publishes_adapter else ["kv_cache", "weights"]
+
+
 def to_options(options: dict[str, object]) -> list[str]:
     """Returns the words `--name value` of a command line."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -135,24 +188,29 @@ class EngineClient(Client):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.changing = asyncio.Lock()
+        self.asleep: list[str] = []
+        """The kinds of memory that the engine has released."""
 
     async def weight_version(self) -> str:
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
 
     async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
-        """Replaces the weights; running requests pause and continue with the new ones.
+        """Replaces the weights; running requests pause and continue with the new ones. A sleeping engine wakes up.
 
         Raises LoadFailed or ServiceError when the engine does not confirm the version. It resumes with the old weights
-        first, unless it holds no whole version (`whole` false).
+        first, unless it holds no whole version (`whole` false), or was asleep.
         """
         try:
-            await self.pause()
+            if not self.asleep:
+                await self.pause()
+            await self._wake("weights", timeout_s)
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
             response = await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
             if _field(response, "success") is not True:
                 raise LoadFailed(f"the engine did not load weights {version}: {shorten(response.text)}")
+            await self._wake("kv_cache", timeout_s)  # after the loading, which needs memory of its own
         except ServiceError:
-            if whole:
+            if whole and not self.asleep:
                 await self.resume()
             raise
         await self.resume()
@@ -160,6 +218,18 @@ class EngineClient(Client):
 
     async def pause(self) -> None:
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
+
+    async def sleep(self, memory: list[str], timeout_s: float) -> None:
+        """Pauses and releases these kinds of memory; requests wait. Raises ServiceError when the engine may still hold it."""
+        await self.pause()
+        await self._once("/release_memory_occupation", {"tags": memory}, timeout_s)
+        self.asleep = list(memory)
+
+    async def _wake(self, memory: str, timeout_s: float) -> None:
+        """Has the engine take back one kind of memory, if it has released it: asked twice SGLang ends."""
+        if memory in self.asleep:
+            await self._once("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
+            self.asleep.remove(memory)
 
     async def is_paused(self) -> bool:
         """Whether an engine that answers is not ready to generate: both kinds of engine say 503 while paused."""
@@ -176,12 +246,18 @@ class EngineClient(Client):
 
         Raises LoadFailed when the engine refuses or does not answer.
         """
+        response = await self._once(path, body, timeout_s)
+        if _field(response, "success") is not True:
+            raise LoadFailed(f"the engine refused {path}: {shorten(response.text)}")
+
+    async def _once(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
         except (httpx.TransportError, OSError) as error:
             raise LoadFailed(f"the engine did not answer {path}: {error or type(error).__name__}") from None
-        if not response.is_success or _field(response, "success") is not True:
+        if not response.is_success:
             raise LoadFailed(f"the engine refused {path}: {shorten(response.text)}")
+        return response
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
         """Returns for each GPU the checksums of all tensors by their names in the engine. Raises ServiceError."""
@@ -204,6 +280,9 @@ class EngineClient(Client):
         one that names an unloaded adapter is refused (400). The engine's version label stays that of the model it started
         with. Unloading waits for the requests that use an adapter. Raises LoadFailed or ServiceError when the engine refuses.
         """
+        if self.asleep:
+            await self._wake("kv_cache", timeout_s)
+            await self.resume()
         name = adapter_name(manifest.run_id, manifest.version)
         loaded = await self.adapters()
         if name not in loaded:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from common.errors import ServiceError
+from common import child
+from common.errors import ConfigError, ServiceError
 from common.logs import structured
 from common.security import SecretRedactor
+from common.topology import WRONG_SETTING
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
@@ -43,11 +45,11 @@ class Child:
         self._pump = asyncio.create_task(self._copy_output())
 
     @classmethod
-    async def start(cls, name: str, command: list[str], env: Mapping[str, str], log_file: Path) -> Self:
-        """Starts `command` with `env` added to the environment; its output is appended to `log_file`."""
+    async def start(cls, name: str, words: list[str], env: Mapping[str, str], log_file: Path) -> Self:
+        """Starts `words` with `env` added to the environment; its output is appended to `log_file`."""
         log_file.parent.mkdir(parents=True, exist_ok=True)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), *command),
+            *child.command(words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -165,6 +167,7 @@ class Supervised:
         self.starts = 0
         self.pid: int | None = None
         self._crashes = self._failed_starts = 0
+        self._status: int | None = None
         self._restart_reason: str | None = None
 
     def restart(self, reason: str) -> None:
@@ -174,11 +177,15 @@ class Supervised:
     async def run(self) -> None:
         """Keeps the child alive until cancelled; then sends SIGTERM, and SIGKILL after 10 seconds.
 
-        Raises ChildFailed, with the end of the output, after several failed starts in a row.
+        Raises ChildFailed, with the end of the output, after several failed starts in a row, and ConfigError at once when the
+        child ends with `WRONG_SETTING`.
         """
         while True:
             tail, reason = await self._run_once()
             log.error("%s: %s", self.name, reason)
+            if self._status == WRONG_SETTING:
+                said = tail.strip().rpartition("\n")[2].removeprefix("error: ")
+                raise ConfigError(f"{self.name} refuses its settings: {said}", remedy=f"see {self._log_file}")
             if self._failed_starts >= self._timing.max_failed_starts:
                 raise ChildFailed(
                     f"{self.name} failed to start {self._failed_starts} times in a row, at last: {reason}\n"
@@ -190,7 +197,7 @@ class Supervised:
 
     async def _run_once(self) -> tuple[str, str]:
         """Runs the child once. Returns the end of its output and why it ended."""
-        self._restart_reason = None
+        self._restart_reason = self._status = None
         self.starts += 1
         self._failed_starts += 1  # until it is healthy
         grace_s, tail, started = 0.0, "", time.monotonic()
@@ -225,7 +232,8 @@ class Supervised:
             while True:
                 await asyncio.wait({ended}, timeout=self._timing.probe_s if self.up else min(0.1, self._timing.probe_s))
                 if ended.done():
-                    return f"the process ended with status {ended.result()}"
+                    self._status = ended.result()
+                    return f"the process ended with status {self._status}"
                 if self._restart_reason is not None:
                     return self._restart_reason
                 problem, now = await self._probe(), time.monotonic()

@@ -31,6 +31,8 @@ class NodeState:
     """Attempts since the engine's start that the engine failed."""
     detail: str = ""
     draining: bool = False
+    asleep: bool = False
+    """Whether it is the trainer's turn on the GPUs, and the engine holds no memory there: it sleeps, or waits to be started."""
 
     def engine_up(self, serves: WeightId | None) -> None:
         self.engine, self.serves, self.failed_loads = "up", serves, 0
@@ -40,6 +42,7 @@ class NodeState:
     def engine_down(self, reason: str) -> None:
         """Records that the engine has ended; it is being restarted."""
         self.engine, self.serves, self.admitted, self.updating, self.detail = "failed", None, False, False, reason
+        self.asleep = False
 
     def update_done(self, serves: WeightId) -> None:
         self.updating, self.serves = False, serves
@@ -58,6 +61,8 @@ class NodeState:
     @property
     def worker_state(self) -> WorkerState:
         """The state that the trainer sees."""
+        if self.asleep:
+            return "asleep"
         if self.engine != "up":
             return self.engine
         if self.updating:

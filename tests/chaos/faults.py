@@ -11,6 +11,8 @@ PROCESSES = (
     *("data-server", "reward-server", "grader", "replay-buffer", "router"),
     *("engine-0", "engine-1", "agent-0", "agent-1", "trainer-0", "trainer-1"),
 )
+EPISODE_PROCESSES = ("environment-0", "environment-1", "engine-0", "engine-1", "router")
+"""What an episode runs on."""
 NODES = (
     *("data-server-0", "reward-server-0", "replay-buffer-0"),
     *("rollout-server-0", "rollout-server-1", "ppo-trainer-0", "ppo-trainer-1"),
@@ -22,6 +24,10 @@ EVERYTHING: tuple[Choice, ...] = (
     *(("stop", name) for name in PROCESSES),
     *(("cut", name) for name in PROCESSES if name not in _WITHOUT_CONNECTIONS),
     *(("preempt", name) for name in NODES),
+)
+EPISODES: tuple[Choice, ...] = (
+    *((kind, name) for kind in ("kill", "stop", "cut") for name in EPISODE_PROCESSES),
+    ("preempt", "environment-server-1"),
 )
 
 

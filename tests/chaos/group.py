@@ -20,6 +20,7 @@ from trainer.observe.run_dir import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
+TOOLS_YAML = YAML.with_name("rlhf-math-tools-jobgroup.yaml")
 _RESTART = re.compile(r"restart \d+ of (\S+) \(at most")
 _FOLLOW_S = 0.05
 
@@ -103,9 +104,20 @@ class Group:
     def _command(self) -> list[str]:
         yaml = self.folder / "jobgroup.yaml"
         # Chaos kills more often than a person would let it: the number of restarts is not what is looked at.
-        yaml.write_text(YAML.read_text().replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000"))
+        episodes = "RLHF_ENVIRONMENT__NAME" in self.settings
+        yaml.write_text(
+            (TOOLS_YAML if episodes else YAML).read_text().replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000")
+        )
         command = [sys.executable, "-m", "jobgroup.local", str(yaml), "--log-dir", str(self.folder / "logs")]
-        settings = {"RUN_DIR": str(self.run_dir), "STATE_DIR": str(self.state_dir), "OMP_NUM_THREADS": "1", **self.settings}
+        if episodes:
+            command += ["--num-nodes", "environment-server=2"]
+        settings = {
+            "RUN_DIR": str(self.run_dir),
+            "STATE_DIR": str(self.state_dir),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        settings |= self.settings
         for name, value in settings.items():
             command += ["--env", f"{name}={value}"]
         return command

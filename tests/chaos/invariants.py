@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.schemas import Group
+from common.wire import decode
 from trainer.observe.run_dir import read_lines
 
 _LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is left out after")
@@ -48,6 +50,9 @@ class Evidence:
     evaluations: list[dict[str, Any]]
     left_out: set[int] = field(default_factory=set)
     """Positions that the log says were tried too often."""
+    group_size: int = 0
+    episodes: dict[str, Group] = field(default_factory=dict)
+    """The stored groups, by id, of a run on episodes of `tests.support.own_environments:Ponders`."""
     status: int = 0
     processes: list[str] = field(default_factory=list)
     """That are still there."""
@@ -59,7 +64,7 @@ class Evidence:
 
 def violations(run: Evidence) -> list[str]:
     """What does not hold, in words; empty when all is well."""
-    checks = (_ended, _steps, _exactly_once, _acknowledged, _handed_out_once, _weight_versions, _accuracy)
+    checks = (_ended, _steps, _exactly_once, _acknowledged, _handed_out_once, _weight_versions, _episodes, _accuracy)
     return [f"{check.__name__[1:]}: {problem}" for check in checks for problem in check(run)]
 
 
@@ -137,10 +142,31 @@ def _weight_versions(run: Evidence) -> list[str]:
     return found
 
 
+def _episodes(run: Evidence) -> list[str]:
+    """A group that was trained on has all its episodes, whole: each turn that its environment has seen, and no others."""
+    found = []
+    for group in run.trained() if run.episodes else ():
+        stored = run.episodes[group["id"]]
+        if (numbers := [each.episode for each in stored.completions]) != list(range(run.group_size)):
+            found.append(f"group {stored.id} has the episodes {numbers} instead of {run.group_size} of one sequence each")
+        for each in stored.completions:
+            where = f"episode {each.episode} of group {stored.id}"
+            sampled = sum(turn.end - turn.start for turn in each.turns)
+            if each.mask is None or int(each.mask.sum()) != sampled or any(each.logprobs[each.mask == 0]):
+                found.append(f"{where}: its mask is not its turns")
+            steps = round(1000 * (each.components.get("steps") or 0.0))
+            cut = each.finish_reason == "length"  # the environment does not see an answer that was cut
+            if not steps <= len(each.turns) <= steps + cut:
+                found.append(f"{where} has {len(each.turns)} turns, and its environment has seen {steps}")
+    return found
+
+
 def _accuracy(run: Evidence) -> list[str]:
-    """The run learned what it learns undisturbed."""
+    """The run learned what it learns undisturbed. These episodes teach nothing."""
     if not run.evaluations or run.evaluations[-1]["step"] != run.steps:
         return ["there is no evaluation at the end"]
+    if run.episodes:
+        return []
     reached = run.evaluations[-1]["accuracy"]
     return [f"{reached:.3f}, below {run.target_accuracy}"] if reached < run.target_accuracy else []
 
@@ -151,6 +177,13 @@ def read_replay(path: Path) -> tuple[dict[str, tuple[str, int, str]], dict[str, 
         rows = db.execute("SELECT id, state, position, prompt_id FROM groups").fetchall()
         counters = {name: int(value) for name, value in db.execute("SELECT name, value FROM counters")}
     return {name: (state, position, prompt) for name, state, position, prompt in rows}, counters
+
+
+def read_groups(path: Path) -> dict[str, Group]:
+    """All groups in the file of a replay-buffer that has ended."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        groups = [decode(data, Group) for (data,) in db.execute("SELECT data FROM blobs")]
+    return {group.id: group for group in groups}
 
 
 def read_cursor(path: Path) -> int:
@@ -178,5 +211,7 @@ def read_evidence(run_dir: Path, state_dir: Path, seen: list[list[dict[str, Any]
         counters=counters,
         cursor=read_cursor(state_dir / "data" / "stream.db"),
         evaluations=read_lines(run_dir / "evaluations.jsonl"),
+        group_size=config["sampling"]["group_size"],
+        episodes=read_groups(state_dir / "replay" / "replay.db") if config["environment"]["name"] else {},
         left_out={int(position) for _, position in _LEFT_OUT.findall(logs)},
     )

@@ -1,6 +1,7 @@
 """`python -m tests.chaos.run`: the whole job group under seeded faults, one run per seed, and a report of what it took.
 
-`--seeds 0,1,2 --steps 60 --faults 30 --json FILE`. Exit status 1 when an invariant did not hold; `make chaos` runs it.
+`--seeds 0,1,2 --steps 60 --faults 30 --json FILE`; `--episodes` trains on episodes, with two nodes of environment-server, and
+hits what they run on. Exit status 1 when an invariant did not hold; `make chaos` runs it.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.faults import Fault, schedule
+from tests.chaos.faults import EPISODES, EVERYTHING, Fault, schedule
 from tests.chaos.group import ROOT, Group, wait_gone
 from tests.chaos.inject import inject
 from tests.chaos.invariants import read_evidence, violations
+from tests.support.own_environments import PONDERS
 
 BATCH = 16
 TARGET_ACCURACY = 0.6
@@ -48,6 +50,8 @@ class Outcome:
     """Groups, since the last start of the trainer; their prompts were tried again."""
     left_out: int = 0
     """Prompts that were tried too often."""
+    episodes: int = 0
+    """Episodes that were trained on."""
 
 
 def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0) -> dict[str, str]:
@@ -74,6 +78,11 @@ def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0
     }
 
 
+def episode_settings() -> dict[str, str]:
+    """What a run on episodes has beside `settings`. They teach nothing, so it is not looked at whether they were learned."""
+    return {"RLHF_ENVIRONMENT__NAME": PONDERS, "RLHF_ENVIRONMENT__DEADLINE_S": "120"}
+
+
 def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: int, limit_s: float) -> Outcome:
     """Runs the group in `folder` under these faults, and judges it."""
     group, began = Group(folder, values), time.monotonic()
@@ -97,6 +106,7 @@ def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: i
         violations=problems,
         dropped=evidence.metrics[-1]["dropped"],
         left_out=len(evidence.left_out),
+        episodes=len(evidence.trained()) * evidence.group_size if evidence.episodes else 0,
     )
 
 
@@ -122,7 +132,8 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
             f"seed {outcome.seed}: {len(outcome.faults)} of {outcome.planned} faults in {outcome.seconds:.0f} s, "
             f"{outcome.steps} steps with those done again, accuracy {accuracy}, dropped {outcome.dropped}, "
             f"prompts left out {outcome.left_out}, "
-            f"{len(outcome.violations)} invariants violated"
+            + (f"{outcome.episodes} episodes trained on, " if outcome.episodes else "")
+            + f"{len(outcome.violations)} invariants violated"
         )
         for problem in outcome.violations:
             console.print(f"  {problem}", style="red", markup=False)
@@ -138,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--faults", type=int, default=30, help="of one run")
+    parser.add_argument("--episodes", action="store_true", help="train on episodes, and hit what they run on")
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
     parser.add_argument("--limit", type=float, default=2400, help="seconds of one run")
     parser.add_argument("--keep", type=Path, help="where the folders of runs stay; else only of those that fail")
@@ -145,10 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     console, outcomes = Console(width=120, highlight=False), []
     for seed in (int(text) for text in options.seeds.split(",")):
-        faults = schedule(seed, options.steps, options.faults, HOLD_S)
+        choices = EPISODES if options.episodes else EVERYTHING
+        faults = schedule(seed, options.steps, options.faults, HOLD_S, choices)
         folder = Path(tempfile.mkdtemp(prefix=f"chaos-seed{seed}-", dir=options.keep))
         # Every other seed trains a version behind, where groups overtake one another.
         values = settings(options.base_model.resolve(), options.steps, seed, max_staleness=seed % 2)
+        values |= episode_settings() if options.episodes else {}
         console.print(f"seed {seed}: {len(faults)} faults in {options.steps} steps, in {folder}")
         outcomes.append(chaos(folder, values, faults, seed, options.limit))
         report(outcomes[-1:], console)

@@ -25,6 +25,7 @@ _MODULES = {
     "replay-buffer": ("-m", "services.replay"),
     "engine": ("-m", "services.engine"),
     "agent": ("-m", "services.rollout"),
+    "environment": ("-m", "services.environment"),
     "trainer": ("-u", "-m", "trainer"),
 }
 """What follows the interpreter in the command line."""
@@ -110,6 +111,8 @@ def find(target: str, running: list[Process]) -> Process | None:
     fitting = [process for process in running if process.argv[1 : 1 + len(words)] == words]
     if target not in _MODULES:  # one of several: trainer ranks are numbered as the nodes, with one process a node
         fitting = [process for process in fitting if process.node.endswith(f"-{rank}")]
+    if name == "environment":  # not the process that keeps it alive
+        fitting = [process for process in fitting if "ENVIRONMENT_SUPERVISED" in process.env]
     return next(iter(fitting), None)
 
 
@@ -123,6 +126,8 @@ def health_url(target: str, config: Config, running: list[Process]) -> str | Non
         "engine": ("rollout-server", rollout.engine_port),
         "agent": ("rollout-server", rollout.agent_port),
         "rollout-server": ("rollout-server", rollout.agent_port),
+        "environment": ("environment-server", config.environment.port),
+        "environment-server": ("environment-server", config.environment.port),
     }
     if target == "router":
         node, port = "rollout-server-0", rollout.router_port

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from common.schemas import Completion, Group, Turn
 from tests.chaos.invariants import Evidence, violations
 
 STEPS, BATCH = 4, 2
@@ -177,3 +179,47 @@ def test_bounded_staleness_may_be_as_old_as_it_says(good: Evidence) -> None:
     _old_weights(good)
     good.max_staleness = 1
     assert violations(good) == []
+
+
+def episode(number: int, turns: int = 3, steps: int = 3, observed: int = 0) -> Completion:
+    """An episode of turns of two tokens, each with an observation of one token behind it."""
+    mask = np.array([1, 1, observed] * turns, np.int32)[: 3 * turns - 1]
+    tokens, logprobs = np.arange(len(mask), dtype=np.int32), -0.5 * mask.astype(np.float32)
+    spans = [Turn(3 * i, 3 * i + 2) for i in range(turns)]
+    return Completion(
+        *(tokens, logprobs, "", "stop", [(1, 0, len(mask))]),
+        components={"steps": steps / 1000},
+        mask=mask,
+        turns=spans,
+        episode=number,
+    )
+
+
+@pytest.fixture
+def played(good: Evidence) -> Evidence:
+    """A run on groups of two episodes."""
+    good.group_size = 2
+    for name, (_, position, prompt) in good.stored.items():
+        ids = np.array([1], np.int32)
+        good.episodes[name] = Group(name, prompt, "", "", ids, [episode(0), episode(1)], position=position)
+    return good
+
+
+def test_a_good_run_on_episodes_has_nothing_to_say(played: Evidence) -> None:
+    assert violations(played) == []
+
+
+@pytest.mark.parametrize(
+    ("completions", "words"),
+    [
+        ([episode(0)], "has the episodes [0] instead of 2"),
+        ([episode(0), episode(1), episode(1)], "has the episodes [0, 1, 1] instead of 2"),
+        ([episode(0), episode(1, turns=4)], "episode 1 of group b6 has 4 turns, and its environment has seen 3"),
+        ([episode(0), episode(1, turns=2)], "episode 1 of group b6 has 2 turns, and its environment has seen 3"),
+        ([episode(0), episode(1, observed=1)], "its mask is not its turns"),
+    ],
+)
+def test_an_episode_that_is_not_whole_is_found(played: Evidence, completions: list[Completion], words: str) -> None:
+    played.episodes["b6"].completions = completions
+    found = violations(played)
+    assert any(each.startswith("episodes: ") and words in each for each in found), found

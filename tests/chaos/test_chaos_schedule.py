@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.faults import EVERYTHING, NODES, PROCESSES, schedule
+from tests.chaos.faults import EPISODE_PROCESSES, EPISODES, EVERYTHING, NODES, PROCESSES, schedule
 from tests.chaos.targets import Process, cut_connections, find, processes
 
 HOLD_S = (3.0, 5.0)
@@ -35,6 +35,20 @@ def test_everything_is_done_once_before_anything_is_done_twice() -> None:
     assert Counter((fault.kind, fault.target) for fault in faults) == dict.fromkeys(EVERYTHING, 1)
     assert {fault.target for fault in faults} == {*PROCESSES, *NODES}
     assert len({fault.target for fault in faults[:11]}) >= 10, "one target is not hit again and again at first"
+
+
+def test_chaos_of_episodes_hits_all_that_they_run_on() -> None:
+    faults = schedule(5, 100, len(EPISODES), HOLD_S, EPISODES)
+    assert {fault.target for fault in faults} == {*EPISODE_PROCESSES, "environment-server-1"}
+
+
+def test_the_environment_server_is_not_the_process_that_keeps_it_alive() -> None:
+    words = ("python", "-m", "services.environment")
+    keeper = process(1, *words, task="environment-server", rank=1)
+    server = process(2, *words, task="environment-server", rank=1)
+    server.env["ENVIRONMENT_SUPERVISED"] = "1"
+    assert find("environment-1", [keeper, server]) == server
+    assert find("environment-0", [keeper, server]) is None
 
 
 def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0) -> Process:

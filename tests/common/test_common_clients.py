@@ -1,6 +1,7 @@
 """The client keeps trying until its deadline, then says which service did not answer and why."""
 
 import asyncio
+import gzip
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -9,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from aiohttp import web
 from fastapi import FastAPI, Response
 
-from common import clients
+from common import clients, logs
 from common.clients import Client, DataClient, RewardClient, Unreachable, wait_healthy
 from common.errors import InvalidInput, ServiceError
 from common.rollout_client import GenerationFailed, completion_from_answer
@@ -238,3 +240,48 @@ async def test_many_calls_that_wait_for_one_service_are_one_line(
     said = [record.getMessage() for record in caplog.records if "waiting since" in record.getMessage()]
     assert 1 <= len(said) <= (time.monotonic() - start) / 0.3  # of 20 calls
     assert "for reward-server to answer GET /stats" in said[0]
+
+
+async def test_requests_of_bytes_behave_as_the_others_over_real_sockets() -> None:
+    """They go past httpx: retries, headers, errors, deadlines, redirects and compressed answers are the same."""
+    seen: list[web.Request] = []
+    answers = {
+        "/late": [web.Response(status=503, headers={"retry-after": "0"}), web.Response(text="done")],
+        "/bad": [web.json_response({"error": {"message": "no", "field": "n", "value": 3, "code": "bad"}}, status=422)],
+        "/zip": [web.Response(body=gzip.compress(b"x"), headers={"content-encoding": "gzip"})],
+        "/moved": [web.Response(status=302, headers={"location": "/late"})],
+    }
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request)
+        assert await request.read() == b"body"
+        if request.path == "/cut":
+            request.transport.close()  # type: ignore[union-attr]
+        return answers[request.path].pop(0) if request.path in answers else web.Response(text="?")
+
+    app = web.Application()
+    app.router.add_post("/{any}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    sent: dict[str, Any] = {"content": b"body", "headers": {"content-type": "x/y"}}
+    async with Client("service", f"http://127.0.0.1:{port}/", headers={"authorization": "Bearer t"}) as client:
+        with logs.request("the-id"):
+            assert (await client.request("POST", "/late", **sent)).text == "done"
+        for request in seen:
+            names = ("authorization", "content-type", "accept-encoding", logs.REQUEST_HEADER)
+            assert [request.headers[name] for name in names] == ["Bearer t", "x/y", "identity", "the-id"]
+        with pytest.raises(ServiceError, match="service: no") as error:
+            await client.request("POST", "/bad", **sent)
+        assert (error.value.status, error.value.field, error.value.code) == (422, "n", "bad")
+        with pytest.raises(ServiceError, match="compressed"):
+            await client.request("POST", "/zip", **sent)
+        with pytest.raises(ServiceError, match="302"):
+            await client.request("POST", "/moved", **sent)
+        with pytest.raises(Unreachable, match="/cut"):
+            await client.request("POST", "/cut", deadline_s=0.3, **(sent | {"content": "body"}))
+        await runner.cleanup()
+        with pytest.raises(Unreachable, match="Cannot connect"):
+            await client.request("POST", "/late", deadline_s=0.3, **sent)

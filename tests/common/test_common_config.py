@@ -155,6 +155,7 @@ def test_help_shows_the_settings_that_matter_and_where_the_others_are(capsys: py
     text = shown(capsys, "--help")
     listed = {name for name in names() if f"--{name} " in text}
     assert {"seed", "model.name", "algorithm.name", "trainer.batch_size", "sampling.group_size"} <= listed
+    assert {"environment.name", "teacher.url", "sampling.chat_template_kwargs", "trainer.activation_checkpointing"} <= listed
     assert 35 <= len(listed) <= 45
     assert f"{len(names()) - len(listed)} more settings: --help-all" in text
     assert "usage: python -m anything [--config FILE]" in text

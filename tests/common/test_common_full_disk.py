@@ -241,6 +241,6 @@ def test_logs_go_on_without_their_file_and_say_so_once(disk: Disk, capsys: pytes
 def test_a_manifest_that_was_cut_is_not_used(disk: Disk) -> None:
     version = disk.path / "v000001"
     version.mkdir()
-    whole = WeightManifest(version=1, run_id="r", files=[WeightFile(name="a", size=1, sha256="0" * 64)]).model_dump_json()
+    whole = WeightManifest(version=1, run_id="r", files=[WeightFile(name="a", size=1, xxh3="0" * 32)]).model_dump_json()
     (version / ".manifest.json").write_text(whole[: len(whole) // 2])
     assert WeightStore(disk.path)._stored == []

@@ -21,7 +21,7 @@ import sys, threading
 from common import watchdog
 from common.clients import DataClient
 from common.observe import setup_logging
-from trainer.background import LoopThread
+from common.loop_thread import LoopThread
 
 setup_logging("hangs")
 watchdog.LONG_S = 1.0

@@ -35,7 +35,7 @@ def completions(draw: st.DrawFn) -> Completion:
         weight_versions=[(draw(st.integers(0, 1000)), a, b) for a, b in itertools.pairwise(edges)],
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         correct=draw(st.booleans()),
-        status=draw(st.sampled_from(["ok", "unparsable", "timeout", "died", "error"])),
+        status=draw(st.sampled_from(["ok", "unparsable", "unevaluated", "timeout", "died", "error"])),
         extracted_answer=draw(st.none() | text),
         components=draw(st.dictionaries(text, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=2)),
     )

@@ -1,7 +1,8 @@
 """The targets of the contract: the embedded engine and real SGLang, each asked directly and through the real router.
 
-Real SGLang is asked when `make sglang-cpu` has installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that
-serves the model of `tests.support.engines.write_model` with --weight-version 7.
+Where there is a GPU, the embedded engine is one more target on it, in float32. Real SGLang is asked when `make sglang-cpu` has
+installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that serves the model of
+`tests.support.engines.write_model` with --weight-version 7.
 """
 
 import os
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from tests.support.engines import engine_process, router_process, sglang_is_installed, sglang_process, write_model
 
 EXTERNAL = ["external"] if os.environ.get("CONTRACT_URL") else []
-WORKERS = ["engine", "sglang"]
+WORKERS = ["engine", "gpu_engine", "sglang"]
 ROUTERS = ["router", "sglang_router"]
+ARGUMENTS = ("--weight-version", "7", "--max-running-requests", "64", "--max-context-tokens", "256", "--seed", "0")
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +34,16 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("logs") / "engine.log"
-    arguments = ("--weight-version", "7", "--max-running-requests", "64", "--max-context-tokens", "256", "--seed", "0")
-    with engine_process(model_dir, log, *arguments) as (url, _):
+    with engine_process(model_dir, tmp_path_factory.mktemp("logs") / "engine.log", *ARGUMENTS) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="session")
+def gpu_engine_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    on_gpu = ("--device", "cuda", "--dtype", "float32")
+    with engine_process(model_dir, tmp_path_factory.mktemp("logs") / "gpu.log", *ARGUMENTS, *on_gpu) as (url, _):
         yield url
 
 
@@ -74,7 +84,7 @@ def worker_url(request: pytest.FixtureRequest) -> str:
 
 
 REACHED = {"engine": ("engine", "engine"), "router": ("engine", "router"), "sglang": ("sglang", "sglang")}
-REACHED |= {"sglang_router": ("sglang", "sglang_router")}
+REACHED |= {"sglang_router": ("sglang", "sglang_router"), "gpu_engine": ("gpu_engine", "gpu_engine")}
 
 
 @pytest.fixture(params=REACHED)

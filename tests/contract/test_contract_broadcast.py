@@ -17,6 +17,7 @@ from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.weight_group import digest
 from tests.support.engine_calls import long_request, version
+from trainer.weights.comparison import Checksums
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous
 
@@ -159,9 +160,10 @@ def test_contract_a_broadcast_in_buckets_delivers_the_same_tensors_and_the_versi
     found = held(worker)
     assert found == expected(new, found)
     assert found != expected(load_file(model_dir / "model.safetensors"), found)
-    snapshot = snapshot_of(new)
-    assert snapshot.differing(1, found) == ([], len(new), len(new))  # every tensor compared, none differs
-    assert set(_one({name: tensor + 1 for name, tensor in new.items()}).differing(1, found)[0]) == set(found)
+    same = Checksums(on_gpu=False).compare(new, [found])
+    assert (same.problem, same.compared, same.total) == (None, len(new), len(new))
+    other = Checksums(on_gpu=False).compare({name: tensor + 1 for name, tensor in new.items()}, [found])
+    assert set(other.wrong) == set(found)
 
 
 def test_contract_a_broadcast_in_a_pause_shows_in_the_spans(
@@ -268,3 +270,24 @@ def _one(tensors: dict[str, Tensor]) -> HostCopy:
     snapshot = HostCopy()
     snapshot.fill(tensors.items(), 1)
     return snapshot
+
+
+def test_the_checksums_of_the_embedded_engine_are_those_of_what_was_sent_in_another_precision(
+    engine_url: str, pool: ThreadPoolExecutor, model_dir: Path
+) -> None:
+    """A trainer on a GPU sends bfloat16; an engine on a CPU holds it in float32."""
+    with httpx.Client(base_url=engine_url, timeout=60, trust_env=False) as worker:
+        trainer, before, old = Trainer(worker, pool), held(worker), version(worker)
+        sent = {name: tensor.bfloat16() for name, tensor in load_file(model_dir / "model.safetensors").items()}
+        snapshot = _one(sent)
+        worker.post("/pause_generation", json={"mode": "retract"})
+        begin(worker)
+        trainer.join_and_send(snapshot, weight_version="43", flush_cache=True)
+        assert end(worker) == 200
+        found = Checksums(on_gpu=False).compare(sent, [held(worker)])
+        assert (found.problem, found.compared) == (None, len(sent))
+        worker.post("/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": old})
+        after = held(worker)
+        assert after == expected(load_file(model_dir / "model.safetensors"), after)
+        assert set(after) == set(before)
+        trainer.leave()

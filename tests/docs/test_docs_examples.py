@@ -9,15 +9,19 @@ import pytest
 from common.config import load
 from common.sections import DataSection
 from services.data.loaders import load_split
+from services.data.worked import load_examples
 from services.reward.functions import CodeRewardFunction
 from tests.support.paths import ROOT
+from trainer.sft.settings import PURPOSE
 
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
 SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))
 
 
 def test_there_is_an_example_of_each() -> None:
-    assert {folder.name for folder in FOLDERS} == {"gsm8k_gpu", "own_reward", "ppo_critic", "lora", "code_rewards"}
+    assert {folder.name for folder in FOLDERS} == {
+        *("gsm8k_gpu", "real_model", "own_reward", "ppo_critic", "lora", "code_rewards", "tool_calculator")
+    }
     assert {path.parent for path in SETTINGS} == set(FOLDERS)
 
 
@@ -35,6 +39,24 @@ def test_the_problems_can_be_read(name: str, monkeypatch: pytest.MonkeyPatch) ->
     section: DataSection = load(["--config", str(settings)], {}).data
     assert load_split(section, "train", 0)
     assert load_split(section, "eval", 0)
+
+
+def test_the_problems_of_the_real_model_hold_out_what_they_say(tmp_path: Path) -> None:
+    from examples.real_model.problems import SIZES, main
+
+    main(tmp_path)
+    rows = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in SIZES}
+    assert {name: len(found) for name, found in rows.items()} == SIZES
+    sums = {name: {row["worked"].partition("=")[0] for row in found} for name, found in rows.items()}
+    assert not sums["test"] & (sums["train"] | sums["worked"])
+    for row in (row for found in rows.values() for row in found):
+        left, _, right = row["worked"].partition(".")[0].partition("=")
+        assert eval(left) == int(right) == int(row["answer"])  # noqa: S307 - our own sums
+    settings = ROOT / "examples" / "real_model" / "sft.yaml"
+    config = load(["--config", str(settings), "--data.source", str(tmp_path / "worked.jsonl")], {}, purpose=PURPOSE)
+    found = load_examples(config)
+    assert len(found.train) + len(found.held_out) == SIZES["worked"]
+    assert found.train[0].chat[1]["content"].startswith(" ")
 
 
 @pytest.mark.process

@@ -22,7 +22,7 @@ from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-STEPS = 30
+STEPS = 16
 pytestmark = pytest.mark.process
 
 
@@ -53,7 +53,7 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(directory / "run"),
         "STATE_DIR": str(directory / "state"),
-        "RLHF_TRAINER__CHECKPOINT_EVERY": "10",
+        "RLHF_TRAINER__CHECKPOINT_EVERY": "8",
         "OMP_NUM_THREADS": "1",
         "LOG_FORMAT": "json",
         "LOG_LEVEL": "DEBUG",

@@ -18,10 +18,11 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 10
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]  # a trainer that is killed, an engine and a grader have short tests
 
 
-def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group_file", ["rlhf-math", pytest.param("rlhf-math-onegpu", marks=pytest.mark.slow)])
+def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path: Path, group_file: str) -> None:
     run_dir, mark, output = tmp_path / "run", f"e2e-{uuid.uuid4()}", tmp_path / "output.txt"
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
@@ -35,7 +36,8 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
         "RLHF_TRAINER__EVAL_SAMPLES": "0",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(tmp_path / "logs")]
+    command = [sys.executable, "-m", "jobgroup.local", f"jobgroup/{group_file}-jobgroup.yaml"]
+    command += ["--log-dir", str(tmp_path / "logs")]
     command += ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]

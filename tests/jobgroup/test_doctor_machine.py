@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.security import SecretRedactor
+from common.topology import TORCHRUN_PORT
 from jobgroup.doctor import machine, network, storage
 from jobgroup.doctor.report import Check, Result, perform
 from tests.support.doctor_groups import plan_of
@@ -59,6 +61,19 @@ def test_values_of_secret_variables_are_hidden() -> None:
     ]
     told = Result("x", "fail", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(redactors)
     assert told == Result("x", "fail", "[secret] of model", "not [secret], [secret]")
+
+
+@linux
+def test_an_occupied_port_of_torchrun_is_told(tmp_path: Path) -> None:
+    trainer, other = (plan_of(tmp_path, {task: ""}) for task in ("ppo-trainer", "reward-server"))
+    with ExitStack() as stack:
+        with suppress(OSError):  # somebody has it already
+            stack.enter_context(socket.create_server(("", TORCHRUN_PORT)))
+        found = [result for result in network.check_ports(trainer) if result.name == f"port {TORCHRUN_PORT} of torchrun"]
+        assert [result.state for result in found] == ["fail"]
+        assert "already in use" in found[0].found
+        assert "end it" in found[0].fix
+        assert not any("torchrun" in result.name for result in network.check_ports(other))
 
 
 @linux
@@ -171,7 +186,7 @@ def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"rollout-server": ""})
     result = _only(machine.check_gpus(plan))
     assert result.state == "fail"
-    assert "rollout.engine sglang with rollout.device cuda" in result.found
+    assert "rollout.engine sglang without rollout.device cpu" in result.found
 
 
 @pytest.mark.process
@@ -192,3 +207,7 @@ def test_gpus_are_read_and_chosen_as_the_processes_will(tmp_path: Path, monkeypa
     states = [(result.name, result.state) for result in results]
     assert states == [("GPUs", "warn"), ("GPU 0", "ok"), ("GPU 1", "warn")]
     assert "process 77 (python3)" in results[2].found
+    turns = plan_of(tmp_path, {"ppo-trainer": "resources: {accelerators: 'H100:4'}\n"}, env={"RLHF_ROLLOUT__COLOCATE": "true"})
+    turns.gpus = found
+    shared = next(iter(machine.check_gpus(turns)))
+    assert (shared.state, "in turn" in shared.found) == ("ok", True)

@@ -15,12 +15,14 @@ from common.memory import engine_memory, trainer_host_bytes, trainer_memory
 from common.topology import CRITIC
 from jobgroup import spec
 from jobgroup.check import shell_faults
+from jobgroup.local.places import share_gpus
 from tests.support.model_shapes import GPU, QWEN_7B
 from tests.support.paths import ROOT
 
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
-MAIN, CPU, PPO, ONEBOX, LARGE, SPOT = (
-    ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml" for kind in ("", "-cpu", "-ppo", "-onebox", "-7b", "-spot")
+MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS = (
+    ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
+    for kind in ("", "-cpu", "-ppo", "-onebox", "-onegpu", "-7b", "-spot", "-tools")
 )
 VOLUMES = [f"--volume={path}" for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
 needs_skypilot = pytest.mark.skipif(
@@ -151,12 +153,13 @@ def test_a_fault_is_named_with_file_and_task(name: str, told: Callable[[str], li
 
 @pytest.mark.process
 @needs_skypilot
+@pytest.mark.slow
 def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     status, output = check(home=tmp_path / "home")
     assert status == 0, output
     assert "PROBLEM" not in output
     assert "WARNING" not in output
-    for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6), (ONEBOX, 5), (LARGE, 5), (SPOT, 5)):
+    for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6), (ONEBOX, 5), (ONEGPU, 5), (LARGE, 5), (SPOT, 5), (TOOLS, 6)):
         labels = [f"jobgroup/{path.name}", *([] if path in (CPU, SPOT) else [f"jobgroup/{path.name} (volumes on)"])]
         for label in labels:
             assert re.search(rf"(?m)^{re.escape(label)}\n(  .*\n){{{tasks}}}  VALID$", output), output
@@ -283,7 +286,7 @@ def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(monkeypatch: pyt
     assert f"Port {config.critic.port}." in PPO.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", [ONEBOX, LARGE, SPOT])
+@pytest.mark.parametrize("path", [ONEBOX, ONEGPU, LARGE, SPOT])
 def test_a_variant_differs_from_the_main_job_group_in_size_alone(path: Path) -> None:
     (header, *tasks), (main_header, *main_tasks) = (
         list(yaml.safe_load_all(each.read_text(encoding="utf-8"))) for each in (path, MAIN)
@@ -304,7 +307,7 @@ def test_a_variant_differs_from_the_main_job_group_in_size_alone(path: Path) -> 
         ] == marked
 
 
-@pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, LARGE, SPOT])
+@pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
 def test_every_task_finds_settings_that_go_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would load exactly this, without a GPU; its own folders aside, it is the same in all of them."""
     monkeypatch.chdir(ROOT)
@@ -315,6 +318,14 @@ def test_every_task_finds_settings_that_go_together(path: Path, monkeypatch: pyt
         == configs[0].model_dump(exclude={"state_dir": True, "trainer": {"run_dir"}})
         for config in configs
     )
+
+
+def test_one_gpu_is_asked_for_by_both_sides_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    group = spec.load(ONEGPU, {}, {}, {})
+    assert {task.name: task.gpus for task in group.tasks if task.gpus} == {ROLLOUT: 1, TRAINER: 1}
+    assert share_gpus(group.tasks, ["0"])[ROLLOUT] == share_gpus(group.tasks, ["0"])[TRAINER] == [["0"]]
+    assert all(load([], dict(task.env)).rollout.colocate for task in group.tasks)
 
 
 def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

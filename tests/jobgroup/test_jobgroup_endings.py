@@ -1,11 +1,16 @@
 """However a run ends, no process of it is left."""
 
+import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -92,3 +97,26 @@ def test_a_reader_that_goes_away_ends_the_run(local: "LocalRun") -> None:
     process.stdout.close()
     assert process.wait(timeout=400) == 129
     assert local.marked() == []
+
+
+CLOSING = """
+import asyncio, signal, sys
+from jobgroup.local.__main__ import main
+
+class Loop(asyncio.SelectorEventLoop):
+    def _close_self_pipe(self):
+        super()._close_self_pipe()
+        signal.raise_signal(signal.SIGCHLD)
+
+asyncio.DefaultEventLoopPolicy._loop_factory = Loop
+sys.exit(main())
+"""
+
+
+def test_a_process_that_ends_while_the_runner_does_leaves_no_error(local: "LocalRun") -> None:
+    (local.folder / "group.yaml").write_text(f"{HEADER}---\nname: main\nrun: exit 0\n")
+    command = [sys.executable, "-c", CLOSING, "group.yaml", "--log-dir", "logs"]
+    ended = subprocess.run(
+        command, cwd=local.folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,11 +1,14 @@
 """Packed rows give what padded rows give, for the models that permit it; the others are known beforehand."""
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from common.config import Config
 from common.errors import ConfigError
@@ -17,6 +20,7 @@ from learning.ranks import Ranks
 from learning.sharding import prepare
 from services.critic.model import load_value_model
 from tests.support.groups import VOCABULARY, off_policy_groups, whole, with_algorithm
+from tests.support.tiny_models import make
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import Scorer
 
@@ -27,19 +31,6 @@ ROWS = {
     "one-token completions": [(4, [1, 1, 1]), (1, [1])],
     "an empty completion": [(4, [0, 3]), (6, [2, 0])],
     "mixed": [(1, [30, 2]), (25, [1, 40, 3]), (7, [5]), (60, [6, 6, 6]), (2, [1])],
-}
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 PACKABLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,14 +52,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def make(kind: str, more: dict[str, Any], implementation: str | None = None) -> PreTrainedModel:
-    config = AutoConfig.for_model(kind, **{**SIZES, **more})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    with torch.no_grad():
-        for parameter in model.parameters():  # logits that differ
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+def packable(kind: str, implementation: str | None = None) -> PreTrainedModel:
+    name, more = PACKABLE[kind]
+    model: PreTrainedModel = make(name, implementation=implementation, **sizes(more))
     return model
+
+
+def sizes(more: dict[str, Any]) -> dict[str, Any]:
+    return {"vocab_size": VOCABULARY, **more}
 
 
 def rows(name: str) -> tuple[list[Int32], list[Int32]]:
@@ -104,7 +95,7 @@ def assert_same(packed: dict[str, torch.Tensor], padded: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("name", ROWS)
 def test_packing_is_padding(name: str) -> None:
-    model = make(*PACKABLE["qwen2 with GQA"])
+    model = packable("qwen2 with GQA")
     assert_same(results(model, Packed, name), results(model, Padded, name))
 
 
@@ -112,28 +103,54 @@ def test_packing_is_padding(name: str) -> None:
 @pytest.mark.parametrize("name", ["mixed", "prompts longer than completions"])
 def test_packing_is_padding_for_models_of_many_kinds(kind: str, name: str) -> None:
     """Against a model with transformers' own attention, which makes its own masks."""
-    packable = PACKABLE[kind]
-    assert_same(results(make(*packable), Packed, name), results(make(*packable, implementation="eager"), Padded, name))
+    assert_same(results(packable(kind), Packed, name), results(packable(kind, "eager"), Padded, name))
 
 
-def test_packing_is_padding_with_gradient_checkpointing() -> None:
-    model, checkpointed = (make(*PACKABLE["qwen2 with windows"]) for _ in range(2))
-    prepare(checkpointed, TrainerSection(activation_checkpointing=True), trained=True)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks at it
+@pytest.mark.parametrize(
+    ("kept", "compiled"), [(True, False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)]
+)
+def test_packing_is_padding_with_gradient_checkpointing(
+    kept: bool | Literal["selective"], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What dynamo and autograd make of the layers is at stake here, not minutes of C++ compiler.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    settings = TrainerSection(activation_checkpointing=kept, compile=compiled)
+    model, checkpointed = (packable("qwen2 with windows") for _ in range(2))
+    prepare(checkpointed, settings, trained=True, device=torch.device("cpu"))
     checkpointed.train()
-    assert_same(results(checkpointed, Packed, "mixed"), results(model, Padded, "mixed"))
+    counters.clear()
+    layout = Padded if compiled else Packed  # packed attention compiles on GPUs only
+    assert_same(results(checkpointed, layout, "mixed"), results(model, Padded, "mixed"))
+    assert (counters["stats"]["unique_graphs"] > 0) is compiled
+    assert not counters["graph_break"]
+
+
+def test_selective_checkpointing_computes_no_matrix_product_again() -> None:
+    flops = {}
+    for kept in (False, True, "selective"):
+        model = packable("qwen2 with GQA")
+        prepare(
+            model, TrainerSection.model_validate({"activation_checkpointing": kept}), trained=True, device=torch.device("cpu")
+        )
+        model.train()
+        with FlopCounterMode(display=False) as counter:
+            results(model, Packed, "mixed")
+        flops[kept] = counter.get_total_flops()
+    assert flops["selective"] == flops[False] < flops[True]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_that_cannot_be_packed_are_known(kind: str) -> None:
     name, more, reason = REFUSED[kind]
-    model = make(name, more)
+    model = make(name, **sizes(more))
     with pytest.raises(ConfigError, match=rf"({reason}).*trainer\.packing.*on.*remedy"):
         layout_for(model, "on")
     assert layout_for(model, "auto") is layout_for(model, "off") is Padded
 
 
 def test_a_packable_model_is_packed_unless_that_is_off_and_stays_what_it_is_elsewhere() -> None:
-    model = make(*PACKABLE["qwen2 with windows"])
+    model = packable("qwen2 with windows")
     ids = torch.arange(3, 33).view(2, 15)
     mask = torch.ones(2, 15).long()
     mask[0, :4] = 0
@@ -187,44 +204,3 @@ def test_values_are_the_same_packed_and_padded(config: Config) -> None:
         result.square().mean().backward()
         values.append((result.detach(), [p.grad for p in model.module.parameters() if p.grad is not None]))
     torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-4)
-
-
-def every_segment(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> torch.Tensor:
-    """What `varlen_attn` says it computes, segment by segment: the last query and the last key are of one token."""
-    results = []
-    for i in range(len(cu_seq_q) - 1):
-        q, k, v = (
-            states[ends[i] : ends[i + 1]].transpose(0, 1)
-            for states, ends in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
-        )
-        assert q.shape[1] <= max_q
-        assert k.shape[1] <= max_k
-        shift = k.shape[1] - q.shape[1]
-        allowed = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(shift + window_size[1])
-        if window_size[0] >= 0:
-            allowed = allowed.triu(shift - window_size[0])
-        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=scale, enable_gqa=enable_gqa)
-        results.append(result.transpose(0, 1))
-    return torch.cat(results)
-
-
-@pytest.mark.parametrize("kind", ["qwen2 with GQA", "qwen2 with windows"])
-@pytest.mark.parametrize("name", ROWS)
-def test_what_the_kernel_for_gpus_is_told_is_padding(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
-    """The kernel itself needs a GPU; a plain one of the same signature takes its place."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", every_segment)
-    monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
-    model = make(*PACKABLE[kind])
-    assert_same(results(model, Packed, name), results(model, Padded, name))

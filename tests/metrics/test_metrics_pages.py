@@ -1,6 +1,7 @@
 """What every service says on /metrics: standard names, all of it in docs/reference/metrics.md, and the trainer's numbers."""
 
 import re
+from dataclasses import replace
 from math import isnan
 
 import pytest
@@ -93,11 +94,15 @@ def test_before_the_first_step_nothing_is_claimed_and_then_everything_adds_up() 
     assert value("trained_tokens_total") == 200
     assert (value("updates_total", result="applied"), value("updates_total", result="skipped")) == (4, 2)
     assert value("stage_seconds_total", stage="update") == 1
-    assert (value("step_duration_seconds_count"), value("step_duration_seconds_sum")) == (2, 7)
+    assert (value("step_duration_seconds_count"), value("step_duration_seconds_sum")) == (2, 8)
     assert isnan(value("critic_value_loss")), "there is no critic"
     numbers.evaluated(Evaluation(2, 0.5, 0.1, 25, 0.8, 8, []))
     assert (value("evaluation_accuracy_ratio"), value("evaluation_standard_error_ratio")) == (0.5, 0.1)
     assert value("evaluation_pass_ratio", k="8") == 0.8
+    numbers.record(replace(record(3, {}, {}), accuracy=None), fresh_groups=3)
+    numbers.evaluated(Evaluation(3, None, None, 25, None, 8, []))
+    assert isnan(value("accuracy_ratio"))
+    assert isnan(value("evaluation_accuracy_ratio"))
     assert b"rlhf_trainer_reward 0.75" in generate_latest(metrics.registry)
 
 

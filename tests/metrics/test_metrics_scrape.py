@@ -49,6 +49,8 @@ def test_every_node_is_scraped_at_its_port_and_router_and_engines_along() -> Non
         "ppo-trainer": ["ppo-trainer-0.rlhf-math:8004"],
     }
     assert "critic-server" in targets(made(group=ROOT / "jobgroup" / "rlhf-math-ppo-jobgroup.yaml"))
+    tools = targets(made(group=ROOT / "jobgroup" / "rlhf-math-tools-jobgroup.yaml"))
+    assert tools["environment-server"] == ["environment-server-0.rlhf-math-tools:8006"]
 
 
 def test_the_token_goes_to_all_but_the_router_which_asks_for_none() -> None:

@@ -37,7 +37,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     # A folder that a .pth file names is searched, but .pth files in it are not read: an editable install there does not count.
     dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site_packages / "dependencies.pth").write_text("\n".join(sorted(dependencies)))
-    for package in (site_packages / "common", root / "work" / "services"):
+    for package in (site_packages / "common", site_packages / "benchmarks", root / "work" / "services"):
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("OWNER = 'somebody else'\n")
     return Installed(python.parent, site_packages, root / "work")

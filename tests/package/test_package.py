@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.process
 
-PACKAGES = ("common", "learning", "services", "trainer", "jobgroup")
+PACKAGES = ("common", "learning", "services", "trainer", "jobgroup", "benchmarks")
 
 
 def test_the_wheel_has_one_top_level_package_with_every_file_of_ours(wheel: Path) -> None:
@@ -25,7 +25,7 @@ def test_the_wheel_has_one_top_level_package_with_every_file_of_ours(wheel: Path
     wanted |= {"rlhf_math/py.typed", "rlhf_math/checkout/constraints.txt", "rlhf_math/checkout/pyproject.toml"}
     assert len(wanted) > 200
     assert wanted <= names
-    assert not any("tests/" in name or "benchmarks/" in name for name in names)
+    assert not any("tests/" in name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,7 @@ def test_the_wheel_has_one_top_level_package_with_every_file_of_ours(wheel: Path
         ("rlhf-local", "the job group"),
         ("rlhf-doctor", "only what this task needs"),
         ("rlhf-dashboard", "directory of a run"),
+        ("rlhf-gpu-check", "at most nine minutes"),
     ],
 )
 def test_every_script_explains_itself_by_its_own_name(installed: Installed, script: str, words: str) -> None:
@@ -103,9 +104,23 @@ def test_importing_says_which_packages_it_hides(installed: Installed) -> None:
     assert done.returncode == 0, done.stderr
     root = installed.site_packages / "rlhf_math" / "checkout"
     assert done.stdout.split() == [str(root / name / "__init__.py") for name in ("common", "services")]
-    for hidden in (installed.site_packages / "common", installed.folder / "services"):
+    others = [installed.site_packages / "common", installed.site_packages / "benchmarks", installed.folder / "services"]
+    for hidden in others:
         assert f"it hides {hidden / '__init__.py'} in this process" in done.stderr
-    assert done.stderr.count("RuntimeWarning") == 2
+    assert done.stderr.count("RuntimeWarning") == 3
+
+
+def test_a_package_of_the_name_of_our_benchmarks_may_be_imported_already(installed: Installed) -> None:
+    done = installed.python("import benchmarks, rlhf_math; print(benchmarks.OWNER)")
+    assert done.stdout.split() == ["somebody", "else"], done.stderr
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_its_sections_beside_another_package_benchmarks(installed: Installed) -> None:
+    words = ["--device", "cpu", "--small", "--only", "machine", "--out", "check"]
+    done = installed.run("rlhf-gpu-check", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "machine: " in done.stdout
 
 
 def test_a_package_that_is_imported_already_is_an_error_that_names_both(installed: Installed) -> None:

@@ -21,6 +21,7 @@ from common.schemas import AtMost, Wire
 from services.engine import control, distributed, openai, protocol
 from services.http.app import create_app
 from tests.support.apps import SERVICES, make, tiny
+from tests.support.own_environments import OPEN_SESSION
 
 _BODIES = (control, distributed, openai, protocol)
 
@@ -118,6 +119,18 @@ CALLS = [
     ("data", "/pass_rates", b'{"prompt_ids":%s,"pass_rates":[0.5],"request_id":"a"}'),
     ("data", "/seek", b"%s"),
     ("critic", "/restore", b'{"run_id":%s}'),
+    ("environment", "/episodes", b'{"request_id":"a","task":{"env":"e","columns":%s},"sampling":{"max_new_tokens":5}}'),
+    ("environment", "/episodes", b'{"request_id":"a","task":{"env":"e","messages":%s},"sampling":{"max_new_tokens":5}}'),
+    ("environment", "/episodes", b"%s"),
+    ("environment", f"/sessions/{OPEN_SESSION}/v1/chat/completions", b'{"messages":%s}'),
+    (
+        "environment",
+        f"/sessions/{OPEN_SESSION}/v1/chat/completions",
+        b'{"messages":[{"role":"user","content":"x"}],"tools":%s}',
+    ),
+    ("environment", f"/sessions/{OPEN_SESSION}/v1/responses", b'{"input":%s}'),
+    ("environment", f"/sessions/{OPEN_SESSION}/v1/messages", b'{"messages":%s}'),
+    ("environment", f"/sessions/{OPEN_SESSION}/v1/messages", b'{"messages":[{"role":"user","content":%s}]}'),
     ("engine", "/generate", b'{"input_ids":%s}'),
     ("engine", "/generate", b'{"input_ids":[1],"sampling_params":%s}'),
     ("engine", "/v1/chat/completions", b'{"messages":%s}'),
@@ -133,7 +146,7 @@ async def test_many_items_are_refused_with_a_short_error_while_others_are_answer
     name: str, base_model: Path, tmp_path: Path
 ) -> None:
     app = make(name, tiny(base_model, tmp_path, "--algorithm.name", "ppo", "--data.curriculum", "difficulty"))
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {OPEN_SESSION}"}
     life = (app if name != "agent" else create_app("x")).router.lifespan_context(app)
     async with life, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=headers) as http:
         for path, frame in [(path, frame) for service, path, frame in CALLS if service == name]:

@@ -44,6 +44,8 @@ async def test_no_request_that_a_page_can_send_changes_anything(name: str, base_
             for method in sorted(getattr(route, "methods", set()) - {"GET", "HEAD"}):
                 path = re.sub(r"{[^}]+}", "1", getattr(route, "path", ""))
                 for headers in SIMPLE:
+                    if method != "POST" and not headers.keys() & {"origin", "host", "sec-fetch-site"}:
+                        continue  # a browser asks for permission first (CORS), and no service gives it
                     answer = await http.request(method, path, content=b"{}", headers=headers)
                     assert answer.status_code in (403, 415), f"{method} {path} with {headers}"
                     assert answer.json()["error"]["remedy"], headers

@@ -10,11 +10,12 @@ from tests.support.paths import ROOT
 
 FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
-    ("services/reward/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
-    ("services/reward/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
-    ("services/reward/sandbox/remote.py", "exec"): "the data set's test of a program, in the sandbox",
-    ("services/reward/sandbox/remote.py", "pickle"): "written by the test's process, read by the program's, in the sandbox",
-    ("services/reward/sandbox/remote.py", "import_module"): "modules of the sandbox's Python, in the sandbox",
+    ("services/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
+    ("services/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
+    ("services/sandbox/program.py", "pickle"): "written by the test's process, read by the program's, in the sandbox",
+    ("services/sandbox/remote.py", "exec"): "the data set's test of a program, in the sandbox",
+    ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
+    ("services/sandbox/remote.py", "import_module"): "modules of the sandbox's Python, in the sandbox",
     ("common/imports.py", "import_module"): "what a setting of the operator's names",
     ("services/reward/worker.py", "import_module"): "modules of this project, which run the operator's functions",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import httpx
 import torch
 from fastapi import FastAPI
 
 from common.config import Config, load
 from common.observe import Metrics
+from common.rollout_client import RolloutClient
+from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
+from common.sections import EnvironmentSection
 from common.topology import Topology
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
@@ -14,16 +18,21 @@ from services.data.loaders import load_split
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
+from services.environment.app import create_environment_app
+from services.environment.service import EpisodeService
+from services.environment.template import Template
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app
+from tests.support.environments import BASE, AnsweringEngine
+from tests.support.own_environments import INSISTS, OPEN_SESSION
 from tests.support.paths import ROOT
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
 
-SERVICES = ("data", "reward", "replay", "critic", "engine", "agent", "trainer")
+SERVICES = ("data", "reward", "replay", "critic", "environment", "engine", "agent", "trainer")
 
 
 def tiny(model: Path, directory: Path, *more: str) -> Config:
@@ -48,6 +57,8 @@ def make(service: str, config: Config) -> FastAPI:
         return create_replay_app(config.replay, config.state_dir, body)
     if service == "critic":
         return create_critic_app(config)
+    if service == "environment":
+        return _environment(config, body)
     if service == "engine":
         return make_app(Engine(Model(Path(config.model.name), 64), max_running=8))
     if service == "agent":
@@ -58,3 +69,17 @@ def make(service: str, config: Config) -> FastAPI:
     metrics = Metrics("ppo-trainer")
     TrainerMetrics(metrics)
     return create_trainer_app(board, metrics)
+
+
+def _environment(config: Config, body: int) -> FastAPI:
+    """The environment-server, with engines that always answer the same."""
+    engine, metrics = AnsweringEngine(lambda _: "ok"), Metrics("environment-server")
+    stop = engine.tokenizer.eos_token_id
+    router = RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(engine.app()))
+    section = EnvironmentSection(name=config.environment.name or INSISTS)
+    service = EpisodeService(section, Template(engine.tokenizer, [stop]), router, [stop], metrics)
+    task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=300)
+    limits = EpisodeLimits(turns=500, sampled_tokens=10**6)
+    session = service.open_session(EpisodeRequest(request_id="open", task=task, sampling=sampling, limits=limits))
+    service._sessions[OPEN_SESSION] = session
+    return create_environment_app(service, body, metrics)

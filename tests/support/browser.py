@@ -84,7 +84,8 @@ class Page:
 
 
 _CHARTS = """
-return Object.fromEntries([...document.querySelectorAll(".chart")].filter((c) => c.offsetParent).map((chart) => {
+const drawn = [...document.querySelectorAll(".chart")].filter((c) => c.offsetParent && c.querySelector(".u-over"));
+return Object.fromEntries(drawn.map((chart) => {
   const canvas = chart.querySelector("canvas");
   const { left, top, width, height } = chart.querySelector(".u-over").getBoundingClientRect();
   const frame = canvas.getBoundingClientRect();

@@ -47,6 +47,9 @@ def make_batch(count: int, seed: int = 0) -> Batch:
         Row(
             each.prompt_ids,
             each.completion_ids,
+            mask=None,
+            targets=each.completion_ids,
+            episode=i,
             rollout_logprobs=np.zeros_like(each.returns),
             reward=0.0,
             weight=each.weight,
@@ -54,7 +57,7 @@ def make_batch(count: int, seed: int = 0) -> Batch:
             counts=True,
             corrected=True,
         )
-        for each in targets
+        for i, each in enumerate(targets)
     ]
     values, returns = [each.old_values for each in targets], [each.returns for each in targets]
     return Batch([], rows, group_size=1, values=values, returns=returns)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +15,13 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from common import child
 from common.config import Config
 from common.schemas import Float32
-from common.sections import LoraSection, ModelSection, RolloutSection
+from common.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
 from common.topology import Topology
 from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
@@ -74,6 +73,8 @@ def write_model(directory: Path, seed: int) -> Path:
 
 def write_adapter(directory: Path, model: Path, seed: int) -> Path:
     """A LoRA adapter of that model, of rank 4, that changes what it says."""
+    from peft import LoraConfig  # slow to import
+
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang needs the neighbours of some
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PEFT's about transformers
@@ -91,6 +92,8 @@ def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], 
     """Log-probabilities in nats of the completion's tokens by transformers and PEFT in float32."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter is not None:
+        from peft import PeftModel
+
         loaded = PeftModel.from_pretrained(loaded, adapter)
     ids = torch.tensor([[*prompt, *completion]])
     with torch.inference_mode():
@@ -104,10 +107,15 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """A process that is ready, or an error with its log. It leads a group and ends with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    wrapped = [sys.executable, "-I", "-S", str(ROOT / "services" / "rollout" / "child.py"), *command]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            wrapped, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, start_new_session=True
+            child.command(command),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
         )
     return _ready(process, log, ready, limit_s)
 
@@ -146,10 +154,10 @@ def answers(url: str) -> bool:
 
 @contextmanager
 def engine_process(model: Path, log: Path, *extra: str, port: int | None = None) -> Iterator[tuple[str, Forked]]:
-    """`python -m services.engine`; yields its URL and process."""
+    """`python -m services.engine`, on the CPU unless `extra` says otherwise; yields its URL and process."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *extra]
+    words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *extra]
     process = _ready(Forked("services.engine", *words, log=log), log, lambda: answers(f"{url}/health"))
     try:
         yield url, process
@@ -164,12 +172,15 @@ def sglang_is_installed() -> bool:
 
 
 @contextmanager
-def sglang_process(model: Path, log: Path, version: str, lora: LoraSection | None = None) -> Iterator[str]:
+def sglang_process(
+    model: Path, log: Path, version: str, lora: LoraSection | None = None, max_new_tokens: int = 256
+) -> Iterator[str]:
     """Real SGLang on this CPU, started with the command and the environment that an agent uses; yields its URL."""
     port = free_port()
     python = str(SGLANG / "bin" / "python")
     rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
-    config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection())
+    sampling = SamplingSection(max_new_tokens=max_new_tokens)
+    config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection(), sampling=sampling)
     command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
     env = engine_env(config) | Topology().loopback_env() | {"PYTHONPATH": str(PLUGIN)}
     process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=400)

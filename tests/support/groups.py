@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common.algorithm import AlgorithmSection
+from common.algorithm import RECIPES, AlgorithmSection
 from common.config import Config
 from common.schemas import Completion, Group
+from common.sections import TeacherSection
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
@@ -35,6 +36,7 @@ def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0,
                 weight_versions=[(version, 0, length)],
                 reward=reward,
                 correct=reward > 0,
+                components={"math": reward, "length": -length / 12},
             )
         )
     return Group(
@@ -57,13 +59,17 @@ def off_policy_groups() -> list[Group]:
         for completion in group.completions:
             noise = rng.normal(0, 0.3, len(completion.logprobs)).astype(np.float32)
             completion.logprobs = (np.log(1 / VOCABULARY) + noise).astype(np.float32)
+            completion.teacher_logprobs = completion.logprobs[::-1].copy()
     return groups
 
 
 def with_algorithm(config: Config, **settings: Any) -> Config:
-    """A copy with these settings of the algorithm and defaults for the rest."""
+    """A copy with these settings of the algorithm and defaults for the rest; with a teacher where the algorithm needs one."""
     changed = config.model_copy(deep=True)
-    changed.algorithm = AlgorithmSection.model_validate({"rollout_correction": "none", **settings})
+    preset = RECIPES[settings.get("name", "grpo")]
+    changed.algorithm = AlgorithmSection.model_validate({"rollout_correction": "none", **preset, **settings})
+    if changed.algorithm.advantage == "none":
+        changed.teacher = TeacherSection(url="http://127.0.0.1:1")
     return changed
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment with the wheel, this environment's dependencies, and a foreign package `common`."""
+    """A virtual environment with the wheel, this environment's dependencies, and foreign packages `common` and
+    `benchmarks`."""
 
     bin: Path
     site_packages: Path

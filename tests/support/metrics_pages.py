@@ -21,6 +21,7 @@ TITLES = {
     "reward": "reward-server",
     "replay": "replay-buffer",
     "critic": "critic-server",
+    "environment": "environment-server",
     "agent": "rollout-server (the agent of each node)",
     "engine": "rollout-engine (the embedded one)",
     "trainer": "ppo-trainer (rank 0)",

@@ -61,3 +61,8 @@ class NeedsArguments(RewardFunction):
 
 class NotAFunction:
     """No RewardFunction at all."""
+
+
+def plain_length(completions: list[str]) -> list[float | None]:
+    """A plain function, which is not meant for empty completions."""
+    return [len(text) or None for text in completions]

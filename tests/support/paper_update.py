@@ -2,7 +2,8 @@
 
 Nothing here calls the trainer's own code. Sources: PPO (arXiv:1707.06347), dual clip (1912.09729), GAE (1506.02438), GRPO
 (2402.03300), Dr. GRPO (2503.20783), RLOO (2402.14740), REINFORCE++ (2501.03262), OPO (2505.23585), GSPO (2507.18071), CISPO
-(2506.13585), DAPO (2503.14476), OPSM (2512.02556), decoupled PPO (2110.00641), adaptive KL (1909.08593), and
+(2506.13585), DAPO (2503.14476), OPSM (2512.02556), DPPO (Qi et al. 2026), IcePop (2510.18855), GDPO (2601.05242), MaxRL
+(2602.02710), SAPO (2511.20347), ALP (2506.05256), decoupled PPO (2110.00641), adaptive KL (1909.08593), and
 http://joschu.net/blog/kl-approx.html.
 """
 
@@ -115,7 +116,13 @@ class PaperUpdate:
         rewards = [completion.reward for completion in completions]
         if settings.overlong_buffer:
             expected = self.config.sampling.max_new_tokens - settings.overlong_buffer
-            rewards = [r - max(0, n - expected) / settings.overlong_buffer for r, n in zip(rewards, lengths, strict=True)]
+        shaped_by = [[-max(0.0, n - expected) / settings.overlong_buffer for n in lengths]] if settings.overlong_buffer else []
+        if settings.length_penalty:
+            size, longest = len(rows) // groups, self.config.sampling.max_new_tokens
+            rates = [sum(c.correct for c in completions[i - i % size : i - i % size + size]) / size for i in range(len(rows))]
+            scaled = [settings.length_penalty * max(rate, 1 / size) for rate in rates]
+            shaped_by.append([-each * n / longest for each, n in zip(scaled, lengths, strict=True)])
+        rewards = [reward + sum(part[i] for part in shaped_by) for i, reward in enumerate(rewards)]
         if settings.advantage == "gae":
             for row, reward, penalty, value in zip(rows, rewards, penalties, values, strict=True):
                 per_token = -penalty
@@ -139,13 +146,37 @@ class PaperUpdate:
                     "batch_normalised": centred,
                     "leave_one_out": torch.stack([r[i] - (r.sum() - r[i]) / (size - 1) for i in range(size)]),
                     "length_weighted": r - (n * r).sum() / n.sum(),
+                    "mean_normalised": centred / (r.mean() if r.any() else 1),
+                    "reward_normalised": self._gdpo(completions[first : first + size], shaped_by, first),
+                    "none": torch.zeros(size),
                 }[settings.advantage]
                 for row, advantage in zip(rows[first : first + size], found, strict=True):
                     row.advantage = advantage * torch.ones(len(row.tokens)).double()
+        if settings.advantage == "reward_normalised":
+            sums = torch.stack([row.advantage[0] for row in rows])
+            for row in rows:
+                row.advantage = (row.advantage - sums.mean()) / (sums.std() + settings.advantage_eps)
         if settings.advantage in ("gae", "batch_normalised"):
             every = torch.cat([row.advantage for row in rows if row.counts])
             for row in rows:
                 row.advantage = (row.advantage - every.mean()) / torch.sqrt(every.var() + 1e-8)
+        if self.config.teacher.url:
+            for row, completion in zip(rows, completions, strict=True):
+                assert completion.teacher_logprobs is not None
+                gap = row.start - torch.from_numpy(completion.teacher_logprobs).double()
+                row.advantage = row.advantage - self.config.teacher.coef * gap
+
+    def _gdpo(self, completions: Sequence[Completion], shaped_by: Sequence[Sequence[float]], first: int) -> Tensor:
+        """The sum of the group's normalised rewards; the batch's standard deviation is divided by later."""
+        names = completions[0].components
+        parts = [[float(c.components[name] or 0) for c in completions] for name in names]
+        weights = [self.config.reward.weights.get(name, 1) for name in names] + [1] * len(shaped_by)
+        total = torch.zeros(len(completions)).double()
+        parts += [list(each[first : first + len(completions)]) for each in shaped_by]
+        for weight, part in zip(weights, parts, strict=True):
+            r = torch.tensor(part).double()
+            total += weight * (r - r.mean()) / (r.std() + self.algorithm.advantage_eps)
+        return total
 
     def load(self, parameters: Mapping[str, Tensor]) -> None:
         """Sets the policy's parameters."""
@@ -184,7 +215,8 @@ class PaperUpdate:
         settings, advantage = self.algorithm, row.advantage
         logprobs, entropy = self.score(self.model, row.prompt, row.tokens)
         decoupled = settings.rollout_correction in ("truncate", "mask")
-        old = row.start if decoupled else row.sampled
+        rejects = (settings.geometric_low or 0) > 0 or (settings.geometric_high or 0) > 0
+        old = row.start if decoupled or rejects else row.sampled
         if settings.importance_level == "sequence":
             ratio = torch.exp((logprobs - old).mean()).detach() * torch.exp(logprobs - logprobs.detach())
         else:
@@ -192,6 +224,13 @@ class PaperUpdate:
         bounded = torch.clamp(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
         if settings.policy_loss == "cispo":
             objective, clipped = bounded.detach() * advantage * logprobs, bounded != ratio
+        elif settings.policy_loss == "dppo":
+            change = logprobs.exp() - row.sampled.exp()
+            clipped = ((advantage > 0) & (change > settings.clip_high)) | ((advantage <= 0) & (-change > settings.clip_low))
+            objective = ratio * advantage * ~clipped
+        elif settings.policy_loss == "sapo":
+            tau = torch.tensor([settings.sapo_tau_positive if a > 0 else settings.sapo_tau_negative for a in advantage])
+            objective, clipped = advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1))), torch.zeros_like(ratio)
         else:
             objective = torch.minimum(ratio * advantage, bounded * advantage)
             clipped = objective < ratio * advantage
@@ -207,7 +246,12 @@ class PaperUpdate:
             if settings.rollout_correction == "truncate":
                 objective = objective * torch.clamp(weight, max=cap)
             else:
-                objective = objective * ((weight <= cap) & (weight >= 1 / cap)) * weight
+                floor = settings.correction_floor or 1 / cap
+                objective = objective * ((weight <= cap) & (weight >= floor)) * weight
+        if rejects:
+            geometric = torch.exp((row.start - row.sampled).mean())
+            inside = (settings.geometric_low or 0) <= geometric <= (settings.geometric_high or math.inf)
+            objective = objective if inside else objective * 0
         if settings.off_policy_delta is not None:
             moved = (row.sampled - logprobs).mean() > settings.off_policy_delta
             objective = torch.where((advantage < 0) & moved, 0.0, objective)

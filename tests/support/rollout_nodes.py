@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.checksums import checksum
 from common.rollout_client import RolloutClient
 from common.schemas import WeightFile, WeightManifest, WorkerReport
 from common.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
@@ -52,6 +52,14 @@ def environment(rank: int, count: int, state_dir: Path, model: Path) -> dict[str
         "RLHF_ROLLOUT__MAX_CONTEXT_TOKENS": "128",
         "RLHF_SAMPLING__MAX_NEW_TOKENS": "32",
     }
+
+
+def flip_last_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
 
 
 class Node:
@@ -106,9 +114,9 @@ class Node:
 
 
 class Cluster:
-    """Two nodes, the trainer's weight server, and versions to publish."""
+    """Two nodes or another `count`, the trainer's weight server, and versions to publish."""
 
-    def __init__(self, directory: Path, **settings: str) -> None:
+    def __init__(self, directory: Path, count: int = 2, **settings: str) -> None:
         self.directory = directory
         self.model = directory / "model"
         torch.manual_seed(0)
@@ -117,7 +125,7 @@ class Cluster:
         tokenizer.save_pretrained(self.model)
         self.tensors = load_file(self.model / "model.safetensors")
         self.board = WeightBoard(directory / "published")
-        self.nodes = [Node(rank, 2, directory, self.model, **settings) for rank in (0, 1)]
+        self.nodes = [Node(rank, count, directory, self.model, **settings) for rank in range(count)]
 
     def publish(self, run_id: str, version: int, spoil: bool = False) -> WeightManifest:
         """Random weights of the same shapes; with `spoil` one byte differs from what the manifest says."""
@@ -126,10 +134,7 @@ class Cluster:
         shutil.copytree(self.model, target)
         weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in self.tensors.items()}
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-        files = [
-            WeightFile(name=file.name, size=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
-            for file in sorted(target.iterdir())
-        ]
+        files = [WeightFile(name=file.name, size=file.stat().st_size, xxh3=checksum(file)) for file in sorted(target.iterdir())]
         if spoil:
             self.flip_byte(version)
         manifest = WeightManifest(version=version, run_id=run_id, files=files)
@@ -138,19 +143,16 @@ class Cluster:
 
     def flip_byte(self, version: int) -> None:
         """Spoils the weights, or repairs them."""
-        with (self.board.directory / f"v{version:06d}" / "model.safetensors").open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read(1)[0]
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([last ^ 1]))
+        flip_last_byte(self.board.directory / f"v{version:06d}" / "model.safetensors")
 
     def reports(self) -> list[WorkerReport]:
         return sorted(self.board.workers(), key=lambda report: report.name)
 
     def all_serve(self, run_id: str, version: int) -> bool:
-        """Both nodes said so to the trainer and are in the router."""
+        """All nodes said so to the trainer and are in the router."""
         said = [(report.state, report.run_id, report.version) for report in self.reports()]
-        return said == [("ready", run_id, version)] * 2 and self.routed() == {node.engine_url for node in self.nodes}
+        urls = {node.engine_url for node in self.nodes}
+        return said == [("ready", run_id, version)] * len(urls) and self.routed() == urls
 
     def routed(self) -> set[str]:
         """Engines that the router sends traffic to."""

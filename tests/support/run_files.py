@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-STAGES = ("update", "publish", "evaluation", "generation", "reward", "replay", "waiting")
+STAGES = ("update", "publish", "evaluation", "stragglers", "generation", "reward", "replay", "waiting")
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import msgpack
 import schemathesis
 from schemathesis import Case, CheckContext, DeserializationContext, HookContext, Response, SerializationContext
 
-_SMALLEST = {"wait_s": 0.05, "n": 2}
+from tests.support.own_environments import INSISTS, OPEN_SESSION
+
+_SMALLEST = {"wait_s": 0.05, "n": 2, "deadline_s": 5.0}
 """Long waits and large batches are served as asked: they are no hangs, and would only take time here."""
 
 
@@ -36,6 +38,10 @@ def _with_lists(value: Any) -> Any:
 
 @schemathesis.hook
 def before_call(_: HookContext, case: "Case[Any]", kwargs: dict[str, Any]) -> None:
+    if "/sessions/" in case.path:  # the others are refused before anything is read
+        case.path_parameters["session"], case.headers["authorization"] = OPEN_SESSION, f"Bearer {OPEN_SESSION}"
+    if case.path == "/episodes" and isinstance(case.body, dict) and isinstance(task := case.body.get("task"), dict):
+        task["env"] = INSISTS
     for part in (case.query, case.body):
         _shorten(part)
 

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from common.config import Config
+from common.sections import RolloutSection
 
 
 def small_run(policy_dir: Path, directory: Path) -> Config:
     """Settings that train the model of `policy_dir` and keep everything in `directory`."""
-    config = Config()
+    config = Config(rollout=RolloutSection(engine="embedded"))
     config.model.name = str(policy_dir)
     config.trainer.learning_rate = 1e-3
     config.trainer.warmup_steps = 0

@@ -1,10 +1,14 @@
 """What the tests of the trainer share."""
 
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from common.config import Config
+from common.config import Config, load
+from services.reward.pool import ForkServer, WorkerSpec
+from tests.support.paths import ROOT
 from tests.support.small_run import small_run
 
 
@@ -15,6 +19,40 @@ def config(policy_dir: Path, tmp_path: Path) -> Config:
 
 
 @pytest.fixture
+def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
+    """A run of a few small steps on the built-in task, in a directory of its own."""
+    numbers = itertools.count()
+
+    def make(*more: str, directory: Path | None = None) -> Config:
+        place = directory or tmp_path / f"run{next(numbers)}"
+        words = [
+            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+            *("--trainer.run_dir", str(place), "--state_dir", str(place / "state")),
+            *("--trainer.batch_size", "4", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
+            *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+        ]
+        return load([*words, *more], {})
+
+    return make
+
+
+@pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the picture at the end of a run, which takes longer than a short run itself."""
     monkeypatch.setattr("trainer.observe.plots.plot_curves", lambda *_: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_graders() -> Iterator[None]:
+    """Runs of a test file share the process that forks their graders, which takes a second to load."""
+    servers: dict[str, ForkServer] = {}
+
+    def shared(spec: WorkerSpec) -> ForkServer:
+        return servers.setdefault(" ".join(spec.command()), ForkServer(spec))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.reward.pool.ForkServer", shared)
+        patch.setattr(ForkServer, "end", lambda _: None)
+        yield
+    for server in servers.values():
+        server.end()

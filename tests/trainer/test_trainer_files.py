@@ -1,7 +1,6 @@
 """Checkpoints, weight versions, the run directory and the stage clock."""
 
 import asyncio
-import hashlib
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.checksums import Hasher
 from common.config import Config
 from common.errors import ConfigError, NotFound
 from common.observe import Metrics
@@ -163,7 +163,7 @@ def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tm
     directory = tmp_path / "weights" / "v000003"
     for file in manifest.files:
         body = (directory / file.name).read_bytes()
-        assert (len(body), hashlib.sha256(body).hexdigest()) == (file.size, file.sha256)
+        assert (len(body), Hasher(body).hexdigest()) == (file.size, file.xxh3)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in manifest.files}
     published = AutoModelForCausalLM.from_pretrained(directory)
     assert torch.equal(published.lm_head.weight, policy.model.get_output_embeddings().weight)
@@ -284,7 +284,7 @@ def test_weights_over_http(config: Config, tmp_path: Path) -> None:
         manifest = http.get(f"{base}/weights/latest", params={"wait_s": 5}).json()
         for file in manifest["files"]:
             content = http.get(f"{base}/weights/0/files/{file['name']}").content
-            assert hashlib.sha256(content).hexdigest() == file["sha256"]
+            assert Hasher(content).hexdigest() == file["xxh3"]
         again = http.get(f"{base}/weights/latest", params={"after_run": "run", "after_version": 0, "wait_s": 0.2})
         assert again.json() == manifest
         assert http.get(f"{base}/weights/0/files/..%2F..%2Fconfig.json").status_code == 404

@@ -81,15 +81,20 @@ def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(
     assert stored(broken) == stored(unbroken)  # no prompt is skipped, and all have the same completions
 
 
+@pytest.mark.slow
 def test_a_killed_run_reuses_no_experience_of_lost_steps(base_model: Path, tmp_path: Path) -> None:
     """Neither is its own experience taken for that of another run, before the first checkpoint."""
     moments = (r"open w .*/step_000002\.partial/", r"os\.rename .*/step_000004\.partial")
-    # Draws of lost steps count, so a group may be drawn often.
-    attempts = train(base_model, tmp_path, moments, "--replay.reuse_ratio", "0.5", "--replay.max_times_sampled", "100")
+    attempts = train(base_model, tmp_path, moments, "--replay.reuse_ratio", "0.5", "--replay.max_times_sampled", "2")
     assert attempts == [" 0", *(f"{moment} -9" for moment in moments), " 0"]
     broken = told(tmp_path / "broken", "metrics")
     unbroken = told(tmp_path / "unbroken", "metrics")
     reused = [(line["step"], line["reused_groups"]) for line in broken]
     assert reused == [(line["step"], line["reused_groups"]) for line in unbroken]  # groups of equal rewards are not reused
+    chosen = [
+        [[group["position"] for group in line["groups"] if group["reused"]] for line in told(tmp_path / name, "groups")]
+        for name in ("unbroken", "broken")
+    ]
+    assert chosen[0] == chosen[1], "draws of lost steps count"
     assert max(count for _, count in reused) == 2
     assert positions(tmp_path / "broken") == list(range(2 * STEPS))  # every prompt once

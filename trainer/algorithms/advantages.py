@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
+
 Advantage = Callable[[Tensor, Tensor, float], Tensor]
 """(rewards, lengths, eps) -> advantages"""
 
@@ -45,6 +47,52 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(_equal(rewards), torch.zeros_like(rewards), rewards - baseline)
 
 
+def mean_normalised(rewards: Tensor) -> Tensor:
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): (r − mean) / mean within each group, 0 where no completion has a reward.
+
+    With rewards of 0 and 1 this estimates the gradient of the log of the pass rate instead of that of the pass rate. Raises
+    ConfigError for a negative reward, with which the mean is no pass rate.
+    """
+    if (rewards < 0).any():
+        raise ConfigError(
+            "MaxRL divides by the mean reward of a group, which must not be negative",
+            field="algorithm.advantage",
+            value="mean_normalised",
+            remedy=f"take rewards of at least 0 (there is one of {float(rewards.min()):g}), or another algorithm.advantage",
+        )
+    centred = group_centred(rewards)
+    return torch.where(_equal(rewards), centred, centred / rewards.mean(dim=1, keepdim=True))
+
+
+def reward_normalised(components: Tensor, weights: Tensor, eps: float = 1e-6) -> Tensor:
+    """GDPO (Liu et al. 2026, arXiv:2601.05242, eq. 4 to 6): each reward normalised within its group by itself.
+
+    The weighted sum is then divided by its standard deviation over the batch, so that the scale does not depend on the number
+    of rewards; its mean is 0 already. The sum of rewards, normalised as a whole, would be the same for groups that differ in
+    one reward and in two. Where a reward does not apply to a completion (NaN) it says nothing: the others of its group are
+    compared without it.
+
+    Args:
+        components: [rewards, groups, n]
+        weights: [rewards]
+    """
+    total = sum(weight * _normalised_where_there(each, eps) for weight, each in zip(weights, components, strict=True))
+    assert isinstance(total, Tensor), "there is at least one reward"
+    return total / (total.std(correction=1) + eps)
+
+
+def _normalised_where_there(rewards: Tensor, eps: float) -> Tensor:
+    """Returns `group_normalised` of the rewards of each group that are no NaN, and 0 for the others."""
+    there = ~rewards.isnan()
+    if there.all():
+        return group_normalised(rewards, eps)
+    found = torch.zeros_like(rewards)
+    for group, mask, own in zip(found, there, rewards, strict=True):
+        if mask.sum() > 1:
+            group[mask] = group_normalised(own[mask][None], eps)[0]
+    return found
+
+
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) and the returns A + V.
 
@@ -78,8 +126,10 @@ ADVANTAGES: dict[str, Advantage] = {
     "leave_one_out": lambda rewards, _, __: leave_one_out(rewards),
     "batch_normalised": lambda rewards, _, __: group_centred(rewards),
     "length_weighted": lambda rewards, lengths, _: length_weighted(rewards, lengths),
+    "mean_normalised": lambda rewards, _, __: mean_normalised(rewards),
+    "none": lambda rewards, _, __: torch.zeros_like(rewards),
 }
-"""The group-relative advantages by name."""
+"""The advantages by name that need no more than the rewards and lengths of a group."""
 WHITENED = ("gae", "batch_normalised")
 """The advantages that are then whitened over the tokens of the batch: PPO, and REINFORCE++ with a group baseline (Hu et al.
 2025, arXiv:2501.03262), as in the public implementations."""
@@ -92,6 +142,15 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tenso
     """
     over = (lengths - (max_new_tokens - buffer)).clamp(min=0, max=buffer)
     return -over / buffer
+
+
+def length_penalty(lengths: Tensor, pass_rates: Tensor, group_size: int, max_new_tokens: int) -> Tensor:
+    """ALP's penalty (Xiang et al. 2025, arXiv:2506.05256), to be multiplied by a coefficient and added to the rewards.
+
+    −max(pass rate, 1 / group size) · length / max_new_tokens: what is solved often should be short, and what is hard may be
+    long.
+    """
+    return -pass_rates.clamp(min=1 / group_size) * lengths / max_new_tokens
 
 
 def _check(rewards: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The training batch, the same on every rank, and the micro-batches cut from it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +9,10 @@ from torch import Tensor
 
 from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Float32, Group, Int32, TokenSequence, ValueTargets
+from common.schemas import Completion, Float32, Group, Int32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
+from learning.support import Sampled, Support
 
 Column = list[Float32]
 
@@ -28,12 +30,18 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One completion with its prompt."""
+    """One completion with its prompt. L is the number of its tokens that are trained: all that are not masked."""
 
     prompt_ids: Int32
     completion_ids: Int32
+    mask: Int32 | None
+    """1 for the tokens of the completion that are trained; None for all."""
+    targets: Int32
+    """[L] those tokens."""
     rollout_logprobs: Float32
     """[L] under the policy that sampled the completion."""
+    episode: int
+    """Number of its episode in the batch. Rows of one episode share its reward."""
     reward: float
     weight: float
     """Importance weight of its group."""
@@ -43,6 +51,10 @@ class Row:
     """Whether it counts in the loss and its normalisers."""
     corrected: bool
     """False for a reused row that counts as sampled by the policy about to be updated (`replay.corrected` false)."""
+    turns: Sequence[tuple[int, float]] = ()
+    """Trained tokens and reward of each answer of an episode."""
+    sampled: Sampled | None = None
+    """What its tokens were sampled from; None for the whole vocabulary."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -60,12 +72,15 @@ class Batch:
     rows: list[Row]
     """Every completion, group after group."""
     group_size: int
+    """Episodes of a group."""
     old_logprobs: Column | None = None
     """Log-probabilities under the policy about to be updated."""
     ref_logprobs: Column | None = None
     """Log-probabilities under the reference model."""
     values: Column | None = None
     """The critic's value of the state before each token."""
+    teacher_logprobs: Column | None = None
+    """Log-probabilities under the teacher."""
     advantages: Column | None = None
     returns: Column | None = None
     """The critic's targets."""
@@ -73,7 +88,7 @@ class Batch:
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
         """Makes the batch of `groups` for the update after `step` steps. Raises ConfigError for groups of different sizes."""
-        sizes = {len(item.group.completions) for item in groups}
+        sizes = {len(item.group.answers) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
                 f"the groups of a batch have one size, got {sorted(sizes)}",
@@ -81,21 +96,30 @@ class Batch:
                 value=config.sampling.group_size,
                 remedy="keep it as it was when the replay buffer was filled, or empty that with POST /clear",
             )
+        size = sizes.pop()
         rows = [
             Row(
-                item.group.prompt_token_ids,
+                item.group.prompt_token_ids if completion.prompt_ids is None else completion.prompt_ids,
                 completion.token_ids,
-                completion.logprobs,
+                completion.mask,
+                completion.trained(completion.token_ids),
+                completion.trained(completion.logprobs),
+                number * size + (i if completion.episode is None else completion.episode),
                 completion.reward,
                 item.weight,
                 current=completion.weight_version == step,
                 counts=not (config.algorithm.mask_truncated and completion.finish_reason == "length"),
                 corrected=config.replay.corrected or not item.reused,
+                turns=_turns(completion),
+                sampled=Sampled.of(item.group, completion),
             )
-            for item in groups
-            for completion in item.group.completions
+            for number, item in enumerate(groups)
+            for i, completion in enumerate(item.group.completions)
         ]
-        return cls(groups, rows, sizes.pop())
+        batch = cls(groups, rows, size)
+        if config.teacher.url:
+            batch.teacher_logprobs = [_taught(item.group, each) for item in groups for each in item.group.completions]
+        return batch
 
     @property
     def fresh(self) -> list[Group]:
@@ -104,12 +128,19 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Completion tokens of each row."""
-        return [len(row.completion_ids) for row in self.rows]
+        """Trained completion tokens of each row."""
+        return [len(row.targets) for row in self.rows]
+
+    @property
+    def parts(self) -> list[slice]:
+        """The rows of each group."""
+        ends = np.cumsum([len(item.group.completions) for item in self.groups]).tolist()
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def sizes(self, shared: bool) -> Sizes:
         """Sizes for cutting the batch; `shared` is that of the layout."""
-        return Sizes.of([row.prompt_ids for row in self.rows], [row.completion_ids for row in self.rows], shared)
+        prompts, completions = [row.prompt_ids for row in self.rows], [row.completion_ids for row in self.rows]
+        return Sizes.of(prompts, completions, shared, self.lengths)
 
     def sequences(self) -> list[TokenSequence]:
         """Returns the sequences that a critic values."""
@@ -129,20 +160,52 @@ class Batch:
         assert self.old_logprobs is not None
         return self.old_logprobs[row]
 
+    def start_logprobs(self) -> Column:
+        """Returns [L] for each row under the policy before the update: the trainer's own if computed, else the engine's."""
+        return self.old_logprobs or [row.rollout_logprobs for row in self.rows]
+
+    def teacher_kl(self) -> float | None:
+        """Returns the mean of log π − log π_teacher over the tokens, an estimate of KL(π ‖ teacher); None without a teacher."""
+        if self.teacher_logprobs is None:
+            return None
+        return float(np.mean(np.concatenate(self.start_logprobs()) - np.concatenate(self.teacher_logprobs)))
+
     def mean_advantages(self) -> list[list[float]]:
         """Returns the mean |advantage| of every completion, by group."""
         assert self.advantages is not None
         means = [float(np.abs(advantages).mean()) for advantages in self.advantages]
-        return [means[i : i + self.group_size] for i in range(0, len(means), self.group_size)]
+        return [means[part] for part in self.parts]
+
+
+def lay_out(layout: type[Layout], rows: Sequence[Row]) -> Layout:
+    """Returns rows as a model reads them; their trained tokens are scored."""
+    return layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows], [row.mask for row in rows])
+
+
+def _turns(completion: Completion) -> list[tuple[int, float]]:
+    """Returns trained tokens and reward of each answer of an episode."""
+    marks = np.ones(len(completion.token_ids), np.int32) if completion.mask is None else completion.mask
+    return [(int(marks[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns]
+
+
+def _taught(group: Group, completion: Completion) -> Float32:
+    """Returns the teacher's scores of a completion. Raises ConfigError where there are none."""
+    if completion.teacher_logprobs is None:
+        raise ConfigError(
+            f"group {group.id} has no scores of a teacher",
+            field="teacher.url",
+            remedy="it was stored by a run without one: empty the replay-buffer with POST /clear, or leave the setting out",
+        )
+    return completion.teacher_logprobs
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows of a batch as tensors [C], where C is the number of completion tokens of all rows together."""
+    """Rows of a batch as tensors [C], where C is the number of trained completion tokens of all rows together."""
 
     tokens: Layout
     targets: Tensor
-    """The completion tokens, row by row."""
+    """The trained completion tokens, row by row."""
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
@@ -153,7 +216,9 @@ class MicroBatch:
     rows: Tensor
     """The row that each completion token belongs to."""
     lengths: Tensor
-    """Completion length of that row."""
+    """Trained completion tokens of that row."""
+    support: Support | None
+    """The tokens from which each was sampled; None for the whole vocabulary."""
     count: int
     """Rows."""
 
@@ -161,7 +226,7 @@ class MicroBatch:
     def of(cls, batch: Batch, indices: Indices, layout: type[Layout]) -> "MicroBatch":
         """The rows of `batch` at `indices`."""
         rows = [batch.rows[i] for i in indices.tolist()]
-        lengths = np.array([len(row.completion_ids) for row in rows])
+        lengths = np.array([len(row.targets) for row in rows])
 
         def tokens(column: Column | None) -> Tensor | None:
             return None if column is None else torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()]))
@@ -172,8 +237,8 @@ class MicroBatch:
         advantages = tokens(batch.advantages)
         assert advantages is not None
         return cls(
-            tokens=layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows]),
-            targets=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
+            tokens=lay_out(layout, rows),
+            targets=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
             rollout_logprobs=torch.from_numpy(np.concatenate([batch.rollout_logprobs(i) for i in indices.tolist()])),
             old_logprobs=tokens(batch.old_logprobs),
             ref_logprobs=tokens(batch.ref_logprobs),
@@ -182,6 +247,7 @@ class MicroBatch:
             current=repeated([float(row.current) for row in rows]),
             rows=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
             lengths=torch.from_numpy(np.repeat(lengths, lengths)),
+            support=Support.of([row.sampled for row in rows], lengths.tolist()),
             count=len(rows),
         )
 

@@ -4,6 +4,7 @@ The tokens of all completions are concatenated without padding to [tokens]; `row
 each belongs to.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,30 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, 
     return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != ratio.detach()).float())
 
 
+def divergence_masked(
+    ratio: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, low: float, high: float
+) -> PolicyLoss:
+    """DPPO with the binary total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning").
+
+    The ratio is not clipped. A token is left out where an update in the direction of its advantage has already moved its
+    *probability* too far from that under the policy which sampled it: up by more than `high`, or down by more than `low`. A
+    ratio says little there: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
+    """
+    moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
+    out = torch.where(advantages > 0, moved > high, moved < -low)
+    return PolicyLoss(torch.where(out, 0.0, -advantages * ratio), ratio, out.float())
+
+
+def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio, 4/τ · σ(τ·(ρ − 1)), in the place of clipping.
+
+    Its slope is 1 at ρ = 1 and fades on both sides, the faster the larger τ: `tau_positive` for tokens with a positive
+    advantage, `tau_negative` for the others. Nothing is cut, so `clipped` is 0.
+    """
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return PolicyLoss(-advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), ratio, torch.zeros_like(ratio))
+
+
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """Estimate of KL(policy ‖ reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
 
@@ -143,11 +168,13 @@ def importance_correction(
     mode: Literal["truncate", "mask"],
     level: Literal["token", "sequence"],
     cap: float,
+    floor: float | None = None,
 ) -> Tensor:
     """Returns weights [tokens], without gradient, that correct for the difference of the engine's and the trainer's policy.
 
     w = π_trainer / π_rollout, of the token or (level `sequence`) the product over its completion. `truncate` limits it
-    to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets weights above `cap` or below 1/cap to 0.
+    to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets weights above `cap` or below `floor` (None: 1/cap)
+    to 0. `mask` by token is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
     """
     log_weight = (proximal_logprobs - rollout_logprobs).detach()
     if level == "sequence":
@@ -155,7 +182,20 @@ def importance_correction(
     weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     if mode == "truncate":
         return weight.clamp(max=cap)
-    return torch.where((weight > cap) | (weight < 1 / cap), torch.zeros_like(weight), weight)
+    return torch.where((weight > cap) | (weight < (floor or 1 / cap)), torch.zeros_like(weight), weight)
+
+
+def geometric_mask(
+    proximal_logprobs: Tensor, rollout_logprobs: Tensor, rows: Tensor, count: int, low: float | None, high: float | None
+) -> Tensor:
+    """Returns 0 on the tokens of completions whose geometric mean of π_trainer / π_rollout is outside [low, high], else 1.
+
+    The rejection of whole sequences by a length-normalised ratio (Liu et al. 2025, "When Speed Kills Stability"); verl calls
+    it `seq_mean_k1` and takes [0.999, 1.001]. The product over a completion would reject long ones whatever their tokens are.
+    """
+    mean = row_mean((proximal_logprobs - rollout_logprobs).detach(), rows, count)[rows]
+    above = torch.ones_like(mean) if low is None else (mean >= math.log(low)).float()
+    return above if high is None else above * (mean <= math.log(high)).float()
 
 
 def off_policy_mask(
@@ -170,11 +210,18 @@ def off_policy_mask(
 
 
 def policy_loss(
-    config: AlgorithmSection, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int
+    config: AlgorithmSection,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    rows: Tensor,
+    count: int,
 ) -> PolicyLoss:
-    """Returns the loss per token before aggregation.
+    """Returns the loss per token before weights and aggregation.
 
-    `logprobs` [tokens] are those of the policy being trained, `old_logprobs` [tokens] those that the ratio refers to.
+    `logprobs` [tokens] are those of the policy being trained, `old_logprobs` [tokens] those that the ratio refers to,
+    `rollout_logprobs` [tokens] those of the policy that sampled the tokens.
     """
     if config.importance_level == "sequence":
         ratio = sequence_ratio(logprobs, old_logprobs, rows, count)
@@ -182,4 +229,33 @@ def policy_loss(
         ratio = probability_ratio(logprobs, old_logprobs)
     if config.policy_loss == "cispo":
         return cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
+    if config.policy_loss == "dppo":
+        return divergence_masked(ratio, logprobs, rollout_logprobs, advantages, config.clip_low, config.clip_high)
+    if config.policy_loss == "sapo":
+        return sapo(ratio, advantages, config.sapo_tau_positive, config.sapo_tau_negative)
     return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+
+def policy_weights(
+    config: AlgorithmSection,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    rows: Tensor,
+    count: int,
+) -> Tensor:
+    """Returns the weight [tokens] of each token in the policy loss, without gradient: corrections times masks.
+
+    The arguments are those of `policy_loss`. The KL term and the entropy bonus count every token.
+    """
+    weights = torch.ones_like(rollout_logprobs)
+    if config.correction is not None:
+        level, cap, floor = config.correction_level, config.correction_cap, config.correction_floor
+        weights = importance_correction(old_logprobs, rollout_logprobs, rows, count, config.correction, level, cap, floor)
+    if config.rejects:
+        low, high = config.geometric_low, config.geometric_high
+        weights = weights * geometric_mask(old_logprobs, rollout_logprobs, rows, count, low, high)
+    if config.off_policy_delta is not None:
+        weights = weights * off_policy_mask(logprobs, rollout_logprobs, advantages, rows, count, config.off_policy_delta)
+    return weights

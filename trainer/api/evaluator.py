@@ -1,24 +1,30 @@
 """`ModelEvaluator`: accuracy of a model on a data set, with uncertainty."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
-from typing import Any, TypedDict, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypedDict, TypeVar
 
 import httpx
 from rich.console import Console
 
+from common.chat_templates import OWN
 from common.clients import RewardClient
+from common.config import Config, from_mapping
 from common.errors import ConfigError
+from common.prompts import PromptStyle
 from common.rollout_client import GenerationFailed
 from common.schemas import Prompt, RewardResult
 from common.sections import RewardSection
+from learning.device import DeviceKind, choose_device
 from services.reward.answers.exact import quantity
 from services.reward.answers.extract import extract_answer
+from services.reward.answers.notation import texts_of, tokens
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
@@ -36,17 +42,20 @@ from trainer.observe.run_dir import progress_bar
 from trainer.rollouts.evaluation import GeneratedAnswer, GenerationSettings, Generator, graded_answers, pass_at_k, together
 
 _T = TypeVar("_T")
+_READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
+"""Settings of an evaluation beside those of `sampling`."""
 
 
 class EvaluationResults(TypedDict):
     """Result of `ModelEvaluator.evaluate`, ready for JSON. Lists are in the order of the data set."""
 
     model: str
-    accuracy: float
-    """Share of right answers among the graded greedy ones."""
-    standard_error: float
+    accuracy: float | None
+    """Share of right answers among the graded greedy ones. None, as all that counts right answers, where a reward is no
+    verdict: no function verified the answer, and the reward is neither 0 nor 1."""
+    standard_error: float | None
     """Standard error of the accuracy."""
-    confidence_interval: tuple[float, float]
+    confidence_interval: tuple[float, float] | None
     """95 % interval of the accuracy."""
     num_samples: int
     """Number of problems."""
@@ -91,10 +100,14 @@ class ModelEvaluator:
         seed: seed of the samples.
         concurrency: requests in flight.
         timeout_s: limit of one request in seconds, retries included.
+        device: of a local model; `auto` is a GPU where there is one.
+        dtype: precision of a local model on a GPU; a CPU computes in float32.
         tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's native call.
         model_id: name of the model on a server that has several.
         api_key: bearer token for the server.
         progress: show a progress bar on the terminal.
+        settings: other settings of the system by their names: `data.prompt_template`, `model.chat_template`,
+            `model.trust_remote_code` and those of `sampling`.
 
     Raises ConfigError for arguments that do not fit each other.
     """
@@ -109,10 +122,13 @@ class ModelEvaluator:
         seed: int = 0,
         concurrency: int = 64,
         timeout_s: float = 600.0,
+        device: DeviceKind = "auto",
+        dtype: Literal["float32", "bfloat16"] = "bfloat16",
         tokenizer: str | Path | None = None,
         model_id: str | None = None,
         api_key: str | None = None,
         progress: bool = True,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.model = str(model)
         self._served = self.model.startswith(("http://", "https://"))
@@ -129,19 +145,26 @@ class ModelEvaluator:
                 raise ConfigError(f"a local model has no {name}", field=name, remedy="leave it out, or give a URL as the model")
         if tokenizer is not None and model_id:
             raise ConfigError("SGLang's native call knows no model_id", field="tokenizer", remedy="leave it out")
-        self._generation = (system_prompt, max_new_tokens, temperature, seed, timeout_s)
+        own = {"system_prompt": system_prompt, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        config = _config(own | {"request_timeout_s": timeout_s}, settings)
+        if self._served and tokenizer is None:
+            _refuse_unsent(config, settings)
+        self._style, self._sampling, self._seed = PromptStyle.of(config), config.sampling, seed
+        self._section = config.model
         self._concurrency, self._progress = concurrency, progress
+        self._device, self._dtype = device, dtype
         self._tokenizer, self._model_id, self._api_key = tokenizer, model_id, api_key
 
     def evaluate(
-        self, dataset: Iterable[Any], reward_fn: RewardFunction | Sequence[RewardFunction], k: int = 1
+        self, dataset: Any, reward_fn: Any, k: int = 1, reward_weights: Sequence[float] | None = None
     ) -> EvaluationResults:
         """Generates a greedy answer to every problem, and k samples when k is above 1, and grades them.
 
         Args:
             dataset: as for `OnlineRLTrainer`.
-            reward_fn: grades the answers.
+            reward_fn: grades the answers; as for `OnlineRLTrainer`.
             k: samples per problem for pass@k, avg@k and maj@k.
+            reward_weights: weight of each of several reward functions; 1 each when None.
 
         Raises ConfigError for an empty data set or a model that does not load, Unreachable when a server does not respond,
         and another ServiceError when any answer is missing.
@@ -149,17 +172,29 @@ class ModelEvaluator:
         if k < 1:
             raise ConfigError("it is not above 0", field="k", value=k, remedy="1, or as many as pass@k needs")
         prompts, rewards = as_prompts(dataset, "dataset"), as_rewards(reward_fn)
-        return _run(lambda: self._evaluate(prompts, rewards, k))
+        weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
+        if len(weights) != len(rewards):
+            remedy = "give one weight for each"
+            raise ConfigError(
+                f"there are {len(rewards)} reward functions", field="reward_weights", value=weights, remedy=remedy
+            )
+        section = RewardSection().model_copy(update={"weights": {f.name: w for f, w in zip(rewards, weights, strict=True)}})
+        return _run(lambda: self._evaluate(prompts, rewards, k, section))
 
-    async def _evaluate(self, prompts: list[Prompt], rewards: list[RewardFunction], k: int) -> EvaluationResults:
-        settings = GenerationSettings(*self._generation, asyncio.Semaphore(self._concurrency))
-        app = create_reward_app(RewardSection(), functions=rewards)
+    async def _evaluate(
+        self, prompts: list[Prompt], rewards: list[RewardFunction], k: int, section: RewardSection
+    ) -> EvaluationResults:
+        sampling, slots = self._sampling, asyncio.Semaphore(self._concurrency)
+        limits = (sampling.max_new_tokens, sampling.temperature, self._seed, sampling.request_timeout_s)
+        settings = GenerationSettings(self._style, *limits, sampling.cuts(), sampling, slots)
+        app = create_reward_app(section, functions=rewards)
         bar = progress_bar("evaluating", Console(stderr=True), hidden=not self._progress)
         async with (
             app.router.lifespan_context(app),
             RewardClient("reward functions", "http://in-process", transport=httpx.ASGITransport(app)) as reward,
             self._generator(prompts, settings) as generator,
         ):
+            reward.gets_tokens = True
             with bar:
                 task = bar.add_task("evaluating", total=len(prompts))
                 answered = [graded_answers(generator, reward, prompt, i, k if k > 1 else 0) for i, prompt in enumerate(prompts)]
@@ -168,17 +203,55 @@ class ModelEvaluator:
 
     def _generator(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> AbstractAsyncContextManager[Generator]:
         if not self._served:
-            return local_generator(self.model, prompts, settings)
+            section = self._section.model_copy(update={"name": self.model})
+            return local_generator(section, prompts, settings, choose_device(self._device, "device"), self._dtype)
         if self._tokenizer is not None:
-            return sglang_generator(self.model, str(self._tokenizer), self._api_key, settings)
+            section = self._section.model_copy(update={"name": str(self._tokenizer)})
+            return sglang_generator(self.model, section, self._api_key, settings)
         return openai_generator(self.model, self._model_id, self._api_key, settings)
+
+
+def is_read(setting: str) -> bool:
+    """Whether an evaluation reads a setting of the system."""
+    return setting in _READ or (setting.startswith("sampling.") and setting != "sampling.group_size")
+
+
+def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
+    """Returns the settings of an evaluation. Raises ConfigError for one that it does not read, or that is wrong."""
+    mapped = {f"sampling.{name}": value for name, value in own.items()}
+    for name, value in settings.items():
+        if name in mapped:
+            remedy = f"give {name.partition('.')[2]} itself"
+            raise ConfigError("it is an argument of its own", field="settings", value={name: value}, remedy=remedy)
+        if not is_read(name):
+            remedy = f"give {', '.join(_READ)} or settings of sampling"
+            raise ConfigError("an evaluation does not read it", field="settings", value={name: value}, remedy=remedy)
+    room = {"rollout.engine": "embedded", "rollout.max_context_tokens": own["max_new_tokens"] + 1}  # the model decides later
+    return from_mapping({**mapped, **room, **settings})
+
+
+def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what a server that makes the prompts itself cannot be told."""
+    for name in settings:
+        needs = name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
+        needs |= name == "model.chat_template" and config.model.chat_template != OWN
+        if needs or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False):
+            message, remedy = (
+                "a server that makes the tokens itself cannot be told",
+                "give the tokenizer of its model: tokens are sent then",
+            )
+            raise ConfigError(message, field="settings", value={name: settings[name]}, remedy=remedy)
 
 
 def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:
     """Compares the accuracy of `first` with that of `second`, problem by problem.
 
-    Raises ConfigError when they are not about the same problems.
+    Raises ConfigError when they are not about the same problems, or one has no accuracy.
     """
+    for name, results in (("first", first), ("second", second)):
+        if results["accuracy"] is None:
+            remedy = "evaluate with a reward that verifies answers"
+            raise ConfigError("its rewards do not say what is right", field=name, value=results["model"], remedy=remedy)
     if first["prompts"] != second["prompts"]:
         raise ConfigError("the two evaluations are not about the same problems", field="second", remedy="use one data set")
     return paired_difference(first["correct"], second["correct"])
@@ -192,18 +265,19 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
     graded = [result for _, result in greedy if result.reward is not None]
     if not graded:
         raise GenerationFailed(f"no answer could be graded: {greedy[0][1].reason or greedy[0][1].status}", code="not_graded")
+    verified = all(result.verified for answers in found for _, result in answers if result.reward is not None)
     right, count = sum(result.correct for result in graded), len(graded)
     tokens = [written.tokens for written, _ in greedy if written.tokens is not None]
     cut = [written.finish_reason == "length" for written, _ in greedy]
-    complete = [answers for answers in sampled if answers and all(result.reward is not None for _, result in answers)]
+    complete = [a for a in sampled if verified and a and all(result.reward is not None for _, result in a)]
     verdicts = [[result.correct for _, result in answers] for answers in complete]
     votes = [[_vote(written.text) for written, _ in answers] for answers in complete]
     ks = sorted({k, *(1 << i for i in range(k.bit_length()))}) if verdicts else []
     return EvaluationResults(
         model=model,
-        accuracy=right / count,
-        standard_error=standard_error(right / count, count),
-        confidence_interval=wilson_interval(right, count),
+        accuracy=right / count if verified else None,
+        standard_error=standard_error(right / count, count) if verified else None,
+        confidence_interval=wilson_interval(right, count) if verified else None,
         num_samples=len(prompts),
         num_ungraded=sum(result.reward is None for answers in found for _, result in answers),
         mean_reward=mean(result.reward for result in graded if result.reward is not None),
@@ -228,7 +302,7 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
 
 
 def _verdict(result: RewardResult) -> bool | None:
-    return None if result.reward is None else result.correct
+    return result.correct if result.verified and result.reward is not None else None
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
@@ -242,7 +316,9 @@ def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 
 
 def _vote(text: str) -> str | None:
-    """Returns the answer of a response for a majority vote: 1,080 and $1080 are one answer."""
+    """Returns the answer of a response for a majority vote: 1,080 and $1080 are one answer, and so are x+1 and x + 1."""
     answer = extract_answer(text)
-    number = quantity(answer) if answer is not None else None
-    return answer if number is None else str(number[0])
+    if answer is None:
+        return None
+    number = quantity(answer)
+    return str(number[0]) if number else " ".join(texts_of(tokens(answer)))

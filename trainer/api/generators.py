@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from common.clients import Client, Unreachable
 from common.errors import ConfigError, ServiceError
+from common.prompt_templates import filled
+from common.prompts import Prompter, conversation
 from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import Prompt
 from common.sections import ModelSection
@@ -27,14 +30,15 @@ from trainer.rollouts.evaluation import (
     finished,
     together,
 )
-from trainer.rollouts.prompts import Prompter, conversation, sampling_seed
+from trainer.rollouts.requests import sampling_seed
 
+_OPENAI_NAMES = {"min_new_tokens": "min_tokens"}
 _FIRST_ANSWER_S = 15.0
 """Time limit of the first response of a server."""
 
 
 class ChatGenerator:
-    """OpenAI's `/v1/chat/completions`."""
+    """OpenAI's `/v1/chat/completions`, or `/v1/completions` where a template takes the place of the chat."""
 
     def __init__(self, client: Client, model_id: str, settings: GenerationSettings) -> None:
         self._client, self._model_id, self._settings = client, model_id, settings
@@ -47,34 +51,48 @@ class ChatGenerator:
 
     async def _one(self, prompt: Prompt, seed: int, greedy: bool) -> GeneratedAnswer:
         settings = self._settings
+        style, ends = settings.style, {_OPENAI_NAMES.get(name, name): value for name, value in settings.sampling.ends().items()}
         body: dict[str, Any] = {
             "model": self._model_id,
-            "messages": conversation(prompt, settings.system_prompt),
             "max_tokens": settings.max_new_tokens,
             "temperature": 0.0 if greedy else settings.temperature,
+            **ends,
         }
+        if further := settings.sampling.stop_token_ids:
+            body["stop_token_ids"] = list(further)
         if not greedy:
-            body["seed"] = seed
+            body |= {"seed": seed, **settings.cuts}
+        if chat := style.chat is not False:
+            body["messages"] = conversation(prompt, style.system_prompt, filled(style.template, prompt))
+            if style.chat_template_kwargs:
+                body["chat_template_kwargs"] = dict(style.chat_template_kwargs)
+        else:
+            body["prompt"] = filled(style.template, prompt) + style.prefill
         async with settings.slots:
-            response = await self._client.request("POST", "/v1/chat/completions", json=body, deadline_s=settings.timeout_s)
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            response = await self._client.request("POST", path, json=body, deadline_s=settings.timeout_s)
         try:
             content = response.json()
             (choice,) = content["choices"]
-            text, finish = choice["message"]["content"], choice["finish_reason"]
+            text, finish = choice["message"]["content"] if chat else style.prefill + choice["text"], choice["finish_reason"]
             tokens = (content.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, TypeError) as error:
-            raise GenerationFailed(f"this is no answer of a chat completion: {error!r}", value=response.text) from None
+            raise GenerationFailed(
+                f"this is no answer of a {'chat ' * chat}completion: {error!r}", value=response.text
+            ) from None
         return finished(prompt, text, finish, tokens)
 
 
 @asynccontextmanager
-async def local_generator(model: str, prompts: Sequence[Prompt], settings: GenerationSettings) -> AsyncIterator[Generator]:
+async def local_generator(
+    section: ModelSection, prompts: Sequence[Prompt], settings: GenerationSettings, device: torch.device, dtype: str
+) -> AsyncIterator[Generator]:
     """Runs the embedded engine on a model directory or a model of the hub. Raises ConfigError when it does not load."""
     with tempfile.TemporaryDirectory(prefix="rlhf-math-") as temporary:
-        loaded = await asyncio.to_thread(_load, model, Path(temporary), prompts, settings)
+        loaded, tokenizer = await asyncio.to_thread(_load, section, Path(temporary), prompts, settings, device, dtype)
         engine = Engine(loaded, seed=settings.seed)
         app = make_app(engine)
-        prompter = Prompter(loaded.tokenizer, settings.system_prompt, loaded.eos_ids)
+        prompter = Prompter(tokenizer, settings.style, sorted({*loaded.eos_ids, *settings.sampling.stop_token_ids}))
         async with (
             app.router.lifespan_context(app),
             RolloutClient("engine", "http://in-process", transport=httpx.ASGITransport(app)) as client,
@@ -82,26 +100,35 @@ async def local_generator(model: str, prompts: Sequence[Prompt], settings: Gener
             yield TokenGenerator(client, prompter, settings, loaded.max_context_tokens)
 
 
-def _load(model: str, temporary: Path, prompts: Sequence[Prompt], settings: GenerationSettings) -> Model:
-    """Loads the engine's model with context for the longest problem and its answer, as far as the model allows."""
-    section = ModelSection(name=model)
-    prompter = Prompter(load_tokenizer(section), settings.system_prompt, [])
-    longest = max(len(prompter.token_ids(prompt)) for prompt in prompts)
-    directory = Path(model)
+def _load(
+    section: ModelSection,
+    temporary: Path,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings,
+    device: torch.device,
+    dtype: str,
+) -> tuple[Model, Any]:
+    """Loads the engine's model with context for the longest problem and its answer, as far as the model allows.
+
+    Returns the model and the tokenizer of the prompts.
+    """
+    prompter = Prompter(load_tokenizer(section), settings.style, [])
+    longest = max(map(len, prompter.all_token_ids(prompts)))
+    directory = Path(section.name)
     if not (directory / "config.json").is_file():
         loaded: Any = load_model(section)
         loaded.save_pretrained(directory := temporary)
         prompter.tokenizer.save_pretrained(directory)
     quiet()
-    return Model(directory, longest + settings.max_new_tokens)
+    return Model(directory, longest + settings.max_new_tokens, device, dtype), prompter.tokenizer
 
 
 @asynccontextmanager
 async def sglang_generator(
-    url: str, tokenizer: str, api_key: str | None, settings: GenerationSettings
+    url: str, tokenizer: ModelSection, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
-    """Connects to SGLang or its router at `url`; `tokenizer` is a directory or a name on the hub."""
-    prompter = Prompter(load_tokenizer(ModelSection(name=tokenizer)), settings.system_prompt, [])
+    """Connects to SGLang or its router at `url`; `tokenizer` is that of its model."""
+    prompter = Prompter(load_tokenizer(tokenizer), settings.style, list(settings.sampling.stop_token_ids))
     async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
         yield TokenGenerator(client, prompter, settings, None)

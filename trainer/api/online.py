@@ -3,21 +3,25 @@
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from common.errors import ConfigError
+from common.prompts import Prompter, PromptStyle
 from common.schemas import Prompt
+from learning.device import choose_device
 from services.reward.functions import RewardFunction
-from trainer.api.datasets import as_prompts, as_rewards
-from trainer.api.evaluator import EvaluationResults, ModelEvaluator
+from trainer.api.callbacks import Callbacks, TrainerState
+from trainer.api.datasets import as_held_out, as_prompts, as_rewards
+from trainer.api.evaluator import EvaluationResults, ModelEvaluator, is_read
+from trainer.api.hub import push, write_card
+from trainer.api.objects import GivenModel, of_optimizers, of_peft
 from trainer.api.output import check_output, remove_run
 from trainer.api.settings import FIELDS, TrainerConfig
 from trainer.cli.export import export
@@ -25,7 +29,6 @@ from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
-from trainer.rollouts.prompts import Prompter
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint beside the model."""
@@ -39,7 +42,10 @@ class TrainResult:
     global_step: int
     """Steps of the run, including earlier calls."""
     metrics: dict[str, float]
-    """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy` with evaluation data."""
+    """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy` with evaluation data.
+
+    Both accuracies are absent where the rewards are no verdicts.
+    """
     history: list[dict[str, Any]]
     """Record of every step (`metrics.jsonl`)."""
     evaluations: list[dict[str, Any]]
@@ -54,30 +60,83 @@ class OnlineRLTrainer:
 
     Args:
         config: settings.
-        reward_fn: grades the answers; several are combined as in the reward-server.
-        train_dataset: a list of `Prompt`, a list of rows, or a Hugging Face `Dataset`. A row has `prompt` or `question` (a
-            text or a chat) and `ground_truth` or `answer`; its other columns reach the reward function as keyword arguments.
-        eval_dataset: like train_dataset; evaluated before and after training, and every `config.eval_steps` steps.
+        reward_fn: grades the answers: a function of completions, a `RewardFunction`, the name of a reward model, or a list of
+            them, whose scores are added with `config.reward_weights`.
+        train_dataset: `Prompt` objects or rows: a list, a generator, a DataFrame, or a Hugging Face data set; without a length
+            as many rows as `config.max_steps` needs. A row has `prompt` or `question` (a text or a chat) and `ground_truth` or
+            `answer`; all of its columns reach the reward function as keyword arguments.
+        eval_dataset: like train_dataset, or several by their names; evaluated before and after training, and every
+            `config.eval_steps` steps.
+        model: a name, a directory or a model object in the place of `config.model_name_or_path`. An object has the trained
+            weights after `train`.
+        processing_class: a tokenizer, or its name, in the place of the model's own.
+        peft_config: a `LoraConfig` of PEFT.
+        callbacks: objects with the hooks of `TrainerCallback`.
+        optimizers: an AdamW, whose learning rate, betas and weight decay are taken, and no scheduler.
+        engine: generates the answers: `embedded`, or the URL of an SGLang server on this machine that has the model.
 
     Raises ConfigError for settings and data that do not fit together, before a model is loaded.
     """
 
     def __init__(
         self,
-        config: TrainerConfig,
-        reward_fn: RewardFunction | Sequence[RewardFunction],
-        train_dataset: Iterable[Any],
-        eval_dataset: Iterable[Any] | None = None,
+        config: TrainerConfig | None = None,
+        reward_fn: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        model: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] = (),
+        optimizers: tuple[Any, Any] = (None, None),
+        engine: str = "embedded",
     ) -> None:
-        self.config = TrainerConfig(**config.model_dump())
-        self._rewards = as_rewards(reward_fn)
-        held_out = as_prompts(eval_dataset, "eval_dataset") if eval_dataset is not None else []
-        self._problems = Problems(as_prompts(train_dataset, "train_dataset"), held_out)
-        name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output_dir = config.output_dir or Path("outputs") / name
+        config = TrainerConfig() if config is None else config
+        given = config.model_dump(exclude_unset=True) | of_optimizers(optimizers)
+        if peft_config is not None:
+            given["settings"] = dict(given.get("settings") or {}) | of_peft(peft_config, given)
+        if model is not None and given.get("model_name_or_path", str(model)) != str(model):
+            remedy = "leave one of them out"
+            named = given["model_name_or_path"]
+            raise ConfigError("model is another one", field="model_name_or_path", value=named, remedy=remedy)
+        if isinstance(model, str | Path):
+            given["model_name_or_path"] = str(model)
+        self.config = type(config)(**given)
+        name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output_dir = self.config.output_dir or Path("outputs") / name
+        self._given = GivenModel(model, processing_class, self.output_dir / "initial")
+        self._callbacks = Callbacks(callbacks, self.config, self.output_dir / "extras.jsonl")
+        self._url = _served(engine, self.config)
+        if reward_fn is None or train_dataset is None:
+            field = "reward_fn" if reward_fn is None else "train_dataset"
+            raise ConfigError("there is none", field=field, remedy=f"give {field}")
+        self._rewards = as_rewards(reward_fn, self._callbacks)
+        self._weights = _weights(self.config, self._rewards)
+        if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
+            remedy = "set it, as nothing else says how much to read"
+            raise ConfigError("the data set has no length", field="max_steps", value=None, remedy=remedy)
+        most = self.config.problems_per_step * (self.config.max_steps or 0)
+        self._held_out = [str(name) for name in eval_dataset] if isinstance(eval_dataset, Mapping) else []
+        held_out = [] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset")
+        self._problems = Problems(as_prompts(train_dataset, "train_dataset", most), held_out)
         self._rounds, self._began = 0, False
         self._checkpoint: Path | None = None
         _check(self.config, self._problems)
+
+    @property
+    def state(self) -> TrainerState:
+        """The progress of the run."""
+        return self._callbacks.state
+
+    @property
+    def model(self) -> Any:
+        """The model as it was given; an object has the trained weights after `train`."""
+        return self._given.model or self.config.model_name_or_path
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback. Raises ConfigError for an object without hooks."""
+        self._callbacks.add(callback)
 
     def train(self, resume_from_checkpoint: bool = False) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
@@ -92,6 +151,7 @@ class OnlineRLTrainer:
         """
         resume = resume_from_checkpoint or self._began
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
+        self.config.model_name_or_path = self._given.written(self.config)
         with self._config_field_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
         if not resume:
@@ -101,17 +161,31 @@ class OnlineRLTrainer:
         newest = checkpoint.newest(self.output_dir / "checkpoints")
         done = int(newest.name.removeprefix("step_")) if newest else 0
         rounds = max(self._rounds + 1, math.ceil(done / per_round))
-        settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds)
+        settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds, self._url is not None)
+        settings.reward = settings.reward.model_copy(update={"weights": self._weights, "functions": list(self._weights)})
+        self._callbacks.begin(count)
         target = console() if self.config.verbose else Console(quiet=True)
         try:
             with self._config_field_names():
-                self._checkpoint = train_in_process(settings, target, problems=self._problems, rewards=self._rewards)
+                self._checkpoint = train_in_process(
+                    settings,
+                    target,
+                    problems=self._problems,
+                    rewards=self._rewards,
+                    listener=self._callbacks,
+                    engine_url=self._url,
+                )
         except ConfigError:
             if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: all of it is this call's
                 remove_run(self.output_dir)
                 self._began = False
             raise
         self._rounds = rounds
+        if self._given.is_object:
+            with self._whole_model() as directory:
+                self._given.load(directory)
+        if self.config.push_to_hub:
+            self.push_to_hub()
         return self._result(self._checkpoint)
 
     def save_model(self, path: str | Path) -> Path:
@@ -132,13 +206,54 @@ class OnlineRLTrainer:
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
                 old.unlink()
-        with TemporaryDirectory(prefix="rlhf-math-") as temporary:
-            adapter = is_adapter(self._checkpoint)
-            source = export(self._checkpoint, Path(temporary) / "merged") if adapter else self._checkpoint
+        with self._whole_model() as source:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True)
+        write_card(target, self.output_dir, len(self._problems.train))
         return target
 
-    def evaluate(self, dataset: Iterable[Any] | None = None, k: int = 1) -> EvaluationResults:
+    def push_to_hub(self, repo_id: str | None = None, private: bool | None = None, token: str | None = None) -> str | None:
+        """Writes the trained model with its card to `output_dir/hub` and pushes it to the hub.
+
+        Args:
+            repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the config when None.
+
+        Returns the address of the model there; None, with the reason printed, where the hub cannot be reached: the directory
+        is complete. Raises ConfigError before `train`, and when the hub refuses it.
+        """
+        config, secret = self.config, self.config.hub_token
+        saved = self.save_model(self.output_dir / "hub")
+        name = repo_id or config.hub_model_id or self.output_dir.resolve().name
+        private = config.hub_private_repo if private is None else private
+        return push(saved, name, private, token or (secret.get_secret_value() if secret else None))
+
+    def plot(self) -> Any:
+        """Draws the curves of the run so far: a notebook shows them, and `figure` is matplotlib's."""
+        from trainer.observe.plots import curves  # heavy: matplotlib
+
+        return curves(read_lines(self.output_dir / "metrics.jsonl"), read_lines(self.output_dir / "evaluations.jsonl"))
+
+    def samples(self, step: int | None = None) -> Any:
+        """Returns one group of every step, or of one, as a DataFrame: prompt, completion, reward, whether it is correct."""
+        import pandas
+
+        lines = [line for line in read_lines(self.output_dir / "samples.jsonl") if step in (None, line["step"])]
+        names = {"text": "completion", "reward": "reward", "correct": "correct"}
+        rows = [
+            {"step": line["step"], "prompt": line["prompt"], **{new: one.get(old) for old, new in names.items()}}
+            for line in lines
+            for one in line["completions"]
+        ]
+        return pandas.DataFrame(rows, columns=["step", "prompt", *names.values()])
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[Path]:
+        """Lends the directory of the trained model, with its adapter merged."""
+        assert self._checkpoint is not None
+        with TemporaryDirectory(prefix="rlhf-math-") as temporary:
+            adapter = is_adapter(self._checkpoint)
+            yield export(self._checkpoint, Path(temporary) / "merged") if adapter else self._checkpoint
+
+    def evaluate(self, dataset: Any = None, k: int = 1) -> EvaluationResults:
         """Evaluates the current model, before `train` the initial one, with the reward function.
 
         Args:
@@ -148,15 +263,21 @@ class OnlineRLTrainer:
         if dataset is None and not self._problems.held_out:
             raise ConfigError("there is no data to evaluate on", field="dataset", remedy="give it here, or as eval_dataset")
         settings = self.config
+        cuts = {f"sampling.{name}": getattr(settings, name) for name in ("top_p", "top_k", "min_p")}
+        cuts = {name: value for name, value in cuts.items() if value is not None}
         evaluator = ModelEvaluator(
-            self._checkpoint or settings.model_name_or_path,
+            self._checkpoint or self._given.written(settings),
             system_prompt=settings.system_prompt,
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             seed=settings.seed,
+            device="cuda" if settings.use_gpu else "cpu",
+            dtype="bfloat16" if settings.bf16 else "float32",
             progress=settings.verbose,
+            settings=cuts | {name: value for name, value in settings.settings.items() if is_read(name)},
         )
-        return evaluator.evaluate(self._problems.held_out if dataset is None else dataset, self._rewards, k)
+        data = self._problems.held_out if dataset is None else dataset
+        return evaluator.evaluate(data, self._rewards, k, list(self._weights.values()))
 
     @contextmanager
     def _config_field_names(self) -> Iterator[None]:
@@ -174,18 +295,54 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
+        if not history:  # a callback stopped the run before its first step
+            return TrainResult(0, {}, [], evaluations, saved, self.output_dir)
         last = history[-1]
-        metrics = {name: float(last[name]) for name in ("reward", "accuracy", "completion_tokens")}
+        metrics = {name: float(last[name]) for name in ("reward", "accuracy", "completion_tokens") if last[name] is not None}
         metrics |= {"loss": last["update"]["loss"], "kl": last["update"]["kl_reference"]}
-        if evaluations:
+        if evaluations and evaluations[-1]["accuracy"] is not None:
             metrics["eval_accuracy"] = evaluations[-1]["accuracy"]
+        metrics |= by_data_set(evaluations[-1]["answers"], self._held_out) if evaluations else {}
         return TrainResult(last["step"], metrics, history, evaluations, saved, self.output_dir)
 
 
+def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
+    """Returns `eval_NAME_accuracy`, where rewards are verdicts, and `eval_NAME_reward` for several data sets by their names."""
+    found: dict[str, list[float]] = {}
+    for answer in answers:
+        name, slash, _ = answer["prompt_id"].partition("/")
+        if slash and name in names:
+            found.setdefault(f"eval_{name}_reward", []).append(answer["reward"])
+            if answer["correct"] is not None:
+                found.setdefault(f"eval_{name}_accuracy", []).append(float(answer["correct"]))
+    return {name: sum(shares) / len(shares) for name, shares in found.items()}
+
+
+def _served(engine: str, config: TrainerConfig) -> str | None:
+    """Returns the URL of a server that generates; None for the embedded engine."""
+    if engine == "embedded":
+        return None
+    if not engine.startswith(("http://", "https://")):
+        remedy = "give embedded, or start SGLang with the model and give its URL, http://127.0.0.1:30000"
+        raise ConfigError("it is no engine", field="engine", value=engine, remedy=remedy)
+    if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
+        reason = "a server that this trainer did not start may not take adapters"
+        remedy = "set settings={'lora.publish': 'merged'}: it gets the whole model with the adapter merged"
+        raise ConfigError(reason, field="engine", value=engine, remedy=remedy)
+    return engine.rstrip("/")
+
+
+def _weights(config: TrainerConfig, rewards: Sequence[RewardFunction]) -> dict[str, float]:
+    weights = config.reward_weights if config.reward_weights is not None else [1.0] * len(rewards)
+    if len(weights) != len(rewards):
+        remedy = "give one weight for each reward function"
+        raise ConfigError(f"there are {len(rewards)} reward functions", field="reward_weights", value=weights, remedy=remedy)
+    return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
+
+
 def _check(config: TrainerConfig, problems: Problems) -> None:
-    if config.use_gpu and not torch.cuda.is_available():
-        remedy = "leave it out to train on the CPU, or check nvidia-smi and that torch is a CUDA build"
-        raise ConfigError("torch finds no GPU", field="use_gpu", value=True, remedy=remedy)
+    if config.use_gpu:
+        choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
     if config.total_steps(len(problems.train)) == 0:
         data, step = f"{len(problems.train)} problems × {config.num_train_epochs} epochs", config.problems_per_step
         message, field = f"{data} do not make one step of {step} problems", "gradient_accumulation_steps"
@@ -199,10 +356,10 @@ def _check(config: TrainerConfig, problems: Problems) -> None:
 
 def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigError for a problem that is too long for the settings or for the model."""
-    model = config.to_config(len(prompts), 0, Path()).model
-    prompter = Prompter(load_tokenizer(model), config.system_prompt, [])
+    settings = config.to_config(len(prompts), 0, Path())
+    prompter = Prompter(load_tokenizer(settings.model), PromptStyle.of(settings), [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
-    longest, positions = max(range(len(prompts)), key=lengths.__getitem__), context_length(model)
+    longest, positions = max(range(len(prompts)), key=lengths.__getitem__), context_length(settings.model)
     if lengths[longest] > config.max_prompt_length:
         remedy = "raise it, or leave the problem out"
         message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens"

@@ -9,7 +9,7 @@ from common.storing import make_directory
 
 _CONTENT = (
     *("checkpoints", "weights", "model", "base", "state", "trackers", "groups"),
-    *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl"),
+    *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl", "extras.jsonl"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Presets of `TrainerConfig`, and other libraries' names of its fields."""
+"""Presets of `TrainerConfig`."""
 
 from typing import Any
 
@@ -14,15 +14,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo_math": {"trainer_type": "rloo", "kl_coef": 0.05},
 }
 """The fields of each preset that differ from the defaults of `TrainerConfig`."""
-
-OTHER_NAMES = {
-    "beta": "kl_coef",
-    "cliprange": "clip_range",
-    "epsilon": "clip_range",
-    "init_kl_coef": "kl_coef",
-    "max_completion_length": "max_new_tokens",
-    "model_name": "model_name_or_path",
-    "num_epochs": "num_train_epochs",
-    "rloo_k": "num_generations",
-}
-"""Fields by their names in other libraries, for the remedy in error messages."""

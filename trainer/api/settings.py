@@ -1,16 +1,27 @@
-"""`TrainerConfig`: settings of the Python API, named as in TRL, and their conversion to `Config`."""
+"""`TrainerConfig`: settings of the Python API, by TRL's names too, and their conversion to `Config`."""
 
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from common.algorithm import RECIPES, Recipe
 from common.config import Config, from_mapping
 from common.errors import ConfigError, shorten
 from common.explain import did_you_mean, explained
-from trainer.api.presets import OTHER_NAMES, PRESETS
+from trainer.api.presets import PRESETS
+from trainer.api.trl import ARGUMENTS, LOSSES, translated
 
 _SETTINGS = {
     "model.name": "model_name_or_path",
@@ -21,7 +32,6 @@ _SETTINGS = {
     "sampling.system_prompt": "system_prompt",
     "algorithm.name": "trainer_type",
     "algorithm.kl_coef": "kl_coef",
-    "algorithm.clip_low": "clip_range",
     "critic.learning_rate": "critic_learning_rate",
     "trainer.micro_batch_size": "per_device_train_batch_size",
     "trainer.learning_rate": "learning_rate",
@@ -34,9 +44,18 @@ _SETTINGS = {
     "trackers.run_name": "run_name",
 }
 """The field of `TrainerConfig` that each of these settings of the system has the value of."""
-FIELDS = _SETTINGS | {"trackers.names": "report_to", "algorithm.clip_high": "clip_range"}
-_DEFAULTS = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
-"""Defaults that differ from the system's; `TrainerConfig.settings` may set them."""
+_RECIPES = {
+    "algorithm.clip_low": "clip_range",
+    "algorithm.clip_high": "clip_range_high",
+    "algorithm.update_epochs": "num_iterations",
+    "trainer.activation_checkpointing": "gradient_checkpointing",
+    "sampling.top_p": "top_p",
+    "sampling.top_k": "top_k",
+    "sampling.min_p": "min_p",
+}
+"""The same for fields that say something only where they are set: else the recipe, or the system's default, does."""
+FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
+_DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 
 
 class TrainerConfig(BaseModel):
@@ -48,8 +67,14 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
 
-    trainer_type: Literal["grpo", "rloo", "ppo"] = "grpo"
-    """The algorithm. ppo has a critic, the others compare the answers to one problem."""
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
+    """AdamW's, where nothing else is said."""
+
+    trainer_type: Recipe = "grpo"
+    """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others compare the answers to one
+    problem. It decides what the fields and settings of the algorithm leave open."""
+    loss_type: str | None = None
+    """The loss alone: TRL's grpo, bnpo, dapo, dr_grpo, luspo, cispo or sapo, or another recipe; trainer_type's when unset."""
     model_name_or_path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
     """The model to train: a name on the Hugging Face hub, or a local directory."""
     ref_model_name_or_path: str | None = None
@@ -75,24 +100,42 @@ class TrainerConfig(BaseModel):
     """Longest answer in tokens."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens with this share of the probability; 1: from all."""
+    top_k: int | None = Field(None, gt=1)
+    """Sample from so many of the likeliest tokens; from all when unset."""
+    min_p: float | None = Field(None, ge=0, lt=1)
+    """Sample no token whose probability is below this share of the likeliest one's."""
+    generation_kwargs: dict[str, Any] | None = None
+    """Further arguments of sampling by the names of transformers and vLLM: stop, stop_token_ids, min_new_tokens, ignore_eos."""
     system_prompt: str = ""
     """System message before every problem, in the model's chat template."""
     kl_coef: float = Field(0.1, ge=0)
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference."""
     clip_range: float = Field(0.2, gt=0, le=1)
-    """The probability ratio is clipped to 1 ± clip_range."""
+    """The probability ratio is clipped to 1 ± clip_range. A recipe with bounds of its own has them where this is not set."""
+    clip_range_high: float | None = Field(None, gt=0)
+    """The upper bound is 1 + clip_range_high where this is set."""
+    num_iterations: int = Field(1, gt=0)
+    """Passes over the answers of a step, each with an update."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of all steps over which the learning rate rises from zero."""
+    warmup_steps: int = Field(0, ge=0)
+    """The same as a number of steps."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or a decay to zero at the last step."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of layers and compute the rest again: less memory, about a third more time."""
+    reward_weights: list[float] | None = None
+    """Weight of each reward function, in their order; 1 each when unset."""
     use_gpu: bool = False
-    """Update the policy on the GPU; answers are always generated on the CPU."""
+    """Generate answers and update the policy on the first GPU."""
     bf16: bool = False
-    """Compute the update in bfloat16; needs use_gpu. The weights stay float32."""
+    """Generate and compute the update in bfloat16; needs use_gpu. The weights that are trained stay float32."""
     output_dir: Path | None = None
     """Directory of metrics, samples, curves and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME` when unset."""
     overwrite_output_dir: bool = False
@@ -107,9 +150,17 @@ class TrainerConfig(BaseModel):
     """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
     """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
-    (docs/how-to/trackers.md); none when empty."""
+    (docs/how-to/trackers.md), or `all` that are installed; none when empty."""
     run_name: str = ""
     """Name of the run in trackers; the name of output_dir when empty."""
+    push_to_hub: bool = False
+    """Write the model with its card to `output_dir/hub` after training, and push it to the Hugging Face hub."""
+    hub_model_id: str | None = None
+    """Name of the model on the hub, `org/name`; the name of output_dir when unset."""
+    hub_private_repo: bool | None = None
+    """Whether a new repository is private; the account decides when unset."""
+    hub_token: SecretStr | None = None
+    """Token for the hub; that of the machine (HF_TOKEN) when unset."""
     verbose: bool = True
     """Print a line per step, and a summary at the end."""
     settings: dict[str, Any] = {}
@@ -150,28 +201,31 @@ class TrainerConfig(BaseModel):
         steps = problems * self.num_train_epochs // self.problems_per_step
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
-    def to_config(self, problems: int, held_out: int, output_dir: Path, rounds: int = 1) -> Config:
+    def to_config(self, problems: int, held_out: int, output_dir: Path, rounds: int = 1, served: bool = False) -> Config:
         """Returns the system's configuration of a run.
 
         Args:
             problems, held_out: number of training and of evaluation problems.
             output_dir: directory of the run.
             rounds: number of calls of `train`, including this one; each adds the steps of a whole run.
+            served: whether a server of its own generates the answers.
 
         Raises ConfigError when `settings` are invalid.
         """
         mapped = (
-            _DEFAULTS
+            self._defaults()
             | self._mapped()
             | {
                 "trainer.run_dir": output_dir,
                 "state_dir": output_dir / "state",
                 "trainer.num_epochs": self.num_train_epochs * rounds,
                 "trainer.max_steps": None if self.max_steps is None else self.max_steps * rounds,
-                "trainer.warmup_steps": math.ceil(self.warmup_ratio * self.total_steps(problems)),
+                "trainer.warmup_steps": self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps(problems)),
                 "trainer.eval_samples": held_out,
             }
         )
+        if served:  # on which device is not known
+            mapped |= {"rollout.engine": "sglang", "rollout.router": "smg", "rollout.device": "auto"}
         try:
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
@@ -183,16 +237,26 @@ class TrainerConfig(BaseModel):
                 f"the settings do not fit: {message}", field=field, value=error.value, remedy=error.remedy
             ) from None
 
+    def _defaults(self) -> dict[str, Any]:
+        """Returns the defaults that differ from the system's; `settings` may set them."""
+        return _DEFAULTS
+
     def _mapped(self) -> dict[str, Any]:
         """Returns the system's settings that follow from the fields alone."""
         same = {name: getattr(self, field) for name, field in _SETTINGS.items() if getattr(self, field) is not None}
+        given = {name: getattr(self, field) for name, field in _RECIPES.items() if field in self.model_fields_set}
+        if "algorithm.clip_low" in given:
+            given = {"algorithm.clip_high": self.clip_range, **given}
+        loss = LOSSES.get(self.loss_type or "", {} if self.loss_type in (None, self.trainer_type) else RECIPES[self.loss_type])
+        same |= {f"algorithm.{name}": value for name, value in loss.items()}
+        same |= {name: value for name, value in given.items() if value is not None}
         return same | {
             "seed": self.seed,
             "model.dtype": "bfloat16" if self.bf16 else "float32",
             "rollout.engine": "embedded",
             "rollout.max_context_tokens": self.max_prompt_length + self.max_new_tokens,
-            "algorithm.clip_high": self.clip_range,
             "trainer.device": "cuda" if self.use_gpu else "cpu",
+            "rollout.device": "cuda" if self.use_gpu else "cpu",
             "trainer.batch_size": self.problems_per_step,
             "trackers.names": [name.strip() for name in self.report_to.split(",") if name.strip()],
         }
@@ -204,18 +268,18 @@ class TrainerConfig(BaseModel):
     def _all_steps(cls, value: Any) -> Any:
         return None if value == -1 else value
 
-    @field_validator("report_to", mode="before")
+    @field_validator("loss_type")
     @classmethod
-    def _as_in_trl(cls, value: Any) -> Any:
-        """Accepts a list and `none` too, as TRL does."""
-        value = ",".join(value) if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value) else value
-        return "" if value in ("none", None) else value
+    def _known_loss(cls, value: str | None) -> str | None:
+        if value is not None and value not in {*LOSSES, *RECIPES}:
+            raise ValueError(f"there is no such loss: {did_you_mean(value, list(dict.fromkeys([*LOSSES, *RECIPES])))}")
+        return value
 
     @model_validator(mode="wrap")
     @classmethod
     def _checked(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            config = handler(data)
+            config = handler(translated(data, cls.model_fields, cls.betas) if isinstance(data, dict) else data)
         except ValidationError as error:
             raise _named(error) from None
         config._check()
@@ -229,7 +293,8 @@ class TrainerConfig(BaseModel):
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy of fields that contradict each other."""
         kind, answers = self.trainer_type, self.per_device_train_batch_size * self.gradient_accumulation_steps
-        if kind != "ppo" and self.num_generations == 1:
+        compares = RECIPES[kind].get("advantage") not in ("gae", "none")
+        if compares and self.num_generations == 1:
             remedy = "set it to at least 2, or take trainer_type='ppo'"
             yield "num_generations", f"{kind} compares the answers to one problem", remedy
         if answers % self.num_generations:
@@ -241,6 +306,11 @@ class TrainerConfig(BaseModel):
             yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
         if kind != "ppo" and self.critic_learning_rate is not None:
             yield "critic_learning_rate", f"{kind} has no critic", "leave it out, or take trainer_type='ppo'"
+        if self.loss_type not in (None, kind, *LOSSES) and "advantage" in RECIPES[self.loss_type or kind]:
+            message = f"it is a way to compute advantages, and trainer_type is {kind}"
+            yield "loss_type", message, "set trainer_type to it, and leave loss_type out"
+        if self.warmup_ratio and self.warmup_steps:
+            yield "warmup_ratio", f"warmup_steps is {self.warmup_steps}", "leave one of them out"
         if self.kl_coef == 0 and self.ref_model_name_or_path is not None:
             remedy = "leave it out, or set kl_coef above 0"
             yield "ref_model_name_or_path", "with kl_coef=0 there is no reference model", remedy
@@ -250,6 +320,7 @@ class TrainerConfig(BaseModel):
     def _check_settings(self) -> None:
         fixed = {"trainer.run_dir", "state_dir", "trainer.num_epochs", "trainer.max_steps", "trainer.warmup_steps"}
         fixed |= {"trainer.eval_samples", "trainer.resume", *_SETTINGS, *self._mapped()}
+        fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
             if name in fixed:
                 message, remedy = f"{name} follows from the other fields", "set the field of TrainerConfig instead"
@@ -269,7 +340,7 @@ def _decided_elsewhere(name: str) -> bool:
     """Returns whether the caller's data and reward function, or the single process, take the place of a setting."""
     section, _, rest = name.partition(".")
     return rest == "port" or {
-        "data": not rest.startswith("curriculum"),
+        "data": rest not in ("curriculum", "prompt_template"),
         "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
         "rollout": rest != "max_running_requests",
         "critic": rest == "location",
@@ -281,10 +352,8 @@ def _named(error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
     if first["type"] == "extra_forbidden":
-        other, fields = OTHER_NAMES.get(name), list(TrainerConfig.model_fields)
-        remedy = (
-            f"it is called {other} here" if other else did_you_mean(name, [], fields) or f"the fields are {', '.join(fields)}"
-        )
+        fields = list(TrainerConfig.model_fields)
+        remedy = did_you_mean(name, [], [*fields, *ARGUMENTS]) or f"the fields are {', '.join(fields)}"
         return ConfigError(f"TrainerConfig has no field {name}", field=name, value=shorten(first["input"]), remedy=remedy)
     message, remedy = explained(first)
     return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)

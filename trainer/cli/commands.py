@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic.fields import FieldInfo
 
-from common.config import from_mapping, names
-from common.errors import ConfigError
+from common.config import from_mapping, is_list, names
+from common.errors import ConfigError, ServiceError
+from common.prompt_templates import check_prompts
 from common.schemas import Prompt
 from common.sections import DataSection
 from services.data.loaders import loader_of
@@ -52,8 +53,10 @@ def setting(text: str) -> tuple[str, Any]:
     except yaml.YAMLError:
         raise argparse.ArgumentTypeError(f"the value of {text!r} is no YAML: put it in quotes") from None
     known = names().get(name)
-    is_list = known is not None and any(get_origin(kind) is list for kind in (known.annotation, *get_args(known.annotation)))
-    return name, [part.strip() for part in value.split(",")] if is_list and not isinstance(read, list) else read
+    if known is not None and known.annotation is str:
+        return name, value
+    split = known is not None and is_list(known) and not isinstance(read, list)
+    return name, [part.strip() for part in value.split(",")] if split else read
 
 
 def problems(
@@ -71,6 +74,7 @@ def problems(
     Raises ConfigError when the data set does not load.
     """
     found = loader_of(data).load(split, num_samples, seed, shuffle)
+    check_prompts(data.prompt_template, found)
     return found if num_samples else found[:at_most]
 
 
@@ -87,6 +91,7 @@ def own_words(flags: Mapping[str, str]) -> Iterator[None]:
         flags: arguments by the names of settings, and of fields and parameters of the Python API.
     """
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+    dotted = re.compile(r"(set )?--(data\.\w+)")
     known = re.compile(rf"(?<![\w.-])(?:TrainerConfig\.)?({names})(?![\w-])(?:=(True|'\w+'))?")
 
     def argument(found: re.Match[str]) -> str:
@@ -94,9 +99,15 @@ def own_words(flags: Mapping[str, str]) -> Iterator[None]:
             return found[0]
         return flags[found[1]] + ("" if found[2] in (None, "True") else f" {found[2].strip(chr(39))}")
 
+    def of_data(found: re.Match[str]) -> str:
+        return flags.get(found[2], f"{'give ' if found[1] else ''}--set {found[2]}=NAME")
+
     try:
         yield
-    except ConfigError as error:
+    except ServiceError as error:
         field = error.field and flags.get(error.field, f"--set {error.field}" if "." in error.field else error.field)
-        message, remedy = known.sub(argument, error.message), error.remedy and known.sub(argument, error.remedy)
-        raise ConfigError(message, field=field, value=error.value, remedy=remedy) from None
+        message = known.sub(argument, error.message)
+        remedy = error.remedy and dotted.sub(of_data, known.sub(argument, error.remedy))
+        kind = ConfigError if isinstance(error, ConfigError) else ServiceError
+        code, status = error.code, error.status
+        raise kind(message, field=field, value=error.value, remedy=remedy, code=code, status=status) from None

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.cli import Parser, positive, run
+from common.config import from_mapping
 from common.errors import ConfigError
 from common.hub import check_model
+from common.sections import DataSection
 from common.storing import make_directory
-from trainer.cli.commands import DATASETS, data_section, own_words, problems
+from trainer.cli.commands import DATASETS, data_section, own_words, problems, setting
 
 if TYPE_CHECKING:
     from trainer.api.evaluator import EvaluationResults
@@ -37,6 +39,7 @@ _WORDS = {
     "data.num_samples": "--num-samples",
     "sampling.system_prompt": "--system-prompt",
     "model.name": "--model",
+    "device": "--device",
 }
 """The argument for every name that the Python API and the loaders use."""
 
@@ -53,6 +56,8 @@ def parser() -> Parser:
     data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
     data.add_argument("--split", default="test", help="of the data set (default test)")
     data.add_argument("--num-samples", type=positive, metavar="N", help="problems, the first ones (default: at most 50)")
+    text = "a setting of data, sampling or chat template, such as data.prompt_field=question or sampling.top_p=0.95"
+    data.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text)
     answers = made.add_argument_group("answers")
     answers.add_argument(
         "--k", type=positive, default=1, help="also sample k answers: pass@k, avg@k, maj@k (default 1: greedy only)"
@@ -61,6 +66,13 @@ def parser() -> Parser:
     answers.add_argument("--max-new-tokens", type=positive, default=512, metavar="N", help="longest answer (default 512)")
     answers.add_argument("--system-prompt", default="", metavar="TEXT", help="put before every problem")
     answers.add_argument("--seed", type=int, default=0, help="of the samples")
+    local = made.add_argument_group("local model")
+    local.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default): a GPU where there is one"
+    )
+    local.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="precision on a GPU (default bfloat16)"
+    )
     server = made.add_argument_group("server (where a model is a URL)")
     server.add_argument("--concurrency", type=positive, default=64, metavar="N", help="requests in flight (default 64)")
     server.add_argument(
@@ -98,7 +110,10 @@ def _compare(arguments: dict[str, Any]) -> None:
                 raise ConfigError("a local model does not need it", field=flag, value=given, remedy=remedy)
     for flag in [*local, *(["--tokenizer"] if arguments["tokenizer"] else [])]:
         check_model(arguments[flag[2:]], flag)
-    dataset = problems(data_section(arguments["dataset"]), arguments["split"], arguments["num_samples"], at_most=50)
+    given = dict(arguments["set"])
+    data = data_section(arguments["dataset"], {name: given.pop(name) for name in [*given] if name.startswith("data.")})
+    arguments["settings"] = _of_generation(given, data)
+    dataset = problems(data, arguments["split"], arguments["num_samples"], at_most=50)
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
     texts = [_summary(first)]
@@ -119,12 +134,23 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
     from services.reward.functions import MathRewardFunction
     from trainer.api.evaluator import ModelEvaluator  # heavy: torch and transformers
 
-    names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency")
+    names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device", "dtype", "settings")
     options: dict[str, Any] = {name: arguments[name] for name in names}
     if _served(model):
         options |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
     with closing(MathRewardFunction()) as reward:
         return ModelEvaluator(model, **options).evaluate(dataset, reward, arguments["k"])
+
+
+def _of_generation(settings: dict[str, Any], data: DataSection) -> dict[str, Any]:
+    """Returns the settings of prompts and sampling. Raises ConfigError for another one, and for a wrong value."""
+    own = ("sampling.group_size", "sampling.max_new_tokens", "sampling.temperature", "sampling.system_prompt")
+    for name, value in settings.items():
+        if not name.startswith(("sampling.", "model.chat_template", "model.trust_remote_code")) or name in own:
+            remedy = "--set is for settings of data, sampling and chat template here, such as data.prompt_field=question"
+            raise ConfigError("this setting is not for an evaluation", field=name, value=value, remedy=remedy)
+    from_mapping({"rollout.engine": "embedded", **settings})
+    return settings | ({"data.prompt_template": data.prompt_template} if data.prompt_template else {})
 
 
 def _served(model: str) -> bool:
@@ -142,7 +168,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _summary(results: "EvaluationResults") -> str:
-    low, high = results["confidence_interval"]
+    low, high = results["confidence_interval"] or (0.0, 1.0)  # always there: MathRewardFunction verifies
     lines = [
         results["model"],
         f"  accuracy     {results['accuracy']:.3f} ± {results['standard_error']:.3f}   95 % interval {low:.3f} to {high:.3f}   "

@@ -1,6 +1,7 @@
 """Writes a self-contained HTML report of a run: charts, evaluations, answers, settings."""
 
 import html
+import math
 import re
 import time
 from pathlib import Path
@@ -9,22 +10,31 @@ from typing import Any
 import orjson
 
 from common.cli import Parser, run
+from common.errors import ServiceError
 from common.storing import storing
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.columns import notes
 from trainer.dashboard.jsonl import JsonlReader
-from trainer.dashboard.runs import RunReader, named_run
+from trainer.dashboard.run_list import RunList
+from trainer.dashboard.runs import RunReader
+from trainer.observe.group_files import read_group, recorded_steps
 
 _EPILOG = """\
 examples:
   python -m trainer.report runs/my-run                    # writes runs/my-run/report.html
   python -m trainer.report runs/my-run --output mine.html
 """
-_MODULES = ("dom", "data", "charts", "overview", "settings", "report")
+_MODULES = ("dom", "address", "data", "charts", "overview", "runs", "settings", "report")
 """Modules of the page, each after its imports."""
-_POINTS = 2000
+_POINTS = 300
+"""Steps of a chart: a report has less than 1 MB whatever the length of the run."""
 _SHOWN_ANSWERS = 6
+_SHOWN_SAMPLES = 4
+_LOOKED_AT = 16
+"""Groups of the newest step from which samples are taken."""
 _SHOWN_NOTES = 200
+_SHOWN_CHARS = 4000
+"""Characters of a model's text; the rest is in the run directory."""
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -36,7 +46,7 @@ _PAGE = """<!doctype html>
 </head>
 <body class="report">
 <header><h1>{title}</h1><span id="progress">{subtitle}</span></header>
-<main><div id="overview"></div><div id="tables"></div><div id="settings"></div></main>
+<main><div id="summary"></div><div id="overview"></div><div id="tables"></div><div id="settings"></div></main>
 <noscript>The charts need JavaScript.</noscript>
 <script type="application/json" id="data">{data}</script>
 <script>{library}</script>
@@ -58,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file cannot be written."""
     arguments = parser().parse_args(argv)
     path: Path = arguments.output or arguments.run_dir / "report.html"
-    text = report(named_run(arguments.run_dir))
+    text = report(RunList([arguments.run_dir])[0])
     with storing(path.name, path, "--output", "name another file"):
         path.write_text(text, encoding="utf-8")
     print(f"report: {path}")
@@ -67,6 +77,10 @@ def main(argv: list[str] | None = None) -> None:
 def report(shown: RunReader) -> str:
     """Returns the report of a run as one HTML page."""
     series, summary = shown.series(points=_POINTS), shown.summary()
+    for part in ("columns", "low", "high"):
+        series[part] = {name: [_rounded(value) for value in column.tolist()] for name, column in series.get(part, {}).items()}
+    if not series["low"]:
+        del series["low"], series["high"]
     newest = series["newest"]
     steps = "no step" if newest is None else f"{newest:,} steps"
     content = {
@@ -75,6 +89,7 @@ def report(shown: RunReader) -> str:
         "series": series,
         "notes": [{"step": line["step"], **note} for line in shown.steps() for note in notes(line)][-_SHOWN_NOTES:],
         "answers": _answers(shown.directory / "evaluations.jsonl"),
+        "samples": _samples(shown.directory),
         "problems": shown.problems,
     }
     data = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY).decode()
@@ -86,6 +101,45 @@ def report(shown: RunReader) -> str:
         library=_static("uPlot.iife.min.js"),
         script="\n".join(_module(name) for name in _MODULES),
     )
+
+
+def _rounded(number: float) -> float | None:
+    """Returns four significant digits, which no chart can show more of; None for a missing number."""
+    return float(f"{number:.4g}") if math.isfinite(number) else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS:,} more characters)"
+
+
+def _samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the best and the worst completion of groups of the newest recorded step, those of mixed rewards first."""
+    steps = recorded_steps(run_dir)
+    if not steps:
+        return []
+    step = max(steps)
+    groups = []
+    for place in range(_LOOKED_AT):
+        try:
+            group = read_group(run_dir, step, place)
+        except ServiceError:
+            break
+        if group is not None:
+            groups.append((group, [each for each in group["completions"] if each["reward"] is not None]))
+    found = []
+    for group, graded in sorted(groups, key=lambda each: len({completion["reward"] for completion in each[1]}) < 2):
+        ends = [max(graded, key=_reward), min(graded, key=_reward)] if graded else []
+        for completion in ends[: 2 if len({each["reward"] for each in graded}) > 1 else 1]:
+            texts = {name: _cut(group[name]) for name in ("prompt", "ground_truth")}
+            verdict = completion["correct"] if completion.get("verified", True) else None
+            found.append(
+                {"step": step, **texts, "text": _cut(completion["text"]), "reward": completion["reward"], "correct": verdict}
+            )
+    return found[:_SHOWN_SAMPLES]
+
+
+def _reward(completion: dict[str, Any]) -> float:
+    return float(completion["reward"])
 
 
 def _static(name: str) -> str:
@@ -108,8 +162,9 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     pairs = [(answer, after[prompt_id]) for prompt_id, answer in before.items() if prompt_id in after]
     pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
     return [
-        {name: old[name] for name in ("prompt", "ground_truth")}
-        | {"before": old["response"], "was_right": old["correct"], "after": new["response"], "is_right": new["correct"]}
+        {name: _cut(str(old[name])) for name in ("prompt", "ground_truth")}
+        | {"before": _cut(str(old["response"])), "was_right": old["correct"]}
+        | {"after": _cut(str(new["response"])), "is_right": new["correct"]}
         for old, new in pairs[:_SHOWN_ANSWERS]
     ]
 

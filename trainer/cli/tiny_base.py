@@ -10,7 +10,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -35,8 +35,10 @@ ones, which teach a habit of answering off the cuff."""
 MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
 
 
-def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE of 420 tokens with single digits and the ChatML template."""
+def make_tokenizer(
+    corpus: Iterator[str], chat_template: str = CHAT_TEMPLATE, special_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE of at most 420 tokens with single digits."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -44,13 +46,13 @@ def make_tokenizer(corpus: Iterator[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
-        special_tokens=[END, START, TURN_END],
+        special_tokens=[END, START, TURN_END, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END, chat_template=CHAT_TEMPLATE, model_max_length=512
+        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END, chat_template=chat_template, model_max_length=512
     )
 
 
@@ -72,6 +74,8 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+Row = tuple[list[int], list[int]]
+"""Token ids, and for each what is to be learned: itself, or -100 for nothing."""
 _Example = tuple[list[int], list[int], list[int]]
 """Token ids of one problem: prompt, worked answer, bare answer."""
 
@@ -83,15 +87,19 @@ def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Exampl
     return tokenizer(prompt).input_ids, tokenizer(worked).input_ids, tokenizer(bare).input_ids
 
 
-def _batch(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Returns right-padded input ids and labels, [B, T]; labels are -100 outside the targets."""
-    inputs = [torch.tensor(prompt + target) for prompt, target in rows]
-    labels = [torch.tensor([-100] * len(prompt) + target) for prompt, target in rows]
+def answered(prompt: list[int], target: list[int]) -> Row:
+    """Returns the row of a prompt and the target to learn."""
+    return prompt + target, [-100] * len(prompt) + target
+
+
+def _batch(rows: list[Row], pad: int) -> tuple[Tensor, Tensor]:
+    """Returns right-padded input ids and labels, [B, T]."""
+    inputs, labels = ([torch.tensor(row[i]) for row in rows] for i in (0, 1))
     return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng: random.Random, console: Console) -> None:
-    """Trains on the targets: Muon for the hidden matrices, AdamW for the rest, cosine schedule."""
+def warm_start(model: Qwen2ForCausalLM, batch_of: Callable[[int], list[Row]], steps: int, pad: int, console: Console) -> None:
+    """Trains on the labels of `batch_of(step)`: Muon for the hidden matrices, AdamW for the rest, cosine schedule."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -99,16 +107,13 @@ def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng:
         torch.optim.AdamW(rest, lr=ADAM_LR, weight_decay=0.0),
     ]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5 * (1 + math.cos(math.pi * step / STEPS))) for o in optimizers
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))) for o in optimizers
     ]
     model.train()
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("warm start of the tiny base model", total=STEPS)
-        for step in range(STEPS):
-            bare = BARE if step < LATE * STEPS else BARE_LATE
-            sampled = rng.sample(examples, BATCH)
-            rows = [(prompt, short if rng.random() < bare else worked) for prompt, worked, short in sampled]
-            inputs, labels = _batch(rows, pad)
+        task = progress.add_task("warm start of the tiny base model", total=steps)
+        for step in range(steps):
+            inputs, labels = _batch(batch_of(step), pad)
             hidden = model.model(inputs, attention_mask=inputs != pad).last_hidden_state
             targets = labels[:, 1:]
             logits = model.lm_head(hidden[:, :-1][targets != -100])
@@ -121,7 +126,21 @@ def warm_start(model: Qwen2ForCausalLM, examples: list[_Example], pad: int, rng:
                 optimizer.zero_grad()
             progress.advance(task)
             if not console.is_terminal and (step + 1) % 100 == 0:
-                console.print(f"warm start: step {step + 1}/{STEPS}, loss {loss.item():.3f}")
+                console.print(f"warm start: step {step + 1}/{steps}, loss {loss.item():.3f}")
+
+
+def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
+    """Writes a model at once; one that another process has written meanwhile stays."""
+    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    try:
+        partial.rename(directory)
+    except OSError:  # another process was faster
+        if not (directory / "config.json").exists():
+            raise
+        shutil.rmtree(partial)
+    console.print(f"tiny base model: {sum(p.numel() for p in model.parameters()):,} parameters in {directory}")
 
 
 def build(directory: Path, seed: int = 0, console: Console | None = None) -> None:
@@ -136,14 +155,11 @@ def build(directory: Path, seed: int = 0, console: Console | None = None) -> Non
     tokenizer = make_tokenizer(f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts)
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     examples = [_encode(tokenizer, problem) for problem in texts]
-    warm_start(model, examples, tokenizer.pad_token_id, rng, console)
-    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    try:
-        partial.rename(directory)
-    except OSError:  # another process was faster
-        if not (directory / "config.json").exists():
-            raise
-        shutil.rmtree(partial)
-    console.print(f"tiny base model: {sum(p.numel() for p in model.parameters()):,} parameters in {directory}")
+
+    def batch_of(step: int) -> list[Row]:
+        share = BARE if step < LATE * STEPS else BARE_LATE
+        sampled = rng.sample(examples, BATCH)
+        return [answered(prompt, bare if rng.random() < share else worked) for prompt, worked, bare in sampled]
+
+    warm_start(model, batch_of, STEPS, tokenizer.pad_token_id, console)
+    save(directory, model, tokenizer, console)

@@ -35,7 +35,9 @@ how good has it become?
   python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny
 """
 _FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_model_name_or_path": "--ref-model"}
-_WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fields if name != "settings"} | {
+_NOT_HERE = ("settings", "verbose", "reward_weights", "generation_kwargs", "hub_token")
+"""Fields with other arguments in their place, of several reward functions, or secret."""
+_WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fields if name not in _NOT_HERE} | {
     **_FLAGS,
     "resume_from_checkpoint": "--resume",
     "train_dataset": "--dataset",
@@ -48,7 +50,7 @@ _WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fi
 
 def parser() -> Parser:
     """Returns the command line: every field of TrainerConfig, and the data."""
-    usage = "[--model MODEL] [--trainer grpo|rloo|ppo] [--dataset NAME] [--num-samples N] [--use-gpu] …"
+    usage = "[--model MODEL] [--trainer grpo|rloo|ppo|…] [--dataset NAME] [--num-samples N] [--use-gpu] …"
     description = f"{__doc__} Every argument but the data's is a field of TrainerConfig."
     made = Parser("trainer.train_math", description, usage, _EPILOG)
     data = made.add_argument_group("data")
@@ -75,7 +77,7 @@ def parser() -> Parser:
         help="any other setting of the system, such as algorithm.entropy_coef=0.001 or data.levels=4,5; `python -m trainer "
         "--help-all` lists them",
     )
-    fields = {name: field for name, field in TrainerConfig.model_fields.items() if name not in ("settings", "verbose")}
+    fields = {name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE}
     add_fields(made.add_argument_group("training"), fields, _FLAGS)
     return made
 
@@ -92,6 +94,8 @@ def _train(arguments: dict[str, Any]) -> None:
     chosen: dict[str, Any] = {name: arguments[name] for name in TrainerConfig.model_fields if name in arguments}
     settings = dict(arguments["set"])
     of_data = {name: settings.pop(name) for name in [*settings] if name.startswith("data.") and name != "data.curriculum"}
+    if "data.prompt_template" in of_data:
+        settings["data.prompt_template"] = of_data["data.prompt_template"]
     chosen |= {"settings": settings, "verbose": not arguments["quiet"]}
     if arguments["resume"] and chosen.get("output_dir") is None:
         raise ConfigError("there is no run to go on with", field="--resume", value=True, remedy="name its --output-dir")

@@ -1,4 +1,4 @@
-"""Shows run directories in a browser, during and after training, and overlays several."""
+"""Shows run directories in a browser, during and after training: one, several overlaid, or all below a directory."""
 
 from pathlib import Path
 
@@ -8,11 +8,12 @@ from common.observe import setup_logging
 from common.security import tls
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app
-from trainer.dashboard.runs import named_run
+from trainer.dashboard.run_list import RunList
 
 _EPILOG = """\
 examples:
   python -m trainer.dashboard runs/my-run
+  python -m trainer.dashboard runs                                    # all runs below, to choose from
   python -m trainer.dashboard runs/first runs/second --port 9000      # overlaid
 
 A running trainer serves the same page itself, with the health of all services: http://ITS-NODE:8004/dashboard/.
@@ -23,7 +24,7 @@ With API_TOKEN in the environment the page asks for it.
 def parser() -> Parser:
     """Returns the command line."""
     made = Parser("trainer.dashboard", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]", _EPILOG)
-    made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run")
+    made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run, or one above several")
     made.add_argument("--port", type=int, default=8004, help="port (default 8004)")
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1, this machine)")
     return made
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     if not 0 < arguments.port < 65536:
         raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="give one from 1 to 65535")
-    app = create_dashboard_app([named_run(directory) for directory in arguments.run_dir])
+    app = create_dashboard_app(RunList(arguments.run_dir))
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)
     serve(app, arguments.host, arguments.port)

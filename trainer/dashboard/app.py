@@ -9,7 +9,7 @@ import orjson
 from fastapi import Depends, FastAPI, Query, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, RedirectResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from common.errors import NotFound
 from services.http.app import create_app
@@ -17,6 +17,7 @@ from services.http.openapi import OBJECT, described, errors
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.health import Health, ServiceHealth
 from trainer.dashboard.replay import Replay
+from trainer.dashboard.run_facts import MAX_NOTE_CHARS, write_note
 from trainer.dashboard.runs import RunReader, RunSummary
 
 STATIC = Path(__file__).parent / "static"
@@ -40,6 +41,12 @@ class ServicesHealth(BaseModel):
     asked: bool
     """False: this process only reads the run directory; the running trainer asks the services."""
     services: list[ServiceHealth]
+
+
+class Note(BaseModel):
+    """Body of `PUT /dashboard/api/note`."""
+
+    text: str = Field(max_length=MAX_NOTE_CHARS)
 
 
 def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
@@ -89,6 +96,17 @@ def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None
     def one_step(run: Chosen, step: Annotated[int, PathParameter(ge=0, lt=2**53)]) -> Response:
         """Returns the numbers and notes of one step."""
         return _json(run.step(step))
+
+    @app.get("/dashboard/api/csv", **described(answer={"type": "string"}, writes=("text/csv",), fails=(404,)))
+    def csv(run: Chosen) -> Response:
+        """Returns all numbers of all steps as CSV."""
+        return Response(run.csv(), media_type="text/csv", headers={"cache-control": "no-store"})
+
+    @app.put("/dashboard/api/note", responses=errors(404))
+    def keep_note(run: Chosen, note: Note) -> Note:
+        """Keeps what people write about a run, in `notes.md` of its directory."""
+        write_note(run.directory, note.text)
+        return note
 
     @app.get("/dashboard/api/health", responses=errors(404))
     async def services(run: Chosen) -> ServicesHealth:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 MAX_COLUMNS = 500
 """Limit of names, far above what any version writes; further ones are left out."""
+TOKENS = "tokens_total"
+"""Trained tokens since the start."""
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -82,6 +84,26 @@ class Columns:
             return np.full(len(self), math.nan)
         return np.array(self._columns[name], np.float64)
 
+    def last(self, name: str, steps: int = 1) -> float | None:
+        """Returns the mean of the newest `steps` rows; None without a number."""
+        values = self.column(name)[-steps:]
+        return float(np.nanmean(values)) if np.isfinite(values).any() else None
+
+    def before(self, step: int, name: str) -> float | None:
+        """Returns the number of the last row before a step; None without one."""
+        row = bisect_left(self.steps, step) - 1
+        value = self._columns[name][row] if row >= 0 and name in self._columns else math.nan
+        return None if math.isnan(value) else value
+
+    def csv(self) -> str:
+        """Returns all rows as CSV, a column for each name, in order of names; a missing number is empty."""
+        names = sorted(self._columns)
+        lines = [",".join(["step", *(_quoted(name) for name in names)])]
+        columns = [self._columns[name] for name in names]
+        for row, step in enumerate(self.steps):
+            lines.append(",".join([str(step), *("" if math.isnan(column[row]) else repr(column[row]) for column in columns)]))
+        return "\r\n".join(lines) + "\r\n"
+
     def rows(self, first: int, last: int) -> slice:
         """Returns the rows of the steps from `first` to `last`, inclusive."""
         return slice(bisect_left(self.steps, first), bisect_right(self.steps, last))
@@ -110,9 +132,15 @@ class Columns:
             with np.errstate(invalid="ignore"):
                 means = np.add.reduceat(np.where(there, values, 0.0), starts) / np.add.reduceat(there.astype(float), starts)
             for key, column in (
-                ("columns", means),
+                ("columns", values[ends] if name == TOKENS else means),
                 ("low", np.fmin.reduceat(values, starts)),
                 ("high", np.fmax.reduceat(values, starts)),
             ):
                 result[key][name] = column.astype(np.float32)
         return result
+
+
+def _quoted(name: str) -> str:
+    """Returns a name as a cell that no spreadsheet takes for a formula."""
+    name = f"'{name}" if name[:1] in "=+-@\t\r" else name
+    return '"' + name.replace('"', '""') + '"' if any(sign in name for sign in ',"\r\n') else name

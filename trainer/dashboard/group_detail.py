@@ -40,20 +40,38 @@ def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay | None, text
 
 
 def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any]:
-    advantages = item.get("advantages")
+    mask = item.get("mask")
+    advantages = _trained(item.get("advantages"), mask)
     same = not advantages or all(number == advantages[0] for number in advantages)
     graded = item["reward"] is not None
     return {
-        **{name: item[name] for name in ("text", "token_ids", "logprobs", "reward", "finish_reason", "weight_versions")},
+        **{name: item[name] for name in ("text", "token_ids", "reward", "finish_reason", "weight_versions")},
+        "logprobs": _shown(item["logprobs"], mask),
         "tokens": None if texts is None else texts.texts(item["token_ids"]),
-        "trainer_logprobs": item.get("trainer_logprobs"),
+        "trainer_logprobs": _shown(item.get("trainer_logprobs"), mask),
         "advantage": _mean(advantages),
-        "advantages": None if same else advantages,
-        "correct": item["correct"] if graded else None,
+        "advantages": None if same else _shown(item.get("advantages"), mask),
+        "correct": item["correct"] if graded and item.get("verified", True) else None,
         "status": item["status"] if graded or item["status"] != "ok" else None,
         "components": item.get("components", {}),
         "extracted_answer": item["extracted_answer"],
+        "mask": mask,
+        "turns": [[turn["start"], turn["end"]] for turn in item.get("turns") or []],
+        "episode": item.get("episode"),
+        "prompt_tokens": None if texts is None or item.get("prompt_ids") is None else texts.texts(item["prompt_ids"]),
     }
+
+
+def _trained(numbers: list[float] | None, mask: list[int] | None) -> list[float] | None:
+    """Returns the numbers of tokens that are trained."""
+    return numbers if numbers is None or mask is None else [each for each, kept in zip(numbers, mask, strict=True) if kept]
+
+
+def _shown(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
+    """Returns one number for every token, None for those of a tool or the environment."""
+    if numbers is None or mask is None:
+        return None if numbers is None else [*numbers]
+    return [each if kept else None for each, kept in zip(numbers, mask, strict=True)]
 
 
 def _mean(numbers: list[float] | None) -> float | None:

@@ -1,5 +1,6 @@
 """Searchable index of a run's groups: SQLite in memory, filled from `groups.jsonl` as the file grows."""
 
+import math
 import sqlite3
 import threading
 import time
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.errors import ServiceError
 from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.replay import Replay
+from trainer.dashboard.texts import Place
 from trainer.observe.group_files import LINES
 from trainer.observe.run_dir import ATTEMPTS, run_ids
 
@@ -27,6 +29,7 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
+CREATE TABLE hits (step INTEGER, place INTEGER, PRIMARY KEY (step, place)) WITHOUT ROWID;
 CREATE TABLE prompts (prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL) WITHOUT ROWID;
 """
 _INSERT = f"INSERT INTO groups VALUES ({', '.join('?' * 19)})"  # noqa: S608
@@ -35,7 +38,7 @@ _SHOWN = (
     "lengths, advantage, delta, marks, reused, reason, detail"
 )
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
-_ENDINGS = ("unparsable", "timeout", "died", "error", "truncated", "aborted")
+_ENDINGS = ("unparsable", "unevaluated", "inapplicable", "timeout", "died", "error", "truncated", "aborted")
 """Marks of completions that were not graded or not finished."""
 _MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "reused", *_ENDINGS)
 """Reasons of a drop (each also `dropped`), and marks of other groups; those that are `waiting` are in the replay-buffer."""
@@ -55,8 +58,8 @@ class Query(BaseModel):
     length_min: Whole | None = None
     """Tokens of the longest completion."""
     length_max: Whole | None = None
-    prompt: str = Field("", max_length=1000)
-    """Text in the prompt, in any case, or the id of a prompt or of a group."""
+    text: str = Field("", max_length=1000)
+    """Text in the prompt or in a completion, in any case, or the id of a prompt or of a group."""
     error: str | None = Field(None, pattern=f"^(any|none|{'|'.join(_MARKS)})$")
     """A mark; `any`: every group with an unusual ending or a reason, `none`: every other group."""
     sort: str = Field("-step", pattern="^-?(step|reward|length|advantage|delta|position)$")
@@ -74,23 +77,44 @@ class GroupIndex:
         self._db.executescript(_SCHEMA)
         self._prompts: set[str] = set()
         """Ids of the prompts whose text is stored."""
+        self._left: dict[str, int] | None = None
         self._asked = -_REPLAY_EVERY_S
         self._stored: list[tuple[Any, ...]] = []
         """A row for each group that waits."""
         self._replay_problem = ""
 
-    def search(self, query: Query, limit: int, offset: int) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the number of matching groups, and `limit` of them from `offset` on in the order of the query."""
+    def search(
+        self,
+        query: Query,
+        limit: int,
+        offset: int,
+        hits: Iterable[Place] = (),
+        around: tuple[str, int | None] | None = None,
+        patience_s: float = math.inf,
+    ) -> tuple[int, int, list[dict[str, Any]]]:
+        """Returns the number of matching groups, and `limit` of them from an offset on in the order of the query.
+
+        `hits` are the groups with a completion that has `query.text`. The offset is `offset`, or that of the page with the
+        group `around` (id and step). Returns total, offset and rows: of what was read of the file after `patience_s`.
+        """
         where, values = _where(query)
         column, down = query.sort.removeprefix("-").replace("length", "tokens"), query.sort.startswith("-")
         nulls = "FIRST" if query.sort == "-step" else "LAST"  # groups that wait have no step: they are the newest
         order = f"{column} {'DESC' if down else 'ASC'} NULLS {nulls}, step DESC, place"
         with self._lock:
-            self._refresh()
+            self._refresh(patience_s)
+            if query.text:
+                self._db.execute("DELETE FROM hits")
+                self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
             (total,) = self._db.execute(f"SELECT COUNT(*) {_FROM} WHERE {where}", values).fetchone()
+            if around is not None:
+                numbered = f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number {_FROM} WHERE {where}"
+                find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
+                place = self._db.execute(find, [*values, *around]).fetchone()
+                offset = (place[0] - 1) // limit * limit if place else offset
             page = f"SELECT {_SHOWN} {_FROM} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
             rows = self._db.execute(page, [*values, limit, offset]).fetchall()
-        return total, [_shown(row) for row in rows]
+        return total, offset, [_shown(row) for row in rows]
 
     def find(self, group_id: str, step: int | None = None) -> dict[str, Any] | None:
         """Returns the group as the newest step, or this one, trained on it or dropped it; None when there is none."""
@@ -110,25 +134,34 @@ class GroupIndex:
     def problems(self) -> list[str]:
         """Returns a sentence for each thing that is missing or damaged."""
         with self._lock:
-            self._refresh()
             lines = self._lines
             missing = [] if lines.path.exists() else [f"{LINES} is missing: which groups a step trained on is not known"]
             return lines.problems() + missing + ([self._replay_problem] if self._replay_problem else [])
 
-    def _refresh(self) -> None:
+    def left(self) -> dict[str, int] | None:
+        """Returns how many bytes of `groups.jsonl` are read (`done`) of all (`of`); None when all are."""
+        with self._lock:
+            return self._left
+
+    def _refresh(self, patience_s: float = math.inf) -> None:
+        end = time.monotonic() + patience_s
         with self._db:
             self._db.execute("BEGIN")
             if replaced := self._lines.replaced():
                 self._db.execute("DELETE FROM groups")
             rows: list[tuple[Any, ...]] = []
             prompts: dict[str, str] = {}
-            for _, line in self._lines.read():
+            self._left = None
+            for offset, line in self._lines.read():
                 for row, prompt in _line_rows(line):
                     rows.append(row)
                     prompts |= prompt
                 if len(rows) >= _ROWS_AT_ONCE:
                     self._insert(rows, prompts)
                     rows, prompts = [], {}
+                    if time.monotonic() > end:
+                        self._left = {"done": offset, "of": self._lines.path.stat().st_size}
+                        break
             self._insert(rows, prompts)
             if self._read_replay() or replaced:
                 self._db.execute("DELETE FROM groups WHERE step IS NULL")
@@ -171,9 +204,9 @@ def _where(query: Query) -> tuple[str, list[Any]]:
         bounds = {f"{column} >= ?": least, f"{column} <= ?": most}
         terms += [term for term, value in bounds.items() if value is not None]
         values += [value for value in bounds.values() if value is not None]
-    if query.prompt:
-        terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ?)")
-        values += [query.prompt.casefold(), query.prompt, query.prompt]
+    if query.text:
+        terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ? OR (step, place) IN (SELECT step, place FROM hits))")
+        values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
         terms.append("marks IN ('|', '|reused|')")
     elif query.error == "any":

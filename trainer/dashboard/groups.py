@@ -1,5 +1,6 @@
 """HTTP calls of the rollout viewer: `/dashboard/api/groups…` and `/dashboard/api/prompts…`."""
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -15,7 +16,11 @@ from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
+from trainer.dashboard.texts import Texts
 from trainer.dashboard.tokens import TokenTexts
+
+_AT_ONCE_S = 0.3
+"""Seconds that an answer spends on reading new groups; the next one goes on."""
 
 
 class RunGroups:
@@ -24,9 +29,23 @@ class RunGroups:
     def __init__(self, run: RunReader, live: Replay | None) -> None:
         self.directory = run.directory
         self._replay = live
-        self.index = GroupIndex(run.directory, self._replay)
+        self.index, self._texts = GroupIndex(run.directory, self._replay), Texts(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
+
+    def search(self, asked: "SearchParameters") -> dict[str, Any]:
+        """Returns a page of groups, each with the beginning of a completion, or with the one that has the searched text."""
+        hits, searching = self._texts.search(asked.text) if asked.text else ({}, None)
+        around = None if asked.around is None else (asked.around, asked.around_step)
+        patience_s = _AT_ONCE_S if around is None else math.inf
+        total, offset, rows = self.index.search(asked, asked.limit, asked.offset, hits, around, patience_s)
+        self._texts.begin(rows)
+        for row in rows:
+            hit = hits.get((row["step"], row["place"]))
+            if hit is not None and hit["id"] == row["id"]:
+                row["completion"] = {name: value for name, value in hit.items() if name != "id"}
+        found = {"total": total, "offset": offset, "groups": rows, "problems": self.index.problems()}
+        return found | {"searching": searching, "reading": self.index.left()}
 
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
         row = self.index.find(group_id, step)
@@ -51,25 +70,32 @@ class SearchParameters(Query):
     run: Whole = 0
     offset: Whole = 0
     limit: int = Field(50, ge=1, le=1000)
+    around: str | None = Field(None, max_length=1000)
+    """Id of a group: the page with it is shown, whatever the offset."""
+    around_step: Whole | None = None
 
 
 def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = None) -> None:
     """Adds the calls to an app; `live` is the replay-buffer of the first run while that trains."""
-    groups = [RunGroups(run, None if i else live) for i, run in enumerate(runs)]
+    known: dict[int, RunGroups] = {}
+    lock = threading.Lock()
 
     def groups_of(run: int) -> RunGroups:
-        if run >= len(groups):
-            raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(groups) - 1}")
-        return groups[run]
+        if run >= len(runs):
+            raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(runs) - 1}")
+        with lock:
+            return known.setdefault(run, known.get(run) or RunGroups(runs[run], None if run else live))
 
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/groups", **answers)
     def search(query: Annotated[SearchParameters, Parameter()]) -> Response:
-        """Lists groups that were trained on, dropped or wait, page by page; `problems` names what the run lacks."""
-        index = groups_of(query.run).index
-        total, rows = index.search(query, query.limit, query.offset)
-        return _answer({"total": total, "groups": rows, "problems": index.problems()})
+        """Lists groups that were trained on, dropped or wait, page by page; `problems` names what the run lacks.
+
+        While completions are searched, `searching` has the files that are `done` of all, and while `groups.jsonl` is read,
+        `reading` the bytes; ask again.
+        """
+        return _answer(groups_of(query.run).search(query))
 
     @app.get("/dashboard/api/groups/{group_id:path}", **answers)
     def detail(group_id: str, run: Whole = 0, step: Whole | None = None) -> Response:

@@ -183,7 +183,7 @@ def _data(stats: Any) -> dict[str, Any]:
 
 def _reward(stats: Any) -> dict[str, Any]:
     graded = stats["graded"]
-    failed = sum(count for status, count in graded.items() if status not in ("ok", "unparsable"))
+    failed = sum(count for status, count in graded.items() if status not in ("ok", "unparsable", "unevaluated", "inapplicable"))
     text = f"{sum(graded.values()):,} answers graded" + (f", {failed:,} failed" if failed else "")
     return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
 

@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 from common.clients import ReplayClient
 from common.errors import NotFound, ServiceError
+from common.loop_thread import LoopThread
 from common.schemas import Group
-from trainer.background import LoopThread
 
 _PATIENCE_S = 3.0
 """How long a page waits for the replay-buffer."""

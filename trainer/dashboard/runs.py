@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import numpy as np
 from pydantic import BaseModel
 
 from common.errors import ConfigError, NotFound
-from trainer.dashboard.columns import Columns, notes, numbers
+from trainer.dashboard.columns import TOKENS, Columns, notes, numbers
 from trainer.dashboard.jsonl import JsonlReader
+from trainer.dashboard.run_facts import changed_settings, read_note
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import limits
 from trainer.observe.timing import STAGES, WAITING
+
+_RECENT = 10
+"""Steps whose mean a list shows."""
 
 
 class RunSummary(BaseModel):
@@ -32,17 +37,36 @@ class RunSummary(BaseModel):
     """The newest step."""
     time: float | None
     """Time of the newest step, in seconds since 1970."""
+    total_steps: int | None
+    state: str
+    """`running`, `finished`, `stopped`, or `empty` without a step."""
+    model: str | None
+    data: str | None
+    recipe: str | None
+    """`algorithm.name`; `sft` for a run on worked answers."""
+    reward: float | None
+    """Mean of the newest steps."""
+    loss: float | None
+    accuracy: float | None
+    """Accuracy of the newest evaluation."""
+    standard_error: float | None
+    hours: float
+    """Wall time of all steps."""
+    changed: dict[str, Any]
+    """Settings that differ from their defaults, by name."""
+    note: str
+    """What people have written about the run."""
 
 
 class RunReader:
     """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError without the directory."""
 
-    def __init__(self, directory: Path, live: bool = False) -> None:
+    def __init__(self, directory: Path, live: bool = False, name: str = "") -> None:
         if not live and not directory.is_dir():
             raise ConfigError(
                 "there is no such run directory", field="RUN_DIR", value=str(directory), remedy="name one, as runs/NAME"
             )
-        self.directory, self.live = directory, live
+        self.directory, self.live, self.name = directory, live, name or directory.resolve().name
         self._lock = threading.Lock()
         self._metrics, self._evaluations = (JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         self._columns, self._offsets = Columns(), array("q")
@@ -74,20 +98,40 @@ class RunReader:
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:
-        problems, name = self.problems, self.directory.resolve().name
+        problems = self.problems
         with self._lock:
-            steps, times = self._columns.steps, self._columns.column("time")
-            newest = int(steps[-1]) if steps else None
-            time = float(times[-1]) if steps and np.isfinite(times[-1]) else None
+            columns = self._columns
+            newest = int(columns.steps[-1]) if columns.steps else None
+            total, moment, examples = (columns.last(name) for name in ("total_steps", "time", "examples"))
+            seconds = columns.column("seconds")
+            evaluation = self._found[-1] if self._found else {}
+            recent = {name: columns.last(name, _RECENT) for name in ("reward", "update.loss")}
+        name = self.setting("algorithm", "name")
         return RunSummary(
-            run=run, name=name, directory=str(self.directory), live=self.live, problems=problems, step=newest, time=time
+            **{"run": run, "name": self.name, "directory": str(self.directory), "live": self.live, "problems": problems},
+            **{"step": newest, "time": moment, "total_steps": None if total is None else int(total)},
+            state=_state(newest, total, moment, float(np.nanmean(seconds[-20:])) if np.isfinite(seconds[-20:]).any() else 0.0),
+            model=_text(self.setting("model", "name")),
+            data=_text(self.setting("data", "source")),
+            recipe="sft" if examples is not None else _text(name),
+            reward=recent["reward"],
+            loss=recent["update.loss"],
+            accuracy=evaluation.get("accuracy"),
+            standard_error=evaluation.get("standard_error"),
+            hours=float(np.nansum(seconds)) / 3600,
+            changed=changed_settings(self.config),
+            note=read_note(self.directory),
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns `config`, `limits` (of the alarms, by column) and `stages` (of a step, in display order)."""
+        """Returns the settings (`config`), those that differ from their defaults (`changed`), `limits` and `stages`.
+
+        `limits` are those of the alarms, by column; `stages` those of a step, in display order.
+        """
         old = bool(self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0))
         return {
             "config": self.config,
+            "changed": changed_settings(self.config),
             "limits": {
                 f"update.{limit.metric}": {"alarm": name, "value": limit.value, "above": limit.above}
                 for name, limit in limits(old).items()
@@ -129,13 +173,14 @@ class RunReader:
             if whole:
                 rows = self._columns.rows(first, last)
             reward, accuracy = (self._columns.column(name) for name in ("reward", "accuracy"))
+            rewarded = len(reward) == 0 or not np.isnan(reward).all()  # a run on worked answers has no rewards
             return {
                 "generation": self._generation,
                 "whole": whole,
                 "newest": int(self._columns.steps[-1]) if self._columns.steps else None,
                 **self._columns.thinned(rows, points),
                 "evaluations": self._found[evaluations if known else 0 :],
-                "verdict": verdict(reward, accuracy),
+                "verdict": verdict(reward, accuracy) if rewarded else {"level": "none", "text": ""},
             }
 
     def _refresh(self) -> None:
@@ -148,7 +193,9 @@ class RunReader:
             for offset, line in self._metrics.read():
                 if not isinstance(step := line.get("step"), int) or abs(step) > 2**53:
                     continue
-                if self._columns.append(step, numbers(line)):
+                row = numbers(line)
+                row[TOKENS] = (self._columns.before(step, TOKENS) or 0.0) + row.get("update.trained_tokens", 0.0)
+                if self._columns.append(step, row):
                     self._generation += 1
                     del self._offsets[len(self._columns) - 1 :]
                 self._offsets.append(offset)
@@ -171,11 +218,20 @@ class RunReader:
         self._config = (changed, content if not problem else None, problem)
         return self._config[1:]
 
+    def csv(self) -> str:
+        """Returns all numbers of all steps as CSV."""
+        self._refresh()
+        with self._lock:
+            return self._columns.csv()
 
-def named_run(directory: Path) -> RunReader:
-    """Returns the reader of a directory that a user names. Raises ConfigError when no run has written it."""
-    reader = RunReader(directory)
-    if not any((directory / name).exists() for name in ("config.json", "metrics.jsonl")):
-        remedy = "name the directory that a run wrote, as runs/NAME: it has a config.json"
-        raise ConfigError("this is no run directory", field="RUN_DIR", value=str(directory), remedy=remedy)
-    return reader
+
+def _state(step: int | None, total: float | None, moment: float | None, seconds: float) -> str:
+    if step is None:
+        return "empty"
+    if total is not None and step >= total:
+        return "finished"
+    return "running" if moment is not None and time.time() - moment < 60 + 5 * seconds else "stopped"
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None

@@ -1,6 +1,7 @@
 """Verdict on the learning of a run from its rewards, in one sentence. Pure."""
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,11 @@ _SOLVED = 0.95
 """Accuracy above which there is little left to learn."""
 
 
-def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, str]:
-    """Returns `level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`, from [steps] means, NaN for none."""
+def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, Any]:
+    """Returns `level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`, from [steps] means, NaN for none.
+
+    Later also `start` and `end`, the mean rewards of the oldest and the newest `window` steps.
+    """
     reward, accuracy = reward[~np.isnan(reward)], accuracy[~np.isnan(accuracy)]
     steps = len(reward)
     if steps < _FEWEST:
@@ -23,14 +27,16 @@ def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[
     parts = [reward[i : i + window] for i in range(0, steps - window + 1, window)]
     start, end = reward[:window], reward[-window:]
     best = max(parts, key=np.mean)
-    span = f"over {steps} steps"
+    means = {"start": float(start.mean()), "end": float(end.mean()), "window": window}
+    change = f"reward {start.mean():.3f} → {end.mean():.3f} (means of the first and the last {window} of {steps} steps)"
     if _apart(best, end) > _SURE and best.mean() - end.mean() > (best.mean() - start.mean()) / 2:
-        return {"level": "bad", "text": f"Reward has fallen: {end.mean():.3f}, and it was {best.mean():.3f} at its best {span}"}
+        fallen = f"Reward has fallen: {end.mean():.3f}, and it was {best.mean():.3f} at its best"
+        return {"level": "bad", "text": f"{fallen} (means of {window} of {steps} steps)", **means}
     if _apart(end, start) > _SURE:
-        return {"level": "good", "text": f"Learning: reward {start.mean():.3f} → {end.mean():.3f} {span}"}
+        return {"level": "good", "text": f"Learning: {change}", **means}
     if len(accuracy) >= window and accuracy[-window:].mean() >= _SOLVED:
-        return {"level": "good", "text": f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}"}
-    return {"level": "warn", "text": f"Not learning yet: reward {start.mean():.3f} → {end.mean():.3f} {span}, within its noise"}
+        return {"level": "good", "text": f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}", **means}
+    return {"level": "warn", "text": f"Not learning yet: {change}, within its noise", **means}
 
 
 def _apart(high: NDArray[np.float64], low: NDArray[np.float64]) -> float:

@@ -8,13 +8,15 @@ wire format (`common.wire`, arrays as raw little-endian bytes, a missing reward 
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
+import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
@@ -25,10 +27,12 @@ from trainer.observe.run_dir import append_line, storing_run
 
 log = logging.getLogger(__name__)
 DIRECTORY, LINES = "groups", "groups.jsonl"
+_UNSHOWN = ("kept_tokens", "kept_counts")
+"""What a completion was sampled from: of no use to a reader, and large."""
 _SEARCHED_CHARS = 1000
+"""Length of a prompt in `groups.jsonl`."""
 _MAX_GROUP_BYTES = 512 << 20
 """Limit of one group in a file, far above what a run writes: a few bytes of a damaged or foreign one could unpack to more."""
-"""Length of a prompt in `groups.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +135,53 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     path = _path(run_dir, step)
     try:
         with ZipFile(path) as file:
-            member = file.getinfo(_name(place))
-            if member.file_size > _MAX_GROUP_BYTES:  # read no further than that, whatever it says
-                raise ValueError(f"{member.filename} has {member.file_size} bytes, a group at most {_MAX_GROUP_BYTES}")
-            with file.open(member) as packed:
-                content = wire.unpack(packed.read(_MAX_GROUP_BYTES))
-        return _plain(content)
+            return _plain(wire.unpack(_member(file, place)))
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file fails in many ways
         remedy = "restore that file from a copy, or remove it"
         message = f"the groups of step {step} cannot be read: {error}"
         raise ServiceError(message, code="damaged", field="trainer.run_dir", value=str(path), remedy=remedy) from None
+
+
+class CompletionText(msgspec.Struct):
+    """What a list shows of a completion."""
+
+    text: str = ""
+    reward: float | None = None
+    correct: bool = False
+    verified: bool = True
+
+
+class GroupTexts(msgspec.Struct):
+    """A recorded group without its numbers."""
+
+    id: str = ""
+    completions: list[CompletionText] = []
+
+
+_TEXTS = msgspec.msgpack.Decoder(GroupTexts)
+
+
+def read_texts(run_dir: Path, step: int, places: Iterable[int] | None = None) -> dict[int, GroupTexts]:
+    """Returns the texts of a step's groups by place, of all or of these; what is missing or damaged is left out."""
+    found = {}
+    try:
+        with ZipFile(_path(run_dir, step)) as file:
+            for place in range(len(file.namelist())) if places is None else places:
+                with suppress(Exception):  # a damaged file fails in many ways; opening the group says how
+                    found[place] = _TEXTS.decode(_member(file, place))
+    except (OSError, BadZipFile):
+        pass
+    return found
+
+
+def _member(file: ZipFile, place: int) -> bytes:
+    member = file.getinfo(_name(place))
+    if member.file_size > _MAX_GROUP_BYTES:
+        raise ValueError(f"{member.filename} has {member.file_size} bytes, a group at most {_MAX_GROUP_BYTES}")
+    with file.open(member) as packed:
+        return packed.read(member.file_size)  # no further, however much is packed
 
 
 def _path(run_dir: Path, step: int) -> Path:
@@ -167,7 +206,7 @@ def _entry(item: RecordedGroup) -> dict[str, Any]:
         "versions": [min(versions), max(versions)] if versions else None,
         "reward": round(sum(known) / len(known), 4) if known and len(known) == len(rewards) else None,
         "rewards": [None if reward is None else round(reward, 4) for reward in rewards],
-        "correct": sum(completion.correct for completion in completions),
+        "correct": sum(c.correct for c in completions) if all(c.verified for c in completions) else None,
         "tokens": [len(completion.token_ids) for completion in completions],
         "marks": sorted({mark for completion in completions for mark in _marks(completion)}),
         "advantage": _mean([np.abs(advantages) for advantages in item.advantages]),
@@ -188,7 +227,7 @@ def _reward(completion: Completion) -> float | None:
 
 def _differences(item: RecordedGroup) -> list[Float32]:
     pairs = zip(item.group.completions, item.logprobs, strict=False)
-    return [np.abs(theirs - completion.logprobs) for completion, theirs in pairs if theirs is not None]
+    return [np.abs(theirs - completion.trained(completion.logprobs)) for completion, theirs in pairs if theirs is not None]
 
 
 def _mean(arrays: Sequence[Float32]) -> float | None:
@@ -200,12 +239,15 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
 def _document(item: RecordedGroup) -> dict[str, Any]:
     content = asdict(item.group)
     content["completions"] = [asdict(completion) for completion in item.group.completions]
+    for part, name in ((content, "barred"), *((c, name) for c in content["completions"] for name in _UNSHOWN)):
+        del part[name]
     for i, completion in enumerate(content["completions"]):
         logprobs = item.logprobs[i] if item.logprobs else None
         completion["text"] = completion["text"].encode("utf-8", "replace").decode()  # a dropped group was not checked
         completion["reward"] = _reward(item.group.completions[i])
-        completion["advantages"] = item.advantages[i] if item.advantages else None
-        completion["trainer_logprobs"] = logprobs
+        spread = item.group.completions[i].spread
+        completion["advantages"] = spread(item.advantages[i]) if item.advantages else None
+        completion["trainer_logprobs"] = None if logprobs is None else spread(logprobs)
     more = {"reused": item.reused, "weight": item.weight, "reason": item.reason, "detail": item.detail}
     return content | more
 
@@ -214,7 +256,9 @@ def _plain(content: dict[str, Any]) -> dict[str, Any]:
     """Replaces the bytes of a document by lists."""
     content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
     for completion in content["completions"]:
-        completion["token_ids"] = np.frombuffer(completion["token_ids"], "<i4").tolist()
+        for name in ("token_ids", "mask", "prompt_ids"):
+            if completion.get(name) is not None:
+                completion[name] = np.frombuffer(completion[name], "<i4").tolist()
         for name in ("logprobs", "advantages", "trainer_logprobs"):
             if completion[name] is not None:
                 completion[name] = np.frombuffer(completion[name], "<f4").tolist()

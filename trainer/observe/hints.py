@@ -29,16 +29,26 @@ ENTROPY_LEFT, SOLVED = 0.2, 0.8
 MAX_GENERATION, MAX_GENERATION_ASYNC = 0.8, 0.5
 MAX_IDLE, MAX_IDLE_ASYNC = 0.9, 0.5
 MAX_REWARD, MAX_REPLAY, MAX_PUBLISH, MAX_WAITING = 0.3, 0.2, 0.35, 0.3
+MAX_STRAGGLERS = 0.15
 MAX_DROPPED = 0.1
 _DROPS = {
     "generation": "rollout-server fails or is too slow: look at its log, give it time (sampling.request_timeout_s), or ask for "
     "less (sampling.max_new_tokens)",
     "reward": "answers cannot be graded: look at the log of reward-server for what times out or fails, and give it time "
-    "(reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s) or more processes (reward.workers)",
-    "stale": "long answers are overtaken by more than trainer.max_staleness updates: raise that, or lower "
-    "sampling.max_new_tokens",
+    "(reward.math_timeout_s, reward.code_timeout_s, reward.judge_timeout_s, reward.function_timeout_s) or more processes "
+    "(reward.workers)",
+    "teacher": "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) or fewer groups at "
+    "once (teacher.concurrency)",
+    "stale": "long answers are overtaken by more than trainer.max_staleness updates, and the model learns to be short: take "
+    "trainer.when_stale wait, raise trainer.max_staleness, or lower sampling.max_new_tokens",
 }
 _SLOW = {
+    "stragglers": (
+        "stragglers",
+        MAX_STRAGGLERS,
+        "in {share:.0%} of the time a batch is ready and the update waits for the longest of the oldest answers. Raise "
+        "trainer.max_staleness, lower sampling.max_new_tokens, or train on what is ready at any age (trainer.when_stale train)",
+    ),
     "reward_bound": (
         "reward",
         MAX_REWARD,
@@ -105,6 +115,10 @@ class _Steps:
         lines = self.last if lines is None else lines
         return sum(float((line[section] if section else line).get(key, 0.0)) for line in lines) / max(1, len(lines))
 
+    def accuracy(self) -> float | None:
+        """Returns the mean accuracy; None where the rewards are no verdicts."""
+        return None if any(line["accuracy"] is None for line in self.last) else self.mean("accuracy")
+
     def rose(self, name: str) -> bool:
         """Returns whether the mean rose from the first to the second half of the steps."""
         half = len(self.last) // 2
@@ -124,20 +138,28 @@ class _Steps:
 
 
 def _zero_variance_groups(steps: _Steps) -> str:
+    if steps.config.algorithm.advantage == "none":
+        return ""
     replaced = steps.dropped("zero_variance")
     equal = sum(line["zero_variance_groups"] for line in steps.last) + replaced
     share = equal / (steps.groups + replaced)
     if share < MAX_EQUAL:
         return ""
-    accuracy, config = steps.mean("accuracy"), steps.config
-    solved = sum(line.get("solved_groups", 0) for line in steps.last)
-    failed = sum(line.get("failed_groups", 0) for line in steps.last)
-    easy = solved > failed if solved + failed else accuracy >= 0.5  # none of them in the batch: all were replaced
+    accuracy, config = steps.accuracy(), steps.config
+    solved = sum(line.get("solved_groups") or 0 for line in steps.last)
+    failed = sum(line.get("failed_groups") or 0 for line in steps.last)
+    # Without either, all of them were replaced.
+    easy = solved > failed if solved + failed else accuracy is not None and accuracy >= 0.5
+    cause = "" if accuracy is None else f", mostly as all answers are {'right' if easy else 'wrong'} (accuracy {accuracy:.2f})"
     text = (
-        f"{share:.0%} of the groups have equal rewards, mostly as all answers are {'right' if easy else 'wrong'} (accuracy "
-        f"{accuracy:.2f}): they carry no gradient, so most of what is generated is lost. "
+        f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of what is generated is lost. "
     )
-    if easy:
+    if accuracy is None:
+        text += (
+            "The reward does not tell answers to one prompt apart: take one with more steps in between (reward.functions), "
+            "more tries (sampling.group_size), or other prompts (data.source)"
+        )
+    elif easy:
         text += "The prompts are too easy for this model: take harder ones (data.source, data.levels)"
     else:
         text += (
@@ -164,12 +186,13 @@ def _format(steps: _Steps) -> str:
 
 
 def _truncated(steps: _Steps) -> str:
-    share, accuracy = steps.mean("truncated"), steps.mean("accuracy")
-    if share < MAX_TRUNCATED or accuracy >= LOW_ACCURACY:
+    share, accuracy = steps.mean("truncated"), steps.accuracy()
+    if share < MAX_TRUNCATED or (steps.rose("reward") if accuracy is None else accuracy >= LOW_ACCURACY):
         return ""
+    seen = "the reward does not rise" if accuracy is None else f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
     text = (
         f"{share:.0%} of the completions are cut at sampling.max_new_tokens ({steps.config.sampling.max_new_tokens}), and "
-        f"accuracy is {accuracy:.2f}: what is cut is hardly ever right. Raise sampling.max_new_tokens"
+        f"{seen}. Raise sampling.max_new_tokens"
     )
     if not steps.config.algorithm.overlong_buffer:
         text += ", or make long answers cost something before the end (algorithm.overlong_buffer)"
@@ -212,11 +235,13 @@ def _not_finite(steps: _Steps) -> str:
 
 
 def _entropy(steps: _Steps) -> str:
-    began, now, accuracy = steps.mean("update.entropy", steps.first), steps.mean("update.entropy"), steps.mean("accuracy")
-    if now > ENTROPY_LEFT * began or accuracy >= SOLVED or steps.rose("accuracy"):
+    began, now, accuracy = steps.mean("update.entropy", steps.first), steps.mean("update.entropy"), steps.accuracy()
+    learns = steps.rose("reward") if accuracy is None else accuracy >= SOLVED or steps.rose("accuracy")
+    if now > ENTROPY_LEFT * began or learns:
         return ""
+    seen = "the reward does not rise" if accuracy is None else f"accuracy stays at {accuracy:.2f}"
     return (
-        f"entropy fell from {began:.3g} to {now:.3g} nats per token, and accuracy stays at {accuracy:.2f}: the policy became "
+        f"entropy fell from {began:.3g} to {now:.3g} nats per token, and {seen}: the policy became "
         "certain too early and tries nothing new. Raise algorithm.clip_high (0.28 in the recipe dapo) or sampling.temperature, "
         f"set algorithm.entropy_coef, or lower trainer.learning_rate ({steps.config.trainer.learning_rate:g})"
     )

@@ -1,5 +1,6 @@
 """Metrics of the trainer on the `/metrics` page of rank 0."""
 
+import math
 from collections import Counter
 
 from prometheus_client import Gauge
@@ -32,7 +33,7 @@ _UPDATE = {
 }
 _EVALUATION = {
     "step": ("step", "its step"),
-    "accuracy": ("accuracy_ratio", "greedy accuracy"),
+    "accuracy": ("accuracy_ratio", "accuracy"),
     "standard_error": ("standard_error_ratio", "its standard error"),
 }
 
@@ -80,7 +81,7 @@ class TrainerMetrics:
         self._step.set(record.step)
         self._time.set_to_current_time()
         for field, gauge in self._record.items():
-            gauge.set(getattr(record, field))
+            gauge.set(_known(getattr(record, field)))
         for gauges, values in ((self._update, record.update), (self._critic, record.critic or {})):
             for field in gauges.keys() & values.keys():
                 gauges[field].set(values[field])
@@ -103,7 +104,7 @@ class TrainerMetrics:
 
     def evaluated(self, evaluation: Evaluation) -> None:
         for field, gauge in self._evaluation.items():
-            gauge.set(getattr(evaluation, field))
+            gauge.set(_known(getattr(evaluation, field)))
         if evaluation.pass_at_k is not None:
             self._pass_at_k.labels(evaluation.k).set(evaluation.pass_at_k)
 
@@ -113,3 +114,7 @@ class TrainerMetrics:
     def published(self, size: int, seconds: float) -> None:
         self._published_bytes.set(size)
         self._publish.observe(seconds)
+
+
+def _known(number: float | None) -> float:
+    return math.nan if number is None else number

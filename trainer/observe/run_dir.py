@@ -29,7 +29,7 @@ from common.storing import storing
 from common.wire import group_json
 from trainer.observe.hints import hints, remember
 from trainer.observe.timing import STAGES, WAITING
-from trainer.rollouts.evaluation import Evaluation
+from trainer.rollouts.evaluation import Answer, Evaluation
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
@@ -46,13 +46,13 @@ class StepRecord:
     step: int
     reward: float
     """Mean reward of the completions."""
-    accuracy: float
-    """Share of correct completions."""
+    accuracy: float | None
+    """Share of correct completions; None, as the next two counts, where the rewards are no verdicts (`verified`)."""
     zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
-    solved_groups: int
+    solved_groups: int | None
     """Zero-variance groups whose answers are all right."""
-    failed_groups: int
+    failed_groups: int | None
     """Zero-variance groups whose answers are all wrong."""
     reused_groups: int
     staleness: float
@@ -79,14 +79,18 @@ class StepRecord:
     hints: dict[str, str] = field(default_factory=dict)
     """Hints by name (`trainer.observe.hints`); the recorder adds them."""
     verified: bool = True
-    """Whether the rewards say what is correct; else `accuracy` is the share of rewards above 0.5."""
+    """Whether the rewards say what is correct."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Mean score of every reward function, before weights, over the completions that it is meant for."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """Means of what reward functions logged (`log_metric`)."""
 
 
 class Recorder:
     """Writes the run directory and prints to the console.
 
     The run continues after `step`: later lines of an earlier attempt are removed, and what the earlier ones lack is named.
-    `tracked` counts records for trackers; `run_id` names this attempt.
+    `tracked` counts records for trackers; `run_id` names this attempt; `files` have a line per step.
     """
 
     def __init__(
@@ -97,14 +101,13 @@ class Recorder:
         step: int = 0,
         tracked: Counter | None = None,
         run_id: str = "",
+        files: Sequence[str] = ("metrics", "groups", "samples"),
     ) -> None:
         self.directory, self.console, self._config = directory, console, config
         with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        kept = {
-            f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in ("metrics", "groups", "samples")
-        }
+        kept = {f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files}
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # without a line that a crash cut
         append_line(directory / ATTEMPTS, {"time": time.time(), "run_id": run_id, "step": step})
@@ -137,7 +140,8 @@ class Recorder:
             text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
             self.say(f"warning: {text}; training goes on, curves, report and dashboard lack them", logging.WARNING)
 
-    def _show(self, table: Table) -> None:
+    def show(self, table: Table) -> None:
+        """Says a table."""
         text = io.StringIO()
         Console(file=text, width=min(120, self.console.width)).print(table)
         self.say(text.getvalue())
@@ -155,13 +159,17 @@ class Recorder:
         self._append("samples", {"step": record.step, **group_json(groups[0])})
         remember(self._history, asdict(record))
         record.hints = hints(self._history, self._config)
-        self._append("metrics", {"time": time.time(), "total_steps": self._total, **record.__dict__})
-        self._trackers.step(record.__dict__, groups[0])
-        self.say(step_line(record, self._total))
+        self.measured(record.__dict__, step_line(record, self._total), groups[0])
         self._warn("alarm", record.step, record.alarms)
         self._warn("hint", record.step, record.hints)
+
+    def measured(self, record: Mapping[str, Any], text: str, group: Group | None = None) -> None:
+        """Writes the numbers of a step and says `text`; trackers get them, and now and then the samples of `group`."""
+        self._append("metrics", {"time": time.time(), "total_steps": self._total, **record})
+        self._trackers.step(record, group)
+        self.say(text)
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.step)
+            self._progress.update(self._task, completed=record["step"])
 
     def _warn(self, kind: str, step: int, texts: Mapping[str, str]) -> None:
         """Logs new alarms or hints, and repeats those that persist."""
@@ -171,15 +179,20 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        _keep_before(self.directory / "evaluations.jsonl", evaluation.step)  # by an attempt that was killed
-        answers = [answer.__dict__ for answer in evaluation.answers]
-        self._append("evaluations", {"time": time.time(), **evaluation.summary(), "answers": answers})
-        self._trackers.evaluation(evaluation)
         passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
-        found = f"held-out accuracy {evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
-        if not evaluation.verified:
-            found, passed = f"held-out reward {evaluation.mean_reward:.3f}", ""
-        self.say(f"evaluation at step {evaluation.step}: {found} ({evaluation.num_samples} problems){passed}")
+        found = f"held-out reward {evaluation.mean_reward:.3f}"
+        if evaluation.accuracy is not None:
+            found = f"held-out accuracy {evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
+        text = f"evaluation at step {evaluation.step}: {found} ({evaluation.num_samples} problems){passed}"
+        self.evaluated(evaluation.summary(), text, evaluation.answers)
+
+    def evaluated(self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()) -> None:
+        """Writes an evaluation, tells the trackers and says `text`."""
+        _keep_before(self.directory / "evaluations.jsonl", summary["step"])  # by an attempt that was killed
+        shown = {"answers": [answer.__dict__ for answer in answers]} if answers else {}
+        self._append("evaluations", {"time": time.time(), **summary, **shown})
+        self._trackers.evaluation(summary, answers)
+        self.say(text)
 
     def report(self, checkpoint: Path) -> None:
         """Writes the curves, and prints seconds by stage, evaluations before and after, sample problems and paths."""
@@ -189,10 +202,10 @@ class Recorder:
         curves = self.directory / "curves.png"
         with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
             plot_curves(metrics, evaluations, curves)
-        self._show(_seconds_table(metrics))
+        self.show(seconds_table(metrics))
         if len(evaluations) >= 2:
             before, after = evaluations[0], evaluations[-1]
-            self._show(_comparison_table(before, after))
+            self.show(_comparison_table(before, after))
             for old, new in _interesting(before["answers"], after["answers"]):
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
@@ -222,9 +235,10 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
 
 def step_line(record: StepRecord, total: int) -> str:
     """Returns the console line of a step, at most 120 columns; zero counts at the end are left out."""
+    accuracy = "" if record.accuracy is None else f"acc {record.accuracy:.3f}  "
     seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
     line = (
-        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  {f'acc {record.accuracy:.3f}  ' * record.verified}"
+        f"step {record.step:>4}/{total}  reward {record.reward:.3f}  {accuracy}"
         f"tokens {record.completion_tokens:.0f}  {_short(sum(seconds.values()))} s "
         f"(gen {_short(seconds['generation'])}, train {_short(training)})"
     )
@@ -286,8 +300,11 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
     return storing(path.name, path, "trainer.run_dir", remedy)
 
 
-def _seconds_table(metrics: list[dict[str, Any]]) -> Table:
-    means = {stage: sum(line["seconds"][stage] for line in metrics) / max(1, len(metrics)) for stage in (*STAGES, WAITING)}
+def seconds_table(metrics: list[dict[str, Any]]) -> Table:
+    """Returns the mean seconds of a step by stage, from the lines of `metrics.jsonl`."""
+    means = {
+        stage: sum(line["seconds"].get(stage, 0.0) for line in metrics) / max(1, len(metrics)) for stage in (*STAGES, WAITING)
+    }
     means["step"] = sum(means.values())
     columns = (Column(name, justify="right") for name in means)
     table = Table(*columns, title=f"seconds of a step (mean over {len(metrics)} steps)")
@@ -299,9 +316,10 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
     columns = (Column(header, justify="right") for header in headers)
     table = Table(*columns, title=f"held-out split, {after['num_samples']} problems")
-    verified = before.get("verified", True) and after.get("verified", True)
-    rows = [("greedy accuracy", "accuracy") if verified else ("mean reward", "mean_reward")]
-    if verified and before["pass_at_k"] is not None and after["pass_at_k"] is not None:
+    rated = before["accuracy"] is not None and after["accuracy"] is not None
+    name = "accuracy" if after.get("temperature") else "greedy accuracy"
+    rows = [(name, "accuracy") if rated else ("mean reward", "mean_reward")]
+    if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
         rows.append((f"pass@{after['k']}", "pass_at_k"))
     for title, key in rows:
         table.add_row(title, f"{before[key]:.3f}", f"{after[key]:.3f}")
@@ -317,4 +335,5 @@ def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> l
 
 def _one_line(answer: dict[str, Any]) -> str:
     text = " ⏎ ".join(answer["response"].splitlines())
-    return f"{text[:300]}  [{'right' if answer['correct'] else 'wrong'}]"
+    verdict = {True: "  [right]", False: "  [wrong]"}.get(answer["correct"], "")
+    return f"{text[:300]}{verdict}"

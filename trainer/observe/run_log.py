@@ -1,14 +1,15 @@
 """Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.config import Config
-from common.schemas import CriticMetrics
+from common.schemas import Completion, CriticMetrics
 from trainer.algorithms.batch import Batch
 from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
@@ -28,8 +29,11 @@ class RunLog:
         """Shows a progress bar and runs the clocks inside; flushes the log at the end."""
         yield
 
-    def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
-        """Records a finished step."""
+    def step(
+        self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops
+    ) -> Mapping[str, Any]:
+        """Records a finished step, and returns the record."""
+        return {}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -44,12 +48,20 @@ class RunLog:
 
 
 class RecordedRun(RunLog):
-    """Log of rank 0 for a run that continues after `step`."""
+    """Log of rank 0 for a run that continues after `step`; records have what `measured` returns for their step."""
 
-    def __init__(self, config: Config, recorder: Recorder, metrics: TrainerMetrics, clock: StageClock, step: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        recorder: Recorder,
+        metrics: TrainerMetrics,
+        clock: StageClock,
+        step: int,
+        measured: Callable[[int], dict[str, float]] = lambda step: {},
+    ) -> None:
         self._config, self._recorder, self._metrics, self._clock, self._cpu = config, recorder, metrics, clock, CpuClock()
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
-        self._step = step
+        self._step, self._measured = step, measured
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
@@ -65,37 +77,45 @@ class RecordedRun(RunLog):
                 self._groups.abort(self._step + 1, _dropped(drops.recent()))
                 raise
 
-    def step(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> None:
+    def step(
+        self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops
+    ) -> Mapping[str, Any]:
+        """See `RunLog`."""
         self._step = step
         record = self._record(step, batch, update, critic, drops)
         self._groups.step(step, _trained(batch, update), _dropped(drops.recent()))
         self._recorder.step(record, [item.group for item in batch.groups])
         self._metrics.record(record, len(batch.fresh))
+        return asdict(record)
 
     def _record(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> StepRecord:
         groups, fresh = [item.group for item in batch.groups], batch.fresh
         completions = [completion for group in groups for completion in group.completions]
+        answers = [answer for group in groups for answer in group.answers]
         ages = [step - 1 - completion.weight_version for completion in completions]
         equal = [group for group in groups if group.zero_variance]
+        verified = all(answer.verified for answer in answers)
         return StepRecord(
             step=step,
-            reward=float(np.mean([completion.reward for completion in completions])),
-            accuracy=float(np.mean([completion.correct for completion in completions])),
+            reward=float(np.mean([answer.reward for answer in answers])),
+            accuracy=float(np.mean([answer.correct for answer in answers])) if verified else None,
             zero_variance_groups=len(equal),
-            solved_groups=sum(all(completion.correct for completion in group.completions) for group in equal),
-            failed_groups=sum(not any(completion.correct for completion in group.completions) for group in equal),
+            solved_groups=sum(all(c.correct for c in group.completions) for group in equal) if verified else None,
+            failed_groups=sum(not any(c.correct for c in group.completions) for group in equal) if verified else None,
             reused_groups=len(groups) - len(fresh),
-            staleness=float(np.mean(ages[: len(fresh) * batch.group_size])),
-            completion_tokens=float(np.mean([len(completion.token_ids) for completion in completions])),
-            truncated=float(np.mean([completion.finish_reason == "length" for completion in completions])),
-            unparsable=float(np.mean([completion.status == "unparsable" for completion in completions])),
+            staleness=float(np.mean(ages[: sum(len(group.completions) for group in fresh)])),
+            completion_tokens=float(sum(batch.lengths) / len(answers)),
+            truncated=float(np.mean([answer.finish_reason == "length" for answer in answers])),
+            unparsable=float(np.mean([answer.status == "unparsable" for answer in answers])),
             dropped=dict(drops.counts),
             seconds=self._clock.lap(),
             generating=self._clock.generating(),
             cpu_seconds=self._cpu.lap(),
-            update=asdict(update.metrics),
+            update=asdict(update.metrics) | ({} if (kl := batch.teacher_kl()) is None else {"teacher_kl": kl}),
             critic=asdict(critic) if critic else None,
-            verified=all(completion.verified for completion in completions),
+            verified=verified,
+            rewards=_rewards(answers),
+            logged=self._measured(step),
             alarms=alarms(update.metrics, float(np.mean(ages)), self._config),
         )
 
@@ -116,10 +136,18 @@ def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
     assert batch.advantages is not None
     logprobs = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
     items = []
-    for i, item in enumerate(batch.groups):
-        rows = slice(i * batch.group_size, (i + 1) * batch.group_size)
+    for item, rows in zip(batch.groups, batch.parts, strict=True):
         items.append(RecordedGroup(item.group, batch.advantages[rows], logprobs[rows], item.weight, item.reused))
     return items
+
+
+def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
+    """Returns the mean score of every reward function, over the answers that it is meant for."""
+    scores: dict[str, list[float]] = {}
+    for name, score in ((name, score) for answer in answers for name, score in answer.components.items()):
+        if score is not None:
+            scores.setdefault(name, []).append(score)
+    return {name: float(np.mean(found)) for name, found in scores.items()}
 
 
 def _dropped(groups: Sequence[DroppedGroup]) -> list[RecordedGroup]:

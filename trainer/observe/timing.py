@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STAGES = ("update", "publish", "evaluation", "generation", "reward", "replay")
-"""In order of precedence: while several are active, the time counts for the first of them."""
+STAGES = ("update", "publish", "evaluation", "stragglers", "generation", "reward", "replay")
+"""In order of precedence: while several are active, the time counts for the first of them. `stragglers`: enough groups for a
+batch are ready, and the trainer waits for the oldest (`trainer.when_stale` `wait`)."""
 PUBLISHING = "publishing"
 """Publishing behind the training loop: comes last, and counts as `publish` while nothing else is active."""
 WAITING = "waiting"

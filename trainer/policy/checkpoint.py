@@ -53,7 +53,9 @@ class TrainerState:
     finished: list[int] = field(default_factory=list)
     """Later positions that are finished too."""
     accuracy: float | None = None
-    """Accuracy of the evaluation at this step, if there was one."""
+    """Accuracy of the evaluation at this step, if there was one and the rewards are verdicts."""
+    mean_reward: float | None = None
+    """Mean reward of that evaluation: the best checkpoint has the highest where there is no accuracy."""
     identity: dict[str, list[str]] = field(default_factory=dict)
     """What the run had in common with its earlier attempts (`trainer.policy.identity`)."""
 
@@ -66,7 +68,7 @@ class Checkpoints:
 
     Args:
         directory: rank 0's counts. When other ranks do not see it, rank 0 writes everything.
-        keep: number of the newest that stay; the one with the best accuracy stays too.
+        keep: number of the newest that stay; the one with the best accuracy, or else the best mean reward, stays too.
         static: lists files that go into every checkpoint, such as the tokenizer's.
     """
 
@@ -159,7 +161,7 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         written.rename(target)
         every = _all(self.directory)
-        rated = [(accuracy, path) for path in every if (accuracy := _accuracy(path)) is not None]
+        rated = [(rating, path) for path in every if (rating := _rating(path)) is not None]
         best = max(rated)[1] if rated else None
         if best == target:
             _name_best(target)
@@ -241,7 +243,7 @@ def _name_best(checkpoint: Path) -> None:
         link.symlink_to(checkpoint.name)
         link.rename(checkpoint.with_name(_BEST))
     except OSError as error:
-        log.info("%s has the best accuracy so far; no link `%s` can be made: %s", checkpoint, _BEST, error)
+        log.info("%s is the best so far; no link `%s` can be made: %s", checkpoint, _BEST, error)
 
 
 def set_aside(directory: Path) -> None:
@@ -294,9 +296,10 @@ def has_changed(name: str, path: Path) -> ConfigError:
     return cannot_resume(ValueError(f"{name} has changed since it was written: its checksum differs"), path)
 
 
-def _accuracy(path: Path) -> float | None:
+def _rating(path: Path) -> float | None:
     try:
-        found = json.loads((path / _STATE).read_text())["accuracy"]
+        state = json.loads((path / _STATE).read_text())
+        found = state["mean_reward"] if state["accuracy"] is None else state["accuracy"]
     except (OSError, ValueError, KeyError):
         return None
     return None if found is None else float(found)

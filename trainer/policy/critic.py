@@ -14,13 +14,14 @@ import numpy as np
 from common.config import Config
 from common.critic_client import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
+from common.loop_thread import LoopThread
 from common.schemas import CriticMetrics, Float32
 from learning.batching import split
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.critic.critic import Critic
 from trainer.algorithms.batch import Batch
-from trainer.background import LoopThread
+from trainer.weights.turns import Resident
 
 _T = TypeVar("_T")
 
@@ -51,6 +52,10 @@ class ValueFunction:
         """Starts to learn from the batch's returns. Every rank calls the returned function once, to wait for the end."""
         return lambda: None
 
+    def resident(self) -> Resident:
+        """Returns what is on the GPU during an update."""
+        return [], []
+
     def warming_up(self, step: int) -> bool:
         """Whether the critic alone learns in the step after `step` steps (`critic.warmup_steps`)."""
         return self._config.algorithm.needs_critic and step < self._config.critic.warmup_steps
@@ -79,6 +84,9 @@ class LocalCritic(ValueFunction):
         """Updates before it returns."""
         metrics = self._critic.update(batch.value_targets(), seed)
         return lambda: metrics
+
+    def resident(self) -> Resident:
+        return [self._critic.model], [self._critic.optimizer]
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         return {self._FOLDER: self._critic.snapshot(alone)}

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils import cached_file
 
@@ -21,6 +21,7 @@ from trainer.policy.scorer import cannot_load, load_tokenizer
 log = logging.getLogger(__name__)
 Facts = dict[str, list[str]]
 """For every setting, its value as shown and as compared."""
+LearnsFrom = Literal["rewards", "answers"]
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
@@ -32,7 +33,7 @@ _PROMPTS = (
 _PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — 東京 🙂"
 
 
-def identity(config: Config) -> Facts:
+def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     """Returns what every attempt of this run must have in common. Raises ConfigError for a model that cannot be read."""
     algorithm, model = config.algorithm, config.model
     plain: dict[str, object] = {
@@ -52,8 +53,10 @@ def identity(config: Config) -> Facts:
     if algorithm.kl_target is not None:
         plain["algorithm.kl_coef"] = algorithm.kl_coef  # adapted ever since
     plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
+    plain["learning from"] = learns_from
     facts = {name: [str(value), str(value)] for name, value in plain.items()}
     facts["algorithm.advantage"] = [algorithm.advantage, "critic" if algorithm.needs_critic else "no critic"]
+    facts["teacher.url"] = [config.teacher.url, "a teacher" if config.teacher.url else "no teacher"]
     facts["data.source"] = [config.data.source, _data(config.data.source)]
     facts["tokenizer of model.name"] = [model.name, _tokenizer(model)]
     facts["model.name"] = _model(model.name)

@@ -1,38 +1,51 @@
 """Log-probabilities and entropies of given tokens, without the logits of all of them at once."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_BYTES = 256 << 20
+from learning.head import float32_logits, float32_product
+from learning.kernels import has_triton
+from learning.support import Support
+
+_CHUNK_BYTES = 1 << 30
 """Limit of the float32 logits in memory."""
 _CPU_CHUNK = 512
 """Limit of tokens of a chunk on a CPU, whose caches then hold the logits of a small vocabulary."""
-_KEPT_BYTES = 64 << 20
-"""Limit up to which probabilities are kept for the backward pass; larger ones are computed again."""
+_KEPT_BYTES, _GPU_KEPT_BYTES = 64 << 20, 5 << 30
+"""Limits up to which probabilities are kept for the backward pass; larger ones are computed again."""
 
 
 def token_scores(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    float32: bool = True,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities [C] of `targets` [C] under softmax(head(hidden) / temperature), and entropies [C], in nats.
 
-    Logits are rounded as the head computes them; everything after that is float32. The gradient of a plain linear head is
-    written by hand, that of another one comes from autograd.
+    With `support` that distribution is over the tokens which each target was sampled from. Logits are `float32`, or rounded to
+    the precision of the hidden states; everything after that is float32. The gradient of a plain linear head is written by
+    hand, that of another one comes from autograd.
     """
     if type(head) is nn.Linear:
         weight = head.weight
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        options = (temperature, entropy_gradient, torch.is_grad_enabled())
+        options = (temperature, entropy_gradient, float32, support, torch.is_grad_enabled())
         logprobs, entropy = _LinearScores.apply(hidden, weight, head.bias, targets, *options)
         return logprobs, entropy
     rows = _chunk(hidden, max(parameter.shape[0] for parameter in head.parameters() if parameter.ndim > 1))
     parts = []
     for i in range(0, max(1, len(hidden)), rows):
-        chunk = (head, hidden[i : i + rows], targets[i : i + rows], temperature, entropy_gradient)
+        chunk = (head, hidden[i : i + rows], targets[i : i + rows], temperature, entropy_gradient, float32, support, i)
         again = len(hidden) > rows and torch.is_grad_enabled()
         parts.append(checkpoint(_called, *chunk, use_reentrant=False) if again else _called(*chunk))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -45,9 +58,23 @@ def _chunk(hidden: Tensor, vocabulary: int) -> int:
 
 
 def _called(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
+    float32: bool,
+    support: Support | None,
+    first: int,
 ) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
+    if float32:
+        with torch.autocast(hidden.device.type, enabled=False):
+            weights = {name: parameter.float() for name, parameter in head.named_parameters()}
+            logits = functional_call(head, weights, hidden.float()) / temperature
+    else:
+        logits = head(hidden).float() / temperature
+    if support is not None:
+        logits = support.apply(logits.clone(), first)
     normaliser = logits.logsumexp(dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -55,12 +82,21 @@ def _called(
     return logprobs, entropy
 
 
+def _kernels(device_type: str) -> ModuleType | None:
+    """Returns the Triton kernels of a head on this kind of device; None where torch's own operators compute it."""
+    if not has_triton(device_type):
+        return None
+    from trainer.policy import fused_head
+
+    return fused_head
+
+
 class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed for mypy here
     """Scores under a linear head.
 
     With p the probabilities, y the target and H the entropy: d logprob / d logits = onehot(y) − p, and
     d H / d logits = −p · (log p + H). Only p − onehot(y) is kept, or nothing if that is large. A token's factor of the
-    gradient is multiplied into its hidden state, which saves a pass over the matrix of logits.
+    gradient is then multiplied into its hidden state, which saves a pass over the matrix of logits.
     """
 
     @staticmethod
@@ -72,67 +108,105 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         targets: Tensor,
         temperature: float,
         entropy_gradient: bool,
+        float32: bool,
+        support: Support | None,
         backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, logprobs, entropies, kept = _chunk(hidden, len(weight)), [], [], None
-        if backward and not entropy_gradient and hidden.dtype == torch.float32:
-            kept = hidden.new_empty(len(hidden), len(weight)) if 4 * len(hidden) * len(weight) <= _KEPT_BYTES else None
-        for i in range(0, max(1, len(hidden)), rows):
+        kernels, rows = _kernels(hidden.device.type), _chunk(hidden, len(weight))
+        kept, cast = None, weight.to(hidden.dtype)
+        if backward and not entropy_gradient and (kernels or hidden.dtype == torch.float32):
+            limit = _GPU_KEPT_BYTES if kernels else _KEPT_BYTES
+            small = hidden.element_size() * len(hidden) * len(weight) <= limit
+            kept = hidden.new_empty(len(hidden), len(weight)) if small else None
+        found = hidden.new_empty(3, len(hidden), dtype=torch.float32)  # log-probabilities, entropies, normalisers
+        for i in range(0, len(hidden), rows):
             chunk = slice(i, i + rows)
-            logs = _log_probabilities(hidden[chunk], weight, bias, temperature)
-            logprobs.append(logs.gather(-1, targets[chunk, None])[:, 0])
-            p = torch.exp(logs, out=None if kept is None else kept[chunk])
-            entropies.append(-logs.mul_(p).sum(-1))
-            if kept is not None:
-                _less_target(p, targets[chunk])
-        logprob, entropy = torch.cat(logprobs), torch.cat(entropies)
-        ctx.temperature, ctx.rows = temperature, rows if kept is None else max(1, len(hidden))
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, entropy if entropy_gradient else None)
+            target, slope = targets[chunk], None if kept is None else kept[chunk]
+            logits = _logits(hidden[chunk], cast, bias, float32)
+            if support is not None:
+                support.apply(logits, i)
+            if kernels:
+                kernels.statistics(logits, target, temperature, found[:, chunk])
+                if slope is not None:
+                    minus = torch.full_like(found[0, chunk], -temperature)  # so that the factor is left to the backward pass
+                    kernels.gradient(logits, target, found[2, chunk], found[1, chunk], minus, None, temperature, slope)
+                del logits  # before the next ones are made
+                continue
+            logs = _log_probabilities(logits, temperature)
+            found[0, chunk] = logs.gather(-1, target[:, None])[:, 0]
+            p = torch.exp(logs, out=slope)
+            found[1, chunk] = -logs.mul_(p).sum(-1)
+            if slope is not None:
+                _less_target(p, target)
+        logprob, entropy, normaliser = (row.clone() for row in found)
+        ctx.temperature, ctx.float32, ctx.kernels, ctx.support = temperature, float32, kernels, support
+        ctx.rows, ctx.entropy_gradient = rows if kept is None else max(1, len(hidden)), entropy_gradient
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, normaliser, entropy)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, kept, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, kept, normaliser, entropy = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if to_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None
+        weight_gradient: Tensor | None = None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and to_bias else None
         for i in range(0, len(hidden), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            factor = (-by_logprob[chunk] / ctx.temperature)[:, None]
+            target, factor = targets[chunk], (-by_logprob[chunk] / ctx.temperature)[:, None]
             if kept is not None:
                 slope = kept
             else:
-                logs = _log_probabilities(hidden[chunk], weight, bias, ctx.temperature)
-                p = logs.exp()
-                if entropy is not None:  # its gradient has another shape than the log-probability's: both at once
-                    logs.add_(entropy[chunk, None]).mul_(p).mul_(-by_entropy[chunk, None] / ctx.temperature)
-                    logs.addcmul_(_less_target(p, targets[chunk]), factor)
-                    slope, factor = logs.to(hidden.dtype), torch.ones_like(factor)
+                logits = _logits(hidden[chunk], cast, bias, ctx.float32)
+                if ctx.support is not None:
+                    ctx.support.apply(logits, i)
+                given = by_entropy[chunk] if ctx.entropy_gradient else None
+                if ctx.kernels:
+                    slope, numbers = torch.empty_like(logits, dtype=hidden.dtype), (normaliser[chunk], entropy[chunk])
+                    ctx.kernels.gradient(logits, target, *numbers, by_logprob[chunk], given, ctx.temperature, slope)
+                    factor = torch.ones_like(factor)
                 else:
-                    slope = _less_target(p, targets[chunk]).to(hidden.dtype)
+                    logs = _log_probabilities(logits, ctx.temperature)
+                    p = logs.exp()
+                    if given is not None:  # its gradient has another shape than the log-probability's: both at once
+                        logs.add_(entropy[chunk, None]).mul_(p).mul_(-given[:, None] / ctx.temperature)
+                        logs.addcmul_(_less_target(p, target), factor)
+                        slope, factor = logs.to(hidden.dtype), torch.ones_like(factor)
+                    else:
+                        slope = _less_target(p, target).to(hidden.dtype)
             if hidden_gradient is not None:
                 torch.mul(slope @ cast, factor, out=hidden_gradient[chunk])
-            if weight_gradient is not None:
-                weight_gradient += slope.t() @ (hidden[chunk] * factor).to(hidden.dtype)
+            if to_weight:
+                product = float32_product(slope.t(), (hidden[chunk] * factor).to(hidden.dtype))
+                weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
+                del product
             if bias_gradient is not None:
-                bias_gradient += (slope.t() @ factor.to(hidden.dtype))[:, 0]
+                bias_gradient += float32_product(slope.t(), factor.to(hidden.dtype))[:, 0]
+            slope = logits = None  # before the next ones are made
+        if to_weight and weight_gradient is None:
+            weight_gradient = torch.zeros_like(weight)
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            *(None, None, None, None),
+            *(None, None, None, None, None, None),
         )
 
 
-def _log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[tokens, vocabulary] in float32."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
+    """Returns [tokens, vocabulary] in float32, rounded to the precision of `hidden` before unless `float32`."""
+    if float32:
+        return float32_logits(hidden, weight, bias)
     cast = None if bias is None else bias.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = nn.functional.linear(hidden, weight.to(hidden.dtype), cast).float()
+        return nn.functional.linear(hidden, weight, cast).float()
+
+
+def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """Returns [tokens, vocabulary]; may change `logits`."""
     return torch.log_softmax(logits if temperature == 1 else logits.div_(temperature), dim=-1)
 
 

@@ -7,8 +7,9 @@ PEFT puts the adapter's matrices into the Hugging Face model in place. For a mat
 
 import copy
 import json
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from common.config import Config
 from common.errors import ConfigError
-from learning.loading import AddedModules, MemoryReader, fill
+from learning.loading import AddedModules, MemoryReader, fill, not_in_files
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
@@ -74,20 +75,44 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
         if bool(saved) != (config.lora.rank > 0):
             raise _other_run(directory, f"the checkpoint is {'an adapter' if saved else 'a whole model'}", "lora.rank", config)
     if config.lora.rank == 0:
-        return load_scorer(config.model, ranks, config.trainer, directory)
+        scorer = load_scorer(config.model, ranks, config.trainer, directory)
+        _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
+        return scorer
     frozen = torch.bfloat16 if computes_low(config.model, ranks) else torch.float32
     scorer = load_scorer(config.model, ranks, config.trainer, added=NewAdapter(config, frozen))
+    if not config.lora.publishes_adapter:
+        _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:
         _check_adapter(json.loads(saved), scorer.model, directory, config)
         _load_adapter(scorer.model, directory, ranks)
     return scorer
 
 
+def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, ranks: Ranks) -> None:
+    """Raises ConfigError, on every rank, when the engines could not load what this run will publish.
+
+    They load the files of `model.name`, and skip tensors by names that these do not have.
+    """
+    problem = ""
+    if ranks.first and getattr(model.config, "quantization_config", None) is not None:
+        problem = "tensors that are not quantised"
+    elif ranks.first:
+        problem = not_in_files(model, own, config.model.name) or ""
+    if problem := ranks.broadcast(problem.encode()).decode():
+        raise ConfigError(
+            f"the model's files do not have what would be published to the engines: {problem}",
+            field="model.name",
+            value=config.model.name,
+            remedy="take a whole, unquantised model in the format of its publisher, with the head that it generates with",
+        )
+
+
 def _peft_config(config: Config, model: Any) -> Any:
     from peft import LoraConfig
 
-    lora, local = config.lora, Path(config.model.name)
-    linear = {name.rpartition(".")[2] for name, m in model.get_decoder().named_modules() if isinstance(m, nn.Linear)}
+    lora, local, decoder = config.lora, Path(config.model.name), model.get_decoder()
+    linear = {name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
+    inside = next(name for name, module in model.named_modules() if module is decoder)
     if strangers := sorted(set(lora.target_modules) - linear):
         raise ConfigError(
             f"the model has no linear layer {strangers[0]}",
@@ -100,6 +125,8 @@ def _peft_config(config: Config, model: Any) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(lora.target_modules or linear),
+        # A vision tower has layers of the same numbers, which SGLang would take for the decoder's.
+        exclude_modules=rf"(?!{re.escape(inside)}\.).*" if "." in inside else None,
         base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,  # from any working directory
         task_type="CAUSAL_LM",
     )
@@ -176,6 +203,11 @@ def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterato
         else:
             yield name.replace(_BASE, "."), tensor
     assert base is None, f"{base[0]} has no adapter in the state"
+
+
+def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state of a model without its adapter, by the names that `merged_tensors` gives it."""
+    return {name.replace(_BASE, "."): tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))}
 
 
 def adapter_contents(policy: Any) -> Contents:

@@ -14,27 +14,29 @@ from common.config import Config
 from common.errors import ConfigError
 from common.schemas import Float32
 from common.sections import TrainerSection
-from learning.batching import Indices, by_row, micro_batches, mini_batches
+from learning.batching import Indices, by_row, mini_batches
+from learning.hub_names import to_hub
 from learning.optimizer import Optimizer
+from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from learning.sharding import full, named_tensors
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
     adapted_kl_coef,
-    importance_correction,
     kl_divergence,
-    off_policy_mask,
     policy_loss,
+    policy_weights,
     token_coefficients,
 )
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import TrainerState
-from trainer.policy.identity import check_same, identity
-from trainer.policy.lora import adapter_contents, adapter_tensors, load_policy, merged_tensors
+from trainer.policy.identity import LearnsFrom, check_same, identity
+from trainer.policy.lora import adapter_contents, adapter_tensors, base_tensors, load_policy, merged_tensors
 from trainer.policy.reference import score_batch, score_tokens
 from trainer.policy.scorer import computes_low
 from trainer.policy.update_metrics import Sums, UpdateMetrics
+from trainer.weights.turns import Resident
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
@@ -73,6 +75,7 @@ class Policy:
         self.kl_coef = config.algorithm.kl_coef
         """Adapted after every update when `algorithm.kl_target` is set."""
         settings = config.trainer
+        self._own_old = config.algorithm.own_old_logprobs(computes_low(config.model, ranks))
         if settings.offload_optimizer and not ranks.sharded:
             raise ConfigError(
                 "models that are not sharded cannot be offloaded",
@@ -86,7 +89,9 @@ class Policy:
         self.optimizer = Optimizer(self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
 
     @classmethod
-    def resume(cls, config: Config, ranks: Ranks, run_dir: Path) -> "tuple[Policy, TrainerState | None, Path | None]":
+    def resume(
+        cls, config: Config, ranks: Ranks, run_dir: Path, learns_from: LearnsFrom = "rewards"
+    ) -> "tuple[Policy, TrainerState | None, Path | None]":
         """Returns the policy, from rank 0's newest checkpoint in `run_dir` if any, and that checkpoint's state and path.
 
         Only rank 0 has to see the checkpoint. Raises ConfigError when it is damaged or of another run.
@@ -98,7 +103,7 @@ class Policy:
         if path is None:
             return cls(config, ranks), None, None
         state = checkpoint.load_state(ranks.broadcast(checkpoint.read_state(path) if ranks.first else b""), path)
-        check_same(state.identity, identity(config), path)
+        check_same(state.identity, identity(config, learns_from), path)
         if changed := ranks.broadcast(checkpoint.changed_file(path).encode() if ranks.first else b"").decode():
             raise checkpoint.has_changed(changed, path)
         policy = cls(config, ranks, path)
@@ -119,7 +124,7 @@ class Policy:
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights to publish, by their Hugging Face names, in the precision that engines compute in. A collective.
+        """Yields the weights to publish, as the model's files have them, in the engines' precision. A collective.
 
         With LoRA these are the adapter's, by PEFT's names, or the model's with the adapter merged. Of tied tensors only the
         first is yielded, as the hub does. A tensor is valid until the next update.
@@ -131,12 +136,18 @@ class Policy:
             kind = torch.bfloat16 if low and tensor.is_floating_point() else tensor.dtype
             return tensor.detach().to(self.ranks.device, kind)
 
-        if lora.rank and not lora.publishes_adapter:
+        if lora.publishes_adapter:
+            yield from ((name, full(sent(tensor))) for name, tensor in adapter_tensors(tensors.items()))
+        elif lora.rank:
             whole = ((name, full(tensor.detach().to(self.ranks.device))) for name, tensor in tensors.items())
-            yield from ((name, sent(tensor)) for name, tensor in merged_tensors(whole, lora.alpha / lora.rank))
+            merged = ((name, sent(tensor)) for name, tensor in merged_tensors(whole, lora.alpha / lora.rank))
+            yield from to_hub(self.model, merged, base_tensors(tensors))
         else:
-            named = adapter_tensors(tensors.items()) if lora.rank else tensors.items()
-            yield from ((name, full(sent(tensor))) for name, tensor in named)
+            yield from to_hub(self.model, ((name, full(sent(tensor))) for name, tensor in tensors.items()), tensors)
+
+    def resident(self) -> Resident:
+        """Returns what is on the GPU during an update."""
+        return [self.scorer], [self.optimizer]
 
     @property
     def seed(self) -> int:
@@ -146,9 +157,10 @@ class Policy:
     def logprobs(self, batch: Batch) -> list[Float32] | None:
         """Returns [L] for each row under the current policy; None where the algorithm needs none."""
         algorithm = self.config.algorithm
-        decoupled = algorithm.correction is not None and algorithm.updates_per_batch > 1
+        decoupled = self._own_old and algorithm.updates_per_batch > 1
         in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-        if not (decoupled or in_reward or any(not row.corrected for row in batch.rows)):
+        taught = batch.teacher_logprobs is not None and not all(row.current for row in batch.rows)
+        if not (decoupled or in_reward or taught or any(not row.corrected for row in batch.rows)):
             return None
         if self.config.lora.dropout:  # dropout is for updates
             self.model.eval()
@@ -206,20 +218,20 @@ class Policy:
         """
         algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums(self.ranks.device)
         self.optimizer.zero_grad()
-        total_tokens = sum(len(batch.rows[i].completion_ids) for i in counting.tolist())
+        total_tokens = sum(len(batch.rows[i].targets) for i in counting.tolist())
         every = (algorithm.kl_coef > 0 and algorithm.kl_in == "loss") or algorithm.entropy_coef > 0
         assert batch.advantages is not None
         trained = np.array([i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64)
         layout = self.scorer.layout
         sizes, tokens, rows = batch.sizes(layout.shared), settings.micro_batch_tokens, settings.micro_batch_size
         scored: list[tuple[Indices, Tensor]] = []
-        for indices in micro_batches(sizes, trained, self.ranks, tokens, rows):
-            if len(indices):
-                micro = MicroBatch.of(batch, indices, layout).to(self.ranks.device)
+        for indices, counts in passes(self.scorer, self.ranks, sizes, trained, tokens, rows):
+            micro = MicroBatch.of(batch, indices, layout).to(self.ranks.device)
+            if counts:
                 scored.append((indices, self._backward(micro, total_tokens, len(counting), sums, first)))
-            elif self.ranks.sharded:  # FSDP2 needs a pass of every rank
-                idle = MicroBatch.of(batch, trained[:1], layout).to(self.ranks.device)
-                (score_tokens(self.scorer, idle.tokens, idle.targets, self.config, self.ranks).logprobs.sum() * 0).backward()
+            else:
+                scores = score_tokens(self.scorer, micro.tokens, micro.targets, self.config, self.ranks, support=micro.support)
+                (scores.logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
         self.ranks.sum(sums.values)
         if not (first and settings.keep_groups_mb and batch.old_logprobs is None):
@@ -231,24 +243,18 @@ class Policy:
         """Adds to the gradient and to `sums`; returns [C] the log-probabilities of the tokens."""
         algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
         bonus = algorithm.entropy_coef > 0
-        scores = score_tokens(self.scorer, micro.tokens, micro.targets, self.config, self.ranks, entropy_gradient=bonus)
+        options = (self.config, self.ranks, bonus, micro.support)
+        scores = score_tokens(self.scorer, micro.tokens, micro.targets, *options)
         sampled, advantages = micro.rollout_logprobs, micro.advantages
         scale = micro.weights * token_coefficients(
             algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
         )
         old = sampled
-        if algorithm.correction is not None:
-            # Decoupled: the ratio refers to the trainer's own policy before the updates; a weight corrects for the engine's.
-            old = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-        policy = policy_loss(algorithm, scores.logprobs, old, advantages, rows, count)
-        per_token = policy.loss
-        if algorithm.correction is not None:
-            mode, level, cap = algorithm.correction, algorithm.correction_level, algorithm.correction_cap
-            per_token = per_token * importance_correction(old, sampled, rows, count, mode, level, cap)
-        if algorithm.off_policy_delta is not None:
-            delta = algorithm.off_policy_delta
-            per_token = per_token * off_policy_mask(scores.logprobs, sampled, advantages, rows, count, delta)
-        # Corrections and masks are of the policy loss alone; the KL term and the entropy bonus count every token.
+        if self._own_old:  # before the first update the ratio is exactly 1, which another pass in bfloat16 would not give
+            old = scores.logprobs.detach() if first or micro.old_logprobs is None else micro.old_logprobs
+        given = (algorithm, scores.logprobs, old, sampled, advantages, rows, count)
+        policy = policy_loss(*given)
+        per_token = policy.loss * policy_weights(*given)
         if micro.ref_logprobs is not None and algorithm.kl_in == "loss":
             per_token = per_token + self.kl_coef * kl_divergence(scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator)
         per_token = per_token - algorithm.entropy_coef * scores.entropy

@@ -14,9 +14,11 @@ from learning.layout import Layout, moved
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot
 from learning.sharding import local, named_tensors
-from trainer.algorithms.batch import Batch
+from learning.support import Support
+from trainer.algorithms.batch import Batch, lay_out
 from trainer.policy.lora import BaseScorer
 from trainer.policy.scorer import Scorer, TokenScores, computes_low, load_scorer
+from trainer.weights.turns import Resident
 
 if TYPE_CHECKING:
     from trainer.policy.policy import Policy
@@ -55,6 +57,10 @@ class Reference:
             self.scorer.to("cpu")
         return found
 
+    def resident(self) -> Resident:
+        """Returns what is on the GPU during an update."""
+        return [] if self.scorer is None else [self.scorer], []
+
     def refresh(self, policy: "Policy") -> None:
         """Copies the policy every `algorithm.reference_refresh` steps."""
         every = self._config.algorithm.reference_refresh
@@ -76,9 +82,11 @@ def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> l
 
     def score(indices: Indices) -> Tensor:
         rows = [batch.rows[i] for i in indices.tolist()]
-        tokens = scorer.layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows])
-        targets = torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64))
-        return score_tokens(scorer, moved(tokens, ranks.device), moved(targets, ranks.device), config, ranks).logprobs
+        tokens = lay_out(scorer.layout, rows)
+        targets = torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64))
+        support = Support.of([row.sampled for row in rows], [len(row.targets) for row in rows])
+        on_device = (moved(tokens, ranks.device), moved(targets, ranks.device))
+        return score_tokens(scorer, *on_device, config, ranks, support=moved(support, ranks.device)).logprobs
 
     settings, sizes = config.trainer, batch.sizes(scorer.layout.shared)
     with torch.no_grad():
@@ -86,10 +94,17 @@ def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> l
 
 
 def score_tokens(
-    scorer: Scorer, tokens: Layout, targets: Tensor, config: Config, ranks: Ranks, entropy_gradient: bool = False
+    scorer: Scorer,
+    tokens: Layout,
+    targets: Tensor,
+    config: Config,
+    ranks: Ranks,
+    entropy_gradient: bool = False,
+    support: Support | None = None,
 ) -> TokenScores:
-    """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
+    """Scores a micro-batch's completion tokens as they were sampled, in the run's compute precision."""
     low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 casts by itself
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low):
-        scores: TokenScores = scorer(tokens, targets, config.sampling.temperature, entropy_gradient=entropy_gradient)
+        temperature = config.sampling.temperature
+        scores: TokenScores = scorer(tokens, targets, temperature, entropy_gradient=entropy_gradient, support=support)
         return scores

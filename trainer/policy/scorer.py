@@ -3,6 +3,7 @@
 import json
 import logging
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from common.chat_templates import OWN
 from common.errors import ConfigError
 from common.hub import check_model
 from common.sections import ModelSection, TrainerSection
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
+from learning.support import Support
 from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
@@ -60,7 +63,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
 
 def computes_low(config: ModelSection, ranks: Ranks) -> bool:
     """Whether these ranks compute in bfloat16."""
-    return ranks.device.type == "cuda" and config.dtype == "bfloat16"
+    return ranks.on_gpu and config.dtype == "bfloat16"
 
 
 def load_scorer(
@@ -90,7 +93,9 @@ def load_scorer(
         check_model(config.name)
     low = computes_low(config, ranks)
     try:
-        scorer = load(pretrained, partial(Scorer, packing=settings.packing), ranks, settings, low, trained)
+        scorer = load(
+            pretrained, partial(Scorer, packing=settings.packing, fp32_head=config.fp32_head), ranks, settings, low, trained
+        )
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
@@ -101,11 +106,14 @@ def load_scorer(
 
 
 def load_tokenizer(config: ModelSection) -> Any:
-    """Loads the tokenizer of `config.name`. Raises ConfigError when it cannot be loaded."""
+    """Loads the tokenizer of `config.name`, with `config.chat_template`. Raises ConfigError when it cannot be loaded."""
     quiet()
     check_model(config.name)
     try:
-        return AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        if config.chat_template not in ("", OWN):
+            tokenizer.chat_template = config.chat_template
+        return tokenizer
     except (OSError, ValueError) as error:
         raise cannot_load("tokenizer", config.name, error) from None
 
@@ -139,10 +147,24 @@ def quiet() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Returns the tokens that end a completion: the tokenizer's and the generation config's end-of-sequence tokens."""
-    listed = getattr(model.generation_config, "eos_token_id", None)
-    ids = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
+def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> list[int]:
+    """Returns the tokens that end a completion: those of the tokenizer and the configs, and `further` ones.
+
+    Raises ConfigError when there is none, or a further one is not in the vocabulary.
+    """
+    ids = {tokenizer.eos_token_id}
+    for config in (model.generation_config, model.config.get_text_config()):
+        listed = getattr(config, "eos_token_id", None)
+        ids.update(listed if isinstance(listed, list) else [listed])
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if unknown := [token for token in further if token >= vocabulary]:
+        raise ConfigError(
+            f"the model's vocabulary has {vocabulary} tokens",
+            field="sampling.stop_token_ids",
+            value=unknown[0],
+            remedy="give ids of its tokens",
+        )
+    ids = {*ids, *further} - {None}
     if not ids:
         raise ConfigError("the model has no end-of-sequence token", field="model.name", value=model.config.name_or_path)
     return sorted(ids)
@@ -163,13 +185,21 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
     Raises ConfigError for `packing` `on` where the model does not permit it.
     """
 
-    def __init__(self, model: Any, packing: Packing = "auto") -> None:
+    def __init__(self, model: Any, packing: Packing = "auto", fp32_head: bool = True) -> None:
         super().__init__()
+        self._fp32_head = fp32_head
         self.layout = layout_for(model, packing)
         """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
 
-    def forward(self, rows: Layout, targets: Tensor, temperature: float, entropy_gradient: bool = False) -> TokenScores:
+    def forward(
+        self,
+        rows: Layout,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        support: Support | None = None,
+    ) -> TokenScores:
         """Scores `targets` [C], row by row, under softmax(logits / temperature).
 
         Args:
@@ -177,6 +207,8 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             targets: [C] the tokens that are scored, row by row.
             temperature: the sampling temperature.
             entropy_gradient: for an entropy bonus; costs memory.
+            support: the tokens that each target was sampled from, to which the distribution is limited.
         """
         hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
-        return TokenScores(*token_scores(head, hidden, targets, temperature, entropy_gradient))
+        options = (temperature, entropy_gradient, self._fp32_head, support)
+        return TokenScores(*token_scores(head, hidden, targets, *options))

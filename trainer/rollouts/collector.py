@@ -10,14 +10,15 @@ engines serve the weights that it trained:
 | free | the run wants another group | drawing |
 | drawing | the data-server answered | generating |
 | generating | the router answered; a failure drops the group | grading; drawing |
-| grading | the reward-server answered; a failure drops the group | storing; drawing |
+| grading | the reward-server answered, and the teacher if there is one; a failure drops the group | storing; drawing |
 | storing | the replay-buffer acknowledged the group | waiting |
-| waiting | the trainer takes the group; one too stale is evicted and dropped | training; drawing |
+| waiting | the trainer takes the group; with `drop`, one too stale is evicted and dropped | training; drawing |
 | training | the engines serve the weights that the group trained (`free`) | free |
 
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many failures in a row stop the run.
 With max_staleness 0 nothing is generated while the weights change; else a group begins at most max_staleness versions before
-the one that is updated on it.
+the one that is updated on it, if groups are trained on in the order in which they got their slots (`oldest_stored`): at most
+max_staleness × (fresh groups per step) others are before a new group.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,11 +37,13 @@ import numpy as np
 from common import logs
 from common.config import Config
 from common.errors import ServiceError
+from common.prompts import Prompter
 from common.schemas import Completion, Group, Prompt
 from trainer.observe.timing import StageClock
+from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
-from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
 from trainer.rollouts.request_batcher import RequestBatcher
+from trainer.rollouts.requests import reward_items, sampling_seed
 from trainer.rollouts.services import Services
 
 log = logging.getLogger(__name__)
@@ -105,7 +109,10 @@ class Collector:
         self._clock, self._run_id, self._cursor = clock, run_id, cursor
         self.drops = Drops()
         self.waiting: dict[int, tuple[Group, Drawn]] = {}
-        """Stored groups that the trainer has not taken yet, by position."""
+        """Groups that are stored, or about to be, and that the trainer has not taken yet, by position."""
+        self.turns: dict[int, bool] = {}
+        """Positions that the trainer has not taken yet, in the order of their slots, and whether their group is stored."""
+        self._stored = asyncio.Event()
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
         self._grade_batched = RequestBatcher(services.reward.grade_all, _MAX_GRADE, len)
@@ -128,6 +135,7 @@ class Collector:
                 drawn = await self._draw(count)
                 ids = self._prompter.all_token_ids([each.prompt for each in drawn])
                 for each, prompt_ids in zip(drawn, ids, strict=True):
+                    self.turns[each.position] = False
                     tasks.create_task(self._collect(each, prompt_ids))
 
     def free(self, count: int) -> None:
@@ -140,10 +148,26 @@ class Collector:
         self._wanted += count
         self.free(count)
 
+    def taken(self, position: int) -> None:
+        """Forgets a group that waits no more."""
+        self.waiting.pop(position, None)
+        self.turns.pop(position, None)
+
+    async def oldest_stored(self, count: int, wait_s: float) -> bool:
+        """Waits up to `wait_s` until the `count` groups that got their slots first are stored; returns whether they are."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not all((turns := list(self.turns.values()))[:count]) or len(turns) < count:
+                    self._stored.clear()
+                    with self._clock.stage("stragglers") if sum(turns) >= count else nullcontext():
+                        await self._stored.wait()
+                return True
+        return False
+
     def retry(self, drawn: Sequence[Drawn]) -> None:
         """Draws prompts whose groups were dropped once more, before new ones, unless they failed too often."""
         for each in drawn:
-            self.waiting.pop(each.position, None)
+            self.taken(each.position)
             if not self._cursor.retry(each):
                 log.warning("prompt %s at %d is left out after %d tries", each.prompt.id, each.position, MAX_TRIES)
 
@@ -174,14 +198,24 @@ class Collector:
             epoch=epoch,
             position=position,
         )
+        if (least := self._config.sampling.min_new_tokens) and not self._config.sampling.cuts():
+            group.min_new_tokens, group.barred = least, np.array(self._prompter.stop_token_ids, np.int32)
         with logs.request(group.id):  # every service logs this id with its lines about the group
             try:
-                group.completions = await self._generate(prompt_ids, position)
-                await self._grade(prompt, group.completions)
+                if self._services.environment is None:
+                    group.completions = await self._generate(prompt_ids, position)
+                    for completion in group.completions:
+                        completion.text = self._prompter.style.prefill + completion.text
+                    await self._grade(prompt, group.completions)
+                    await self._ask_teacher(group)
+                else:
+                    await self._play(prompt, group)
                 group.created_at = time.time()
                 self.waiting[position] = group, drawn
                 with self._clock.stage("replay"):
                     await self._store_batched(group)
+                self.turns[position] = True
+                self._stored.set()
                 self.drops.in_a_row = 0
             except _Failed as error:
                 self._drop(error, group)
@@ -199,15 +233,37 @@ class Collector:
                     temperature=sampling.temperature,
                     stop_token_ids=self._prompter.stop_token_ids,
                     sampling_seed=sampling_seed(self._config.seed, position),
+                    shape=sampling.bounded_cuts() | sampling.ends(),
+                    pace=self._prompter.pace(sampling),
                     deadline_s=sampling.request_timeout_s,
                 )
         except ServiceError as error:
             raise _Failed("generation", str(error)) from error
 
+    async def _play(self, prompt: Prompt, group: Group) -> None:
+        """Fills a group with the episodes of its prompt. One that was lost or failed has no reward: the group fails."""
+        config = self._config
+        request = episode_request(config, prompt, group.id, config.sampling.group_size, group.position)
+        try:
+            with self._clock.stage("generation"):
+                episodes = await play(self._services, request)
+        except ServiceError as error:
+            raise _Failed("generation", str(error)) from error
+        for episode in episodes:
+            if episode.status != "ok":
+                raise _Failed("episode", f"{episode.status}: {episode.detail or episode.stop_reason}")
+        answers = [answer_of(episode) for episode in episodes]
+        ungraded = [i for i, episode in enumerate(episodes) if episode.reward is None]
+        await self._grade(prompt, [answers[i] for i in ungraded])
+        group.prompt_token_ids = episodes[0].sequences[0].prompt_ids
+        group.completions = [each for i, episode in enumerate(episodes) for each in completions_of(episode, answers[i], i)]
+
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
+        if not completions:
+            return
         try:
             with self._clock.stage("reward"):
-                results = await self._grade_batched(reward_items(prompt, completions))
+                results = await self._grade_batched(reward_items(prompt, completions, self._services.reward.gets_tokens))
         except ServiceError as error:
             for completion in completions:
                 completion.reward = math.nan
@@ -220,6 +276,18 @@ class Collector:
         for result in results:
             if result.reward is None:
                 raise _Failed("reward", f"an answer could not be graded: {result.reason or result.status}")
+
+    async def _ask_teacher(self, group: Group) -> None:
+        if (teacher := self._services.teacher) is None:
+            return
+        try:
+            with self._clock.stage("reward"):
+                tokens = [completion.token_ids for completion in group.completions]
+                scores = await teacher.score(group.prompt_token_ids.tolist(), tokens)
+        except ServiceError as error:
+            raise _Failed("teacher", str(error)) from error
+        for completion, logprobs in zip(group.completions, scores, strict=True):
+            completion.teacher_logprobs = logprobs
 
     async def _store(self, groups: list[Group]) -> list[None]:
         await self._services.replay.add(groups)

@@ -1,19 +1,24 @@
-"""Evaluation: greedy accuracy, and pass@k of sampled answers."""
+"""Evaluation: accuracy of greedy or sampled answers, and pass@k of sampled ones."""
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from statistics import mean, pstdev
 from typing import Any, Protocol, TypeVar
 
 from common.clients import RewardClient
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
+from common.loop_thread import LoopThread
+from common.prompts import Prompter, PromptStyle
 from common.rollout_client import GenerationFailed, RolloutClient
 from common.schemas import FinishReason, Prompt, RewardResult
-from trainer.background import LoopThread
-from trainer.rollouts.prompts import Prompter, reward_items, sampling_seed
+from common.sections import SamplingSection
+from trainer.rollouts.episodes import answer_of, episode_request, play
+from trainer.rollouts.requests import reward_items, sampling_seed
 from trainer.rollouts.services import Services
 
 _T = TypeVar("_T")
@@ -23,13 +28,15 @@ SEED_OFFSET = 1 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """One greedy answer to a held-out problem."""
+    """The first answer to a held-out problem."""
 
     prompt_id: str
     prompt: str
     ground_truth: str
     response: str
-    correct: bool
+    correct: bool | None
+    """None where the rewards are no verdicts."""
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,23 @@ class Evaluation:
     """The result of one evaluation."""
 
     step: int
-    accuracy: float
-    """Share of held-out problems whose greedy answer is correct."""
-    standard_error: float
-    """Standard error of the accuracy a: sqrt(a(1-a)/n)."""
+    accuracy: float | None
+    """Share of correct answers to the held-out problems; None where the rewards are no verdicts (`verified`)."""
+    standard_error: float | None
+    """Standard error of the accuracy: the standard deviation of the problems' shares, over the root of their number."""
     num_samples: int
     pass_at_k: float | None
     """Share of problems with at least one correct answer among k sampled ones; None when it was not measured."""
     k: int
     answers: list[Answer]
     mean_reward: float = 0.0
-    """Mean reward of the greedy answers."""
+    """Mean reward of the answers."""
     verified: bool = True
-    """Whether the rewards say what is correct; else an answer counts as correct with a reward above 0.5."""
+    """Whether the rewards say what is correct."""
+    n: int = 1
+    """Answers to every problem."""
+    temperature: float = 0.0
+    """Temperature of these; 0 for greedy ones."""
 
     def summary(self) -> dict[str, Any]:
         """Returns all fields but the answers."""
@@ -74,19 +85,25 @@ class GeneratedAnswer:
     finish_reason: FinishReason
     tokens: int | None
     """Length with the end-of-sequence token; None where the server does not report it."""
+    token_ids: Sequence[int] | None = None
+    """The tokens themselves, where they are known."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
     """Settings of every request of an evaluation."""
 
-    system_prompt: str
+    style: PromptStyle
     max_new_tokens: int
     temperature: float
-    """Temperature of the k samples; the first answer to every problem is greedy."""
+    """Temperature of the sampled answers."""
     seed: int
     timeout_s: float
     """Limit of one request, retries included."""
+    cuts: Mapping[str, Any] = field(default_factory=dict)
+    """Truncation of sampled answers, by SGLang's names."""
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    """What ends an answer."""
     slots: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
     """Bounds the requests in flight: a semaphore."""
 
@@ -117,6 +134,8 @@ class TokenGenerator:
                 temperature=0.0 if greedy else settings.temperature,
                 stop_token_ids=self._prompter.stop_token_ids,
                 sampling_seed=sampling_seed(settings.seed, SEED_OFFSET + index),
+                shape={**settings.sampling.ends(), **({} if greedy else settings.cuts)},
+                pace=self._prompter.pace(settings.sampling),
                 deadline_s=settings.timeout_s,
                 logprobs=False,
             )
@@ -127,7 +146,7 @@ class TokenGenerator:
                 finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
             except (KeyError, TypeError, ValueError) as error:
                 raise GenerationFailed(f"this is no answer of /generate: {error!r}", value=answer) from None
-            found.append(finished(prompt, text, finish, tokens))
+            found.append(finished(prompt, self._prompter.style.prefill + text, finish, tokens, answer.get("output_ids")))
         return found
 
     def _room(self, prompt: Prompt, length: int) -> int:
@@ -143,11 +162,13 @@ class TokenGenerator:
         return room
 
 
-def finished(prompt: Prompt, text: Any, finish: Any, tokens: int | None) -> GeneratedAnswer:
+def finished(
+    prompt: Prompt, text: Any, finish: Any, tokens: int | None, token_ids: Sequence[int] | None = None
+) -> GeneratedAnswer:
     """Returns a complete answer. Raises GenerationFailed for one that was aborted or filtered: it is not an empty one."""
     if finish not in ("stop", "length") or not isinstance(text, str):
         raise GenerationFailed(f"the answer to {prompt.id} ended with {finish}", value=text)
-    return GeneratedAnswer(text, finish, tokens)
+    return GeneratedAnswer(text, finish, tokens, token_ids)
 
 
 async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], None] = lambda: None) -> list[_T]:
@@ -167,20 +188,61 @@ async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], N
 
 
 async def graded_answers(
-    generator: Generator, reward: RewardClient, prompt: Prompt, index: int, samples: int
+    generator: Generator, reward: RewardClient, prompt: Prompt, index: int, samples: int, greedy: bool = True
 ) -> list[tuple[GeneratedAnswer, RewardResult]]:
-    """Returns the greedy answer to a problem, and `samples` sampled ones, with their grades."""
-    greedy = generator.generate(prompt, index, 1, greedy=True)
-    sampled = [generator.generate(prompt, index, samples, greedy=False)] if samples else []
-    written = [answer for part in await together([greedy, *sampled]) for answer in part]
-    graded = await reward.batch_reward(reward_items(prompt, written))
+    """Returns the `greedy` answer to a problem, if it is wanted, and `samples` sampled ones, with their grades."""
+    parts = [generator.generate(prompt, index, 1, greedy=True)] if greedy else []
+    parts += [generator.generate(prompt, index, samples, greedy=False)] if samples else []
+    written = [answer for part in await together(parts) for answer in part]
+    graded = await reward.batch_reward(reward_items(prompt, written, reward.gets_tokens))
     return list(zip(written, graded.rewards, strict=True))
+
+
+async def _graded_episodes(
+    config: Config,
+    services: Services,
+    prompt: Prompt,
+    index: int,
+    samples: int,
+    longest: int,
+    temperature: float,
+    greedy: bool,
+) -> list[tuple[GeneratedAnswer, RewardResult]]:
+    """Returns the `greedy` episode of a problem, if it is wanted, and `samples` sampled ones, as answers with their grades."""
+    found: list[tuple[GeneratedAnswer, RewardResult]] = []
+    for n, heat in ((int(greedy), 0.0), (samples, temperature)):
+        if not n:
+            continue
+        name = f"evaluation-{secrets.token_hex(8)}"
+        request = episode_request(config, prompt, name, n, SEED_OFFSET + index, heat)
+        request.sampling.max_new_tokens = longest
+        for episode in await play(services, request):
+            if episode.status != "ok":
+                why = episode.detail or episode.stop_reason
+                raise GenerationFailed(f"an episode of {prompt.id} ended with {episode.status}: {why}", code="episode_failed")
+            answer = answer_of(episode)
+            ids, reward = answer.token_ids, services.reward
+            written = GeneratedAnswer(answer.text, answer.finish_reason, len(ids), ids.tolist())
+            if episode.reward is None:
+                (result,) = (await reward.batch_reward(reward_items(prompt, [written], reward.gets_tokens))).rewards
+            else:
+                result = RewardResult(
+                    reward=answer.reward,
+                    extracted_answer=answer.extracted_answer,
+                    ground_truth=prompt.ground_truth,
+                    correct=answer.correct,
+                    status="ok",
+                    components=answer.components,
+                    verified=answer.verified,
+                )
+            found.append((written, result))
+    return found
 
 
 async def evaluate(
     config: Config, services: Services, prompter: Prompter, prompts: Sequence[Prompt], step: int, pass_samples: int
 ) -> Evaluation:
-    """Measures greedy accuracy on `prompts`, and pass@k on the first `pass_samples` of them.
+    """Measures accuracy on `prompts` as `config.evaluation` says, and pass@k on the first `pass_samples` of them.
 
     Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
@@ -188,31 +250,44 @@ async def evaluate(
         raise InvalidInput(
             "there is nothing to evaluate on", field="trainer.eval_samples", remedy="give the data set a held-out split"
         )
-    sampling, k = config.sampling, config.trainer.eval_k
-    settings = GenerationSettings("", sampling.max_new_tokens, sampling.temperature, config.seed, sampling.request_timeout_s)
-    generator = TokenGenerator(services.rollout, prompter, settings, None)
-    samples = [k if i < pass_samples else 0 for i in range(len(prompts))]
-    work = [graded_answers(generator, services.reward, prompt, i, samples[i]) for i, prompt in enumerate(prompts)]
-    found, answers = await together(work), []
+    sampling, own, k = config.sampling, config.evaluation, config.trainer.eval_k
+    greedy, n = own.temperature == 0, own.n
+    longest, temperature = own.max_new_tokens or sampling.max_new_tokens, own.temperature or sampling.temperature
+    limits = (longest, temperature, config.seed, sampling.request_timeout_s, own.cuts(), sampling)
+    samples = [(0 if greedy else n) + (k if i < pass_samples else 0) for i in range(len(prompts))]
+    if services.environment is None:
+        generator = TokenGenerator(services.rollout, prompter, GenerationSettings(prompter.style, *limits), None)
+        work = [graded_answers(generator, services.reward, prompt, i, samples[i], greedy) for i, prompt in enumerate(prompts)]
+    else:
+        episodes = (longest, temperature, greedy)
+        work = [_graded_episodes(config, services, prompt, i, samples[i], *episodes) for i, prompt in enumerate(prompts)]
+    found, answers, shares = await together(work), list[Answer](), list[float]()
+    verified = all(result.verified for graded in found for _, result in graded)
     for prompt, graded in zip(prompts, found, strict=True):
         for _, result in graded:
             if result.reward is None:
                 raise GenerationFailed(
                     f"an answer to {prompt.id} could not be graded: {result.reason or result.status}", code="not_graded"
                 )
-        answers.append(Answer(prompt.id, prompt.prompt, prompt.ground_truth, graded[0][0].text, graded[0][1].correct))
-    accuracy = sum(answer.correct for answer in answers) / len(answers)
-    passed = [pass_at_k(k, sum(result.correct for _, result in graded[1:]), k) for graded in found[:pass_samples]]
+        written, result = graded[0]
+        correct = result.correct if verified else None
+        reward = result.reward or 0.0
+        answers.append(Answer(prompt.id, prompt.prompt, prompt.ground_truth, written.text, correct, reward))
+        shares.append(mean(result.correct for _, result in graded[:n]))
+    accuracy = mean(shares)
+    passed = [pass_at_k(k, sum(result.correct for _, result in graded[n:]), k) for graded in found[:pass_samples]]
     return Evaluation(
         step=step,
-        accuracy=accuracy,
-        standard_error=math.sqrt(accuracy * (1 - accuracy) / len(answers)),
+        accuracy=accuracy if verified else None,
+        standard_error=pstdev(shares) / math.sqrt(len(shares)) if verified else None,
         num_samples=len(answers),
-        pass_at_k=sum(passed) / len(passed) if passed else None,
+        pass_at_k=sum(passed) / len(passed) if passed and verified else None,
         k=k,
         answers=answers,
-        mean_reward=sum(graded[0][1].reward or 0.0 for graded in found) / len(found),
-        verified=all(result.verified for graded in found for _, result in graded),
+        mean_reward=mean(result.reward or 0.0 for graded in found for _, result in graded[:n]),
+        verified=verified,
+        n=n,
+        temperature=own.temperature,
     )
 
 

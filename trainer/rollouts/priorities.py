@@ -33,6 +33,7 @@ def reuse_request(config: Config, count: int, step: int, total_steps: int, reque
         max_times_sampled=settings.max_times_sampled,
         seed=config.seed * 1_000_003 + step,
         request_id=request_id,
+        step=step,
     )
 
 
@@ -44,7 +45,7 @@ def by_advantage(group: Group, advantages: Sequence[float]) -> float:
 
 def by_reward(group: Group, advantages: Sequence[float]) -> float:
     """0.1 + the mean reward, or 0.1 where that is negative: the replay buffer's own sampling by reward does the same."""
-    mean = sum(completion.reward for completion in group.completions) / len(group.completions)
+    mean = sum(answer.reward for answer in group.answers) / len(group.answers)
     return 0.1 + max(0.0, mean)
 
 

@@ -12,17 +12,19 @@ from common import watchdog
 from common.config import Config
 from common.errors import ConfigError, ServiceError
 from common.logs import SHOWN
+from common.loop_thread import LoopThread
+from common.prompts import Prompter
 from common.schemas import Group, TakeRequest
+from common.sections import RewardSection
 from common.wire import decode_groups, encode_groups
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
-from trainer.background import LoopThread
 from trainer.observe.timing import StageClock
 from trainer.rollouts.collector import MAX_STORE, CollectFailed, Collector, Drops
 from trainer.rollouts.evaluation import GeneratedAnswer
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.prompts import Prompter, reward_items
+from trainer.rollouts.requests import reward_items
 from trainer.rollouts.services import Services
 
 log = logging.getLogger(__name__)
@@ -135,7 +137,7 @@ class ServedRollouts(Rollouts):
                 remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
             )
         # Steps after the checkpoint are lost: reuse would find their prompts twice, with experience of weights that are gone.
-        dropped = self._loop.call(replay.reset_fresh(position if reuses else None))
+        dropped = self._loop.call(replay.reset_fresh(*((position, step) if reuses else ())))
         if dropped:
             log.info("dropped %d groups of an earlier attempt; their prompts are drawn again", dropped)
         if not known:
@@ -144,25 +146,22 @@ class ServedRollouts(Rollouts):
         return int(self._ranks.broadcast(str(self._total_steps).encode()))
 
     async def _try_rewards(self) -> None:
-        """Grades made-up answers to one problem. Raises ConfigError when none of them gets a reward.
+        """Grades made-up answers to one problem. Raises ConfigError when a reward function fails for all of them.
 
-        Else a function that cannot work would fail for every group, long after the start.
+        Else a function that cannot work would fail for every group, long after the start. A missing reward without a reason
+        is no fault of a function: a judge that cannot be reached, or a busy sandbox. So is a problem that no function is for.
         """
         prompt = (await self._services.data.prompts(1, f"{self._run_id}-trial")).prompts[0]
-        answers = [GeneratedAnswer(prompt.ground_truth or "0", "stop", None)] * 2
+        answers = [GeneratedAnswer(prompt.ground_truth or "0", "stop", None, [0])] * 2
+        reward = self._services.reward
         try:
-            results = (await self._services.reward.batch_reward(reward_items(prompt, answers))).rewards
+            results = (await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))).rewards
         except ServiceError as error:  # about this problem alone: its group will be dropped and counted
             log.warning("the reward functions could not be tried: %s", error)
             return
-        if any(result.reward is not None for result in results):
-            return
-        if results[0].status == "timeout":
-            limit = self._config.reward.function_timeout_s
-            remedy = "make it faster, or raise this setting (in the Python API an item of TrainerConfig.settings)"
-            raise ConfigError(results[0].reason, field="reward.function_timeout_s", value=limit, remedy=remedy)
-        message = f"the reward functions give no reward to a first answer: {results[0].reason or results[0].status}"
-        raise ConfigError(message, field="reward.functions", remedy="correct the function, and try it by itself")
+        failed = (result.reward is None and result.reason and result.status != "inapplicable" for result in results)
+        if all(failed):
+            raise no_reward(results[0].reason, self._config.reward)
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
@@ -183,7 +182,9 @@ class ServedRollouts(Rollouts):
     def next(self, step: int) -> list[TrainingGroup]:
         """See `Rollouts`. Raises CollectFailed when collecting stopped, or nothing came for `trainer.wait_timeout_s`."""
         self._batches += 1
-        groups = [TrainingGroup(group) for group in self._fresh(max(0, step - self._config.trainer.max_staleness))]
+        settings = self._config.trainer
+        drops = settings.when_stale == "drop" or not settings.max_staleness
+        groups = [TrainingGroup(group) for group in self._fresh(max(0, step - settings.max_staleness) if drops else 0)]
         if reuse := self._config.trainer.batch_size - len(groups):
             groups += self._reused(reuse, step)
         for item in groups:
@@ -195,7 +196,10 @@ class ServedRollouts(Rollouts):
     def _check_tokens(self, group: Group) -> None:
         """Raises CollectFailed for tokens that the model does not have, which would end the update in an IndexError."""
         lists = {"prompt_token_ids": group.prompt_token_ids}
-        lists |= {f"completions[{i}].token_ids": completion.token_ids for i, completion in enumerate(group.completions)}
+        for i, completion in enumerate(group.completions):
+            lists |= {f"completions[{i}].{name}": getattr(completion, name) for name in ("token_ids", "kept_tokens")}
+            if completion.prompt_ids is not None:
+                lists[f"completions[{i}].prompt_ids"] = completion.prompt_ids
         for name, ids in lists.items():
             if len(ids) and not 0 <= (wrong := int(ids.min() if ids.min() < 0 else ids.max())) < self._vocabulary:
                 raise CollectFailed(
@@ -227,7 +231,8 @@ class ServedRollouts(Rollouts):
 
     def _take(self, count: int, min_version: int) -> list[Group]:
         """Takes the next `count` fresh groups, none older than `min_version`, in the order of their prompts."""
-        limit = self._config.trainer.wait_timeout_s
+        settings = self._config.trainer
+        limit, in_order = settings.wait_timeout_s, settings.max_staleness > 0 and settings.when_stale == "wait"
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < limit:
             if now - said > _SAY_EVERY_S:
@@ -237,6 +242,8 @@ class ServedRollouts(Rollouts):
                 self._loop.call(self._store_lost())
             if self._failure is not None:
                 raise self._failure
+            if in_order and not self._loop.call(self._collector.oldest_stored(count, 1.0)):
+                continue
             self._requests += 1
             request_id = f"{self._run_id}-take-{self._requests}"  # a new one each time: evictions are reported once
             request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id, run_id=self._run_id)
@@ -251,16 +258,29 @@ class ServedRollouts(Rollouts):
         )
 
     async def _store_lost(self) -> None:
-        """Stores groups again that are no longer in the replay-buffer though nobody has trained on them."""
-        stats, waiting = await self._services.replay.stats(), [group for group, _ in self._collector.waiting.values()]
-        if stats["fresh"] + stats["leased"] < len(waiting):
-            added = 0
-            for begin in range(0, len(waiting), MAX_STORE):
-                added += await self._services.replay.add(waiting[begin : begin + MAX_STORE])
-            if added:
-                log.warning(
-                    "%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again", added
-                )
+        """Stores groups again that are no longer in the replay-buffer though nobody has trained on them.
+
+        Raises CollectFailed when another client acknowledged some: the replay-buffer takes these for trained.
+        """
+        replay, waiting = self._services.replay, [group for group, _ in self._collector.waiting.values()]
+        if await self._unacknowledged() >= len(waiting):
+            return
+        added = 0
+        for begin in range(0, len(waiting), MAX_STORE):
+            added += await replay.add(waiting[begin : begin + MAX_STORE])
+        if added:
+            log.warning("%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again", added)
+        if lost := max(0, len(waiting) - await self._unacknowledged()):
+            raise CollectFailed(
+                f"{lost} groups were acknowledged in the replay-buffer by another client, and nobody has trained on them",
+                field="/groups/ack",
+                value=lost,
+                remedy="the log of replay-buffer names the client: stop it, and start the run again, which collects them anew",
+            )
+
+    async def _unacknowledged(self) -> int:
+        stats = await self._services.replay.stats()
+        return int(stats["fresh"] + stats["leased"])
 
     async def _take_now(self, request: TakeRequest) -> list[Group]:
         taken = await self._services.replay.take(request)
@@ -274,7 +294,7 @@ class ServedRollouts(Rollouts):
                     remedy="raise it above the longest time from a batch to the end of its update",
                 )
             self._held.add(group.id)
-            waiting.pop(group.position, None)
+            self._collector.taken(group.position)
         if taken.evicted:
             stale = [(group, drawn) for group, drawn in waiting.values() if group.weight_version < request.min_version]
             self.drops.add([group for group, _ in stale], "stale", f"its weights are older than version {request.min_version}")
@@ -316,7 +336,7 @@ class ServedRollouts(Rollouts):
             await self._acknowledge(fresh)
             await self._services.replay.set_priorities(priorities)
         if self._config.data.curriculum != "none":
-            rates = [sum(completion.correct for completion in group.completions) / len(group.completions) for group in fresh]
+            rates = [sum(answer.correct for answer in group.answers) / len(group.answers) for group in fresh]
             await self._services.data.report_pass_rates([group.prompt_id for group in fresh], rates, request_id)
 
     def release(self, batch: Batch, served: "Future[None]") -> None:
@@ -328,6 +348,20 @@ class ServedRollouts(Rollouts):
             return
         with suppress(RuntimeError):  # the run has ended, and its loop is closed
             self._loop.loop.call_soon_threadsafe(self._collector.free, count)
+
+
+def no_reward(reason: str, settings: RewardSection) -> ConfigError:
+    """Returns the error for reward functions that fail for a first answer: `reason` names the function, and what it did."""
+    if "no answer within" not in reason:
+        message = f"the reward functions give no reward to a first answer: {reason}"
+        return ConfigError(message, field="reward.functions", remedy="correct the function, and try it by itself")
+    if reason.startswith("reward_model: ") and settings.reward_model_name:
+        field, value = "reward.reward_model_max_tokens", str(settings.reward_model_max_tokens)
+        remedy = "give the reward-server a GPU or a smaller reward.reward_model_name, or lower this setting"
+    else:
+        field, value = "reward.function_timeout_s", str(settings.function_timeout_s)
+        remedy = "make it faster, or raise this setting (in the Python API an item of TrainerConfig.settings)"
+    return ConfigError(reason, field=field, value=value, remedy=remedy)
 
 
 def _encode(groups: Sequence[TrainingGroup]) -> bytes:

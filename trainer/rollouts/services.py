@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.critic_client import CriticClient
+from common.environment_client import EnvironmentClient
 from common.errors import ServiceError
 from common.rollout_client import RolloutClient
+from trainer.rollouts.teacher import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +25,17 @@ class Services:
     replay: ReplayClient
     critic: CriticClient | None = None
     """None when there is no critic-server."""
+    environment: EnvironmentClient | None = None
+    """None when problems have single completions."""
+    teacher: Teacher | None = None
+    """None without `teacher.url`. It is no task of the run."""
 
     def stateful(self) -> list[Client]:
         """Returns the services that store something: all but the router."""
         return [self.data, self.reward, self.replay, *([self.critic] if self.critic else [])]
 
     def all(self) -> list[Client]:
-        return [*self.stateful(), self.rollout]
+        return [*self.stateful(), self.rollout, *([self.environment] if self.environment else [])]
 
 
 async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list[Client]:

@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from common.config import Config
 from common.schemas import Group
 from common.storing import storing
-from trainer.rollouts.evaluation import Evaluation
+from trainer.rollouts.evaluation import Answer
 from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread
 
@@ -69,21 +69,23 @@ class Trackers:
 
         self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names]
 
-    def step(self, record: Mapping[str, Any], group: Group) -> None:
-        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of one group."""
+    def step(self, record: Mapping[str, Any], group: Group | None) -> None:
+        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of a group if there is one."""
         step, every = record["step"], self._settings.sample_every
         values = _numbers(record)
         del values["step"]
         self._put("metrics", step=step, values=values)
-        if every and step % every == 0:
+        if group is not None and every and step % every == 0:
             self._put("table", step=step, name="samples", columns=_SAMPLES, rows=_samples(group))
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Records the numbers and the first answers of an evaluation."""
-        self._put("metrics", step=evaluation.step, values=_numbers({"evaluation": evaluation.summary()}))
-        answers = evaluation.answers[:_MAX_ROWS]
-        rows: list[list[Cell]] = [[_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in answers]
-        self._put("table", step=evaluation.step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
+    def evaluation(self, summary: Mapping[str, Any], answers: Sequence[Answer]) -> None:
+        """Records the numbers and the first answers of an evaluation, if it has any."""
+        step = summary["step"]
+        self._put("metrics", step=step, values=_numbers({"evaluation": summary}))
+        shown = answers[:_MAX_ROWS]
+        rows: list[list[Cell]] = [[_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in shown]
+        if rows:
+            self._put("table", step=step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
 
     def close(self, finished: bool) -> None:
         """Waits for the trackers to take everything, at most `_FLUSH_S`, and abandons the others."""
@@ -115,7 +117,7 @@ def _samples(group: Group) -> list[list[Cell]]:
     return [
         [
             *(_text(group.prompt), group.ground_truth, _text(completion.text), float(completion.reward)),
-            *(completion.correct, completion.extracted_answer, completion.status),
+            *(completion.correct if completion.verified else None, completion.extracted_answer, completion.status),
             *(len(completion.token_ids), completion.finish_reason),
         ]
         for completion in group.completions

@@ -11,6 +11,7 @@ from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG, load_model
 from trainer.weights.publisher import Weights
 from trainer.weights.sync import WeightPublisher
+from trainer.weights.turns import Sleepers
 
 
 def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
@@ -52,3 +53,13 @@ class AdapterPublisher:
         """Returns when the rollout nodes have exactly this adapter."""
         self._publisher.publish(weights, version)
         self._client.adapter = (adapter_name(self._run_id, version), version)
+
+    def sleep(self) -> None:
+        """See `Sleepers`."""
+        assert isinstance(self._publisher, Sleepers)
+        self._publisher.sleep()
+
+    def wake(self) -> None:
+        """See `Sleepers`."""
+        assert isinstance(self._publisher, Sleepers)
+        self._publisher.wake()

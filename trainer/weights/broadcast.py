@@ -5,9 +5,10 @@ import logging
 import time
 from pathlib import Path
 
-from common.errors import Conflict, NotFound
+from common.errors import Conflict
 from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from learning.weight_group import digest_all
+from trainer.weights.comparison import Checksums, Comparison
 from trainer.weights.host_copy import BUCKET_BYTES, HostCopy
 from trainer.weights.publisher import WeightBoard, Weights, write_version
 from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
@@ -34,10 +35,9 @@ class Broadcaster:
     ) -> None:
         self._board, self._static_files, self._run_id = board, static_files, run_id
         self._timeout_s, self._rendezvous = timeout_s, rendezvous
-        self._copy = HostCopy(pinned=rendezvous.backend == "nccl", bucket_bytes=bucket_bytes)
+        self._copy = HostCopy(bucket_bytes)
         self._group: EngineGroup | None = None
-        self._sums: dict[str, str] = {}
-        """The checksum of each engine that has received the newest version."""
+        self._checksums = Checksums(rendezvous.gpu_checksums)
         board.broadcaster = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
@@ -46,7 +46,8 @@ class Broadcaster:
         with copy.lock:  # a node that asks for files of a version as soon as it is announced waits until it is there
             if first := not copy.buckets:
                 copy.fill(weights, version)
-            group, self._sums = self._group_of([w for w in self._board.workers() if w.state == "ready"]), {}
+            self._checksums.clear()
+            group = self._group_of([w for w in self._board.workers() if w.state == "ready"])
             broadcast = group.announcement(copy.buckets) if group else None
             manifest = WeightManifest(version=version, run_id=self._run_id, broadcast=broadcast)
             self._board.announce(manifest)
@@ -58,7 +59,7 @@ class Broadcaster:
                     transfer.put(index)
         if group and transfer:
             transfer.finish()
-            copy.prepare(version)
+            self._prepare(version)
             if problem := self._problem(group, transfer):
                 log.error("weights %d were not broadcast and go over HTTP: %s", version, problem)
                 group.close(stuck=not transfer.done.is_set())
@@ -131,39 +132,19 @@ class Broadcaster:
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
         """Compares the weights that an engine has received with those that were sent.
 
-        Checksums of engines on CPUs are compared with the trainer's own. On GPUs SGLang computes another function, so there
-        the engines are compared with each other, when the last one has reported. Raises Conflict, in every engine's call, when
-        they differ, and NotFound when there is a newer version.
+        Raises Conflict when they differ, and NotFound when there is a newer version.
         """
+        found = await asyncio.to_thread(self._compare, version, sums)
+        if problem := found.problem:
+            raise Conflict(f"{sums.worker}: {problem}", field="checksums", value=f"{found.compared} of {found.total} compared")
         own = digest_all({str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)})
-        if self._rendezvous.exact:
-            wrong, compared, total = await asyncio.to_thread(self._copy.differing, version, sums.ranks[0])
-            if wrong or not compared:
-                raise Conflict(
-                    f"{len(wrong)} of {compared} tensors in the engine of {sums.worker} are not what was sent",
-                    field="checksums",
-                    value=wrong[0] if wrong else "no name in common",
-                )
-            return WeightVerdict(checksum=own, compared=f"{compared} of {total} tensors with the trainer's")
-        self._sums[sums.worker] = own
-        members = await self._all_sums(version)
-        if len({self._sums[name] for name in members}) > 1:
-            text = ", ".join(f"{name} {self._sums[name][:8]}" for name in members)
-            raise Conflict("the engines hold different weights", field="checksums", value=text)
-        alone = len(members) == 1
-        text = "nothing: there is no other engine" if alone else f"the engines of {len(members)} nodes with each other"
-        return WeightVerdict(checksum=own, compared=text)
+        return WeightVerdict(checksum=own, compared=str(found))
 
-    async def _all_sums(self, version: int) -> list[str]:
-        """Returns the group's members that are still there, once each has reported its checksum."""
-        limit = time.monotonic() + self._timeout_s
-        while time.monotonic() < limit:
-            latest, group = self._board.latest(), self._group
-            if latest is None or latest.version != version or latest.broadcast is None or group is None:
-                raise NotFound("this broadcast is over", field="version", value=version)
-            epochs = {worker.name: worker.epoch for worker in self._board.workers()}
-            members = [member.name for member in group.members if epochs.get(member.name) == member.epoch]
-            if all(name in self._sums for name in members):
-                return members
-            await asyncio.sleep(0.05)
-        raise Conflict("the other engines did not report their checksums", field="checksums", value=sorted(self._sums))
+    def _compare(self, version: int, sums: WeightChecksums) -> Comparison:
+        with self._copy.reading(version) as tensors:
+            return self._checksums.compare(tensors, sums.ranks)
+
+    def _prepare(self, version: int) -> None:
+        """Computes checksums while engines still receive this version."""
+        with self._copy.reading(version) as tensors:
+            self._checksums.prepare(tensors)

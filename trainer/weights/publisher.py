@@ -1,12 +1,12 @@
 """Weight versions: written by the trainer, pulled by every rollout node's agent, confirmed by each.
 
 A version is named after the optimiser step that made it. It is a complete Hugging Face directory `v000012/`, or a LoRA adapter
-in PEFT's format; its manifest (sizes and SHA-256) is made last. With `trainer.weight_sync` distributed a version is broadcast
-into the engines (`broadcast.py`); its directory is then written only when a node asks for it.
+in PEFT's format; its manifest (sizes and checksums) is made last. Beside a file there may be its difference to the version
+before (`common.deltas`), for nodes that hold that. With `trainer.weight_sync` distributed a version is broadcast into the
+engines (`broadcast.py`); its directory is then written only when a node asks for it.
 """
 
 import asyncio
-import hashlib
 import logging
 import shutil
 import threading
@@ -17,14 +17,17 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from common import watchdog
+from common import spares, watchdog
+from common.checksums import checksum
+from common.deltas import write_delta
 from common.errors import NotFound, ServiceError, TooLarge
-from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport, WorkerState
+from common.schemas import WeightChecksums, WeightDelta, WeightFile, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from common.storing import storing
+from learning.staging import on_host
 from trainer.policy.scorer import is_adapter
+from trainer.weights.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from trainer.weights.broadcast import Broadcaster
@@ -51,8 +54,17 @@ def version_name(version: int) -> str:
     return f"v{version:06d}"
 
 
-def write_version(weights: Weights, static_files: list[Path], directory: Path, run_id: str, version: int) -> WeightManifest:
+def write_version(
+    weights: Weights,
+    static_files: list[Path],
+    directory: Path,
+    run_id: str,
+    version: int,
+    previous: WeightManifest | None = None,
+) -> WeightManifest:
     """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete.
+
+    Adds deltas to the files of the version `previous`, which is there too.
 
     Raises StorageFailed when the disk is full; then it is as it was.
     """
@@ -68,9 +80,15 @@ def write_version(weights: Weights, static_files: list[Path], directory: Path, r
                 _link_or_copy(file, partial / file.name)
             kind: Literal["model", "adapter"] = "adapter" if is_adapter(partial) else "model"
             name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-            save_file(tensors, partial / name, metadata={"format": "pt"})
-            files = [WeightFile(name=f.name, size=f.stat().st_size, sha256=_sha256(f)) for f in sorted(partial.iterdir())]
+            tensors = on_host(weights)
+            sums = {file.name: checksum(file) for file in partial.iterdir()}
+            with spares.written(partial / name, sum(tensor.nbytes for tensor in tensors.values())) as stream:
+                sums[name] = write_tensors(tensors, stream)
+            files = [WeightFile(name=n, size=(partial / n).stat().st_size, xxh3=sums[n]) for n in sorted(sums)]
+            if previous is not None:
+                before = directory / version_name(previous.version)
+                for each in files:
+                    each.delta = _write_delta(before, partial, each, previous)
             partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # it would keep the disk full
@@ -85,9 +103,14 @@ def _link_or_copy(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _write_delta(before: Path, directory: Path, file: WeightFile, previous: WeightManifest) -> WeightDelta | None:
+    """Writes the delta of a file to the one of that name `before`; returns None where there is no use for it."""
+    base = next((each.xxh3 for each in previous.files if (each.name, each.size) == (file.name, file.size)), file.xxh3)
+    if base == file.xxh3 or not (before / file.name).is_file():
+        return None
+    target = directory / f"{file.name}.delta"
+    size = write_delta(before / file.name, directory / file.name, target)
+    return None if size is None else WeightDelta(name=target.name, size=size, xxh3=checksum(target), base=base)
 
 
 class WeightBoard:
@@ -126,7 +149,10 @@ class WeightBoard:
 
     def _remove_old(self) -> None:
         for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
+            if self._latest is not None and self._latest.directory:
+                shutil.rmtree(old, ignore_errors=True)  # the engine of a slow node may still read it here
+            else:
+                spares.retire(old)
 
     def withdraw(self, manifest: WeightManifest) -> WeightManifest:
         """Ends the broadcast of the latest version, which is then there as files only."""
@@ -161,6 +187,27 @@ class WeightBoard:
             raise NotFound("no weights were broadcast", field="version", value=version)
         return await self.broadcaster.verify(version, sums)
 
+    def sleep(self, timeout_s: float) -> None:
+        """Has the nodes put their engines to sleep, and waits until all of them say so. Raises PublishFailed."""
+        start = time.monotonic()
+        with self._lock:
+            assert self._latest is not None, "engines sleep between two versions"
+            self._latest = self._latest.model_copy(update={"asleep": True})
+        self._wake()
+        while True:
+            with self._lock:
+                alive = [entry for entry in self._workers.values() if time.monotonic() - entry[1] < _SILENT_S]
+                awake = [report for report, at in alive if report.state != "asleep" or at < start]  # `at`: it may be old
+                if alive and not awake:
+                    return
+                if time.monotonic() - start > timeout_s:
+                    text = ", ".join(f"{each.name} ({each.state}) {each.detail}".strip() for each in awake) or "no report"
+                    raise PublishFailed(
+                        f"after {timeout_s:.0f} s these engines have not released their memory for the update: {text}",
+                        remedy="look at the log of rollout-server",
+                    )
+                self._lock.wait(timeout=0.2)
+
     def close(self) -> None:
         """Ends the calls that wait for a new version, so that the HTTP server can end."""
         self._closed = True
@@ -169,15 +216,15 @@ class WeightBoard:
     def latest(self) -> WeightManifest | None:
         return self._latest
 
-    async def latest_after(self, run_id: str, version: int, wait_s: float) -> WeightManifest:
-        """Returns the latest version, as soon as it differs from (run_id, version), at the latest after `wait_s` seconds.
+    async def latest_after(self, run_id: str, version: int, wait_s: float, asleep: bool = False) -> WeightManifest:
+        """Returns the latest version, as soon as it differs from the arguments, at the latest after `wait_s` seconds.
 
         Raises NotFound when there is none by then.
         """
 
         def changed() -> bool:
             latest = self._latest
-            return latest is not None and (latest.run_id, latest.version) != (run_id, version)
+            return latest is not None and (latest.run_id, latest.version, latest.asleep) != (run_id, version, asleep)
 
         event = asyncio.Event()
         self._waiting[event] = asyncio.get_running_loop()
@@ -300,13 +347,27 @@ class Publisher:
     broadcaster: "Broadcaster | None" = None
     """Sends the tensors; None: versions are written to files."""
 
+    def sleep(self) -> None:
+        """Returns when no engine holds memory of the GPUs. Raises PublishFailed when one keeps it."""
+        self.board.sleep(self.timeout_s)
+
+    def wake(self) -> None:
+        """Announces the newest version once more, for engines that sleep. Raises PublishFailed when none serves it."""
+        latest = self.board.latest()
+        assert latest is not None, "engines sleep between two versions"
+        manifest = latest.model_copy(update={"asleep": False})
+        self.board.announce(manifest)
+        for worker in self.board.wait_confirmed(manifest, self.timeout_s, self.say):
+            self.fence(worker)
+
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
         begin = time.monotonic()
         if self.broadcaster is None:
-            manifest = write_version(weights, self.static_files, self.board.directory, self.run_id, version)
+            directory, before = self.board.directory, self.board.latest()
+            manifest = write_version(weights, self.static_files, directory, self.run_id, version, before)
             if self.shared:
-                manifest.directory = str((self.board.directory / version_name(version)).absolute())
+                manifest.directory = str((directory / version_name(version)).absolute())
             self.board.announce(manifest)
             size = sum(file.size for file in manifest.files)
         else:

@@ -5,10 +5,13 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Protocol
 
+from learning.staging import Staging
 from trainer.observe.timing import PUBLISHING, StageClock
 from trainer.policy.policy import Policy
 from trainer.weights.publisher import Weights
+from trainer.weights.turns import Turns
 
+_UNSHARED = Turns()
 _LAST_PUSH_S = 5.0
 """A run that fails waits this long for the weights that it is publishing."""
 
@@ -22,12 +25,16 @@ class WeightPublisher(Protocol):
 class WeightSync:
     """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0 publishes."""
 
+    def __init__(self, turns: Turns = _UNSHARED) -> None:
+        self._turns = turns
+
     def push(self, policy: Policy) -> "Future[None]":
         """Publishes the weights as version `policy.step`; the future is done when the engines serve them. A collective.
 
         Raises PublishFailed, here or in the future, when no engine does.
         """
         deque(policy.weights(), maxlen=0)
+        self._turns.give()
         return _served()
 
     def wait(self) -> None:
@@ -44,18 +51,26 @@ class PublishedWeights(WeightSync):
     arrive in order and one copy is held.
     """
 
-    def __init__(self, publisher: WeightPublisher, clock: StageClock, in_background: bool) -> None:
+    def __init__(self, publisher: WeightPublisher, clock: StageClock, in_background: bool, turns: Turns = _UNSHARED) -> None:
+        super().__init__(turns)
         self._publisher, self._clock, self._in_background = publisher, clock, in_background
         self._thread: threading.Thread | None = None
         self._served = _served()
+        self._staging: Staging | None = None
 
     def push(self, policy: Policy) -> "Future[None]":
         with self._clock.stage("publish"):
-            if not self._in_background:
+            if not (self._in_background or self._turns.shared):
                 self._publisher.publish(policy.weights(), policy.step)
                 return self._served
             self._served.result()
-            weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in policy.weights()]
+            self._staging = self._staging or Staging(policy.ranks.device)
+            weights = [(name, self._staging.to_host(tensor)) for name, tensor in policy.weights()]
+            self._staging.wait()
+            self._turns.give()
+            if not self._in_background:
+                self._publisher.publish(weights, policy.step)
+                return self._served
         self._served = Future()
         arguments = (weights, policy.step, self._served)
         self._thread = threading.Thread(target=self._publish, args=arguments, name="publisher", daemon=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.schemas import Broadcast, Bucket, WorkerReport
-from learning.weight_group import join
+from learning.staging import Staging
+from learning.weight_group import group_device, join
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
@@ -26,12 +26,12 @@ BackendName = Literal["gloo", "nccl"]
 class Rendezvous:
     """The address at which engines find the trainer, and the backend that carries the tensors.
 
-    `exact`: engines compute on CPUs, where their checksums can be compared with the trainer's own.
+    `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums by another function than on CPUs.
     """
 
     address: str
     backend: BackendName = "gloo"
-    exact: bool = True
+    gpu_checksums: bool = False
 
 
 class EngineGroup:
@@ -49,6 +49,7 @@ class EngineGroup:
         self._store: dist.TCPStore | None = dist.TCPStore(
             rendezvous.address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
+        self._staging: Staging | None = None
         self.port = self._store.port
         self.closed = False
 
@@ -79,13 +80,10 @@ class EngineGroup:
             with _no_watchdog():
                 place = self.rendezvous.address, self.port, 0, self.world_size, self.name
                 self._process_group = join(*place, self.rendezvous.backend, self.timeout_s)
-        if self.rendezvous.backend == "gloo":
-            dist.broadcast(flat, src=0, group=self._process_group)
-            return
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            dist.broadcast(flat.to("cuda", non_blocking=True), src=0, group=self._process_group)
-        stream.synchronize()
+        if self._staging is None:  # one for all buckets, as a GPU's memory is cached for each stream apart
+            self._staging = Staging(group_device(self.rendezvous.backend))
+        there = self._staging.to_device(flat)
+        self._staging.on_stream(lambda: dist.broadcast(there, src=0, group=self._process_group))
 
     def close(self, stuck: bool = False) -> None:
         """Ends the rendezvous and the connections; `stuck`: gives up a broadcast that is under way."""

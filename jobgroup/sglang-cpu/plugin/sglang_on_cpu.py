@@ -32,6 +32,16 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
     _enum = PlatformEnum.OOT
 
+    def init_backend(self) -> None:
+        """Leaves the widths of MLPs and experts as they are: called once, when all of SGLang's modules are imported.
+
+        On CPUs SGLang pads them to a multiple of 32 for the compiled operators that are not used here. The padding of experts
+        is never written, so the model would compute with what the memory held before.
+        """
+        from sglang.srt.configs import update_config  # type: ignore[import-not-found]
+
+        update_config.DEFAULT_MOE_PADDING_SIZE = 1
+
     def get_default_attention_backend(self) -> str:
         """Scaled dot-product attention of torch."""
         return "torch_native"

@@ -5,13 +5,13 @@ import logging
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from services.reward.answers.expressions import symbols
 from services.reward.answers.formulas import same_formulas, same_values
 from services.reward.answers.notation import tokens
-from services.reward.answers.quantities import Value
+from services.reward.answers.quantities import Value, written_out
 from services.reward.answers.readings import read
 from services.reward.answers.shapes import (
     Based,
@@ -55,7 +55,9 @@ _WARM_UP = (
 
 
 def verdict(gold: str, answer: str) -> str:
-    """Returns "right", "wrong", or "unparsable" for an answer of which a part is not understood.
+    """Returns "right", "wrong", "unparsable" for an answer of which a part is not understood, or "unevaluated".
+
+    Unevaluated is a right value that is still to be computed where the gold states a number: `5 + 18` or `46/2` for 23.
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
     """
@@ -68,8 +70,12 @@ def verdict(gold: str, answer: str) -> str:
     if expected is None:
         return "wrong"
     if any(isinstance(reading, Value) and reading.node is None for reading in (expected, given)):
-        return "right" if same_formulas(tokens(gold), tokens(answer)) else "wrong"
-    return "right" if same(expected, given) else "wrong"
+        right = same_formulas(tokens(gold), tokens(answer))
+    else:
+        right = same(expected, given)
+    if right and _unevaluated(expected, given):
+        return "unevaluated"
+    return "right" if right else "wrong"
 
 
 def equivalent(gold: str, answer: str) -> bool:
@@ -77,8 +83,39 @@ def equivalent(gold: str, answer: str) -> bool:
     return verdict(gold, answer) == "right"
 
 
+def _unevaluated(expected: Reading, given: Reading) -> bool:
+    """Returns whether a part of an answer is a computation whose result is a number in the gold."""
+    numbers = [value for value in _values(expected) if _is_number(value) and not any(t.text == ":" for t in value.source)]
+    computations = [value for value in _values(given) if not _is_number(value)]
+    return any(same_values(number, value) for value in computations for number in numbers)
+
+
+def _is_number(value: Value) -> bool:
+    return value.node is not None and written_out(value.node)
+
+
+def _values(reading: Reading) -> Iterator[Value]:
+    """Yields the values of which a reading consists."""
+    parts: Sequence[Reading | None] = ()
+    if isinstance(reading, Value):
+        yield reading
+    elif isinstance(reading, Choice):
+        parts = (reading.value,)
+    elif isinstance(reading, Many | Row):
+        parts = reading.items
+    elif isinstance(reading, Named):
+        parts = [value for _, value in reading.values]
+    elif isinstance(reading, Matrix):
+        parts = [cell for row in reading.rows for cell in row]
+    elif isinstance(reading, Region):
+        parts = [Value(end, None, ()) for interval in reading.intervals for end in (interval[0], interval[2])]
+    for part in parts:
+        if part is not None:
+            yield from _values(part)
+
+
 def same(expected: Reading, given: Reading) -> bool:
-    """Returns whether two readings are the same answer."""
+    """Returns whether two readings have the same value."""
     if isinstance(expected, Choice) or isinstance(given, Choice):
         return _same_choice(expected, given)
     if isinstance(expected, Named | Relation) and isinstance(given, Named | Relation):
@@ -88,8 +125,9 @@ def same(expected: Reading, given: Reading) -> bool:
             values = [value for _, value in one.values]
             if len(values) == 1:
                 return same(values[0], other) if one is expected else same(other, values[0])
-            items = other.items if isinstance(other, Row) or (isinstance(other, Many) and not other.braces) else ()
-            return _in_order(values, items)
+            return _in_order(values, _listed(other))
+        if isinstance(one, Words) and isinstance(other, Value) and one.product is not None:
+            return _same_node(one.product, other.node)
     if isinstance(expected, Value) and isinstance(given, Value):
         return same_values(expected, given)
     if isinstance(expected, Many) and isinstance(given, Many):
@@ -101,7 +139,7 @@ def same(expected: Reading, given: Reading) -> bool:
         return brackets and _in_order(expected.items, given.items)
     for row, many in ((expected, given), (given, expected)):
         if isinstance(row, Row) and isinstance(many, Many):
-            return not many.braces and (row.opening, row.closing) == ("(", ")") and _in_order(row.items, many.items)
+            return _in_order(_listed(row), _listed(many))
         if isinstance(many, Many) and many.braces and len(many.items) == 1:
             return same(many.items[0], row)
     if isinstance(expected, Matrix) and isinstance(given, Matrix):
@@ -112,12 +150,19 @@ def same(expected: Reading, given: Reading) -> bool:
     return isinstance(expected, Words | Based) and expected == given
 
 
+def _listed(reading: Reading) -> tuple[Reading, ...]:
+    """Returns the values of (1, 2), or of 1, 2; none of an interval or a set."""
+    if isinstance(reading, Row):
+        return reading.items if (reading.opening, reading.closing) == ("(", ")") else ()
+    return reading.items if isinstance(reading, Many) and not reading.braces else ()
+
+
 def _same_node(a: Any, b: Any) -> bool:
     return same_values(Value(a, None, ()), Value(b, None, ()))
 
 
 def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
-    return len(expected) == len(given) and all(map(same, expected, given))
+    return 0 < len(expected) == len(given) and all(map(same, expected, given))
 
 
 def _in_any_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
@@ -164,7 +209,7 @@ def _same_statement(expected: Named | Relation, given: Named | Relation) -> bool
     if names_a != names_b:
         return False
     try:
-        points = sampled(("-", a.left, a.right), ("-", b.left, b.right), sorted(names_a))
+        points = list(sampled(("-", a.left, a.right), ("-", b.left, b.right), sorted(names_a)))
     except Undecided:
         return False
     x, y, _ = points[0]

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from services.reward.answers.expressions import Node
 from services.reward.answers.notation import NotUnderstood, Token, tokens
-from services.reward.answers.quantities import read_value
+from services.reward.answers.quantities import read_value, written_out
 from services.reward.answers.units import Unit, ratio, read_unit
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
@@ -20,6 +20,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
     """Returns whether two cleaned answers are the same, or None when this module cannot decide.
 
     Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3. A unit counts when both sides have one.
+    A right value that is still to be computed is not decided here.
     """
     if gold == answer:
         return bool(gold)
@@ -30,7 +31,8 @@ def same_answer(gold: str, answer: str) -> bool | None:
     if expected is None or given is None:
         return None
     factor = ratio(expected[1], given[1])
-    return factor is not None and expected[0] == given[0] * factor
+    same = factor is not None and expected[0] == given[0] * factor
+    return None if same and expected[2] and not given[2] else same
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -40,12 +42,16 @@ def parse_number(text: str) -> Fraction | None:
 
 
 @lru_cache(maxsize=1024)
-def quantity(text: str) -> tuple[Fraction, Unit | None] | None:
-    """Returns the number that a text states, with its unit; None when it states none, or one that takes long to compute."""
+def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
+    """Returns the number that a text states, its unit, and whether the number is written out, as 23 is and 46/2 is not.
+
+    None when it states none, or one that takes long to compute.
+    """
     if match := _FRACTION.fullmatch(text):
-        return Fraction(int(match[1]), int(match[2])), None
+        above, below = int(match[1]), int(match[2])
+        return Fraction(above, below), None, (below == 1 or above % below != 0) and (above >= 0 or below > 0)
     if (match := _MEASURED.fullmatch(text)) and (unit := read_unit((Token("word", match[2]),))) is not None:
-        return Fraction(match[1].replace(",", "")), unit
+        return Fraction(match[1].replace(",", "")), unit, True
     part = tokens(text)
     if len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None
@@ -54,7 +60,9 @@ def quantity(text: str) -> tuple[Fraction, Unit | None] | None:
         number = _rational(value.node) if value.node else None
     except (NotUnderstood, ZeroDivisionError):
         return None
-    return None if number is None else (number, value.unit)
+    if number is None or not value.node:
+        return None
+    return number, value.unit, written_out(value.node) and ":" not in text
 
 
 def _rational(node: Node) -> Fraction | None:

@@ -60,12 +60,12 @@ def gold_answer(ground_truth: str) -> str | None:
 
 
 def clean(answer: str) -> str:
-    """Removes decoration from an answer: math mode, bold type, a final full stop. Currency signs stay: they are units."""
+    """Removes decoration from an answer: math mode, bold type, final punctuation. Currency signs stay: they are units."""
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
         before = text
         text = _without_math_mode(text.strip().strip("*_`").strip())
-        if text.endswith(".") and not text.endswith(".."):
+        if text.endswith((".", ",")) and not text.endswith(".."):
             text = text[:-1]
         for opening, closing in _WRAPPERS:
             if text.startswith(opening) and text.endswith(closing):

@@ -1,6 +1,7 @@
 """Compares two values: by their numbers, and with math-verify where these cannot decide. Runs in worker processes."""
 
 import re
+from functools import lru_cache
 
 import sympy
 from latex2sympy2_extended import latex2sympy
@@ -34,13 +35,18 @@ def _latex(part: Tokens) -> str:
     return re.sub(r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text.replace(" { ", "{").replace(" }", "}"))
 
 
+@lru_cache(maxsize=256)
+def _parsed(latex: str) -> object:
+    return latex2sympy(latex)
+
+
 def same_formulas(gold: Tokens, answer: Tokens) -> bool:
     """Returns whether math-verify finds two formulas equal; its verdict on numbers is checked again.
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
     """
     try:
-        expected, given = latex2sympy(_latex(gold)), latex2sympy(_latex(answer))
+        expected, given = _parsed(_latex(gold)), _parsed(_latex(answer))
         same = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
         return same and _close(expected, given)
     except (MemoryError, RecursionError):  # no verdict: math-verify alone would return "wrong"

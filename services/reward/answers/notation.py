@@ -87,7 +87,7 @@ _TEXT = re.compile(
     r"\\(text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|emph|textsc)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
-_JOINED = re.compile(r"(?<=[0-9])(?:\{,\}|,\s?\\!|\\!,|\\[,!;: ]|~)\s*(?=[0-9]{3}(?![0-9]))")
+_JOINED = re.compile(r"(?<=[0-9])(?:\s?\{,\s?\}|,\s?\\!|\\!,|\\[,!;: ]|~)\s*(?=[0-9]{3}(?![0-9]))")
 _SCAN = re.compile(
     r"(?P<space>[\s~]+|\\[,;:!>\s]|\\hspace\*?\{[^{}]*\})"
     r"|(?P<num>[0-9]+(?:\.[0-9]+)?(?:\.(?![0-9.]))?|\.[0-9]+)"

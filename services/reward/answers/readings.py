@@ -4,9 +4,11 @@ A reading covers all tokens of the answer, or `read` raises NotUnderstood.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
+from services.reward.answers.expressions import Parser
 from services.reward.answers.notation import CLOSE, NotUnderstood, Token, Tokens, inner, split, texts_of, tokens
 from services.reward.answers.quantities import Value, read_value
 from services.reward.answers.shapes import (
@@ -64,7 +66,7 @@ def _unlabelled(part: Tokens) -> Tokens:
 def _read(part: Tokens, depth: int = 0) -> Reading:
     if depth > _MAX_DEPTH or not part:
         raise NotUnderstood
-    for reader in (_choice, _words, _based, _several, _union, _statement, _bracketed, _matrix, _ratio):
+    for reader in (_choice, _words, _based, _mixed_units, _several, _union, _statement, _bracketed, _matrix, _ratio):
         found = reader(part, depth + 1)
         if found is not None:
             return found
@@ -97,7 +99,11 @@ def _words(part: Tokens, depth: int) -> Reading | None:
     text = " ".join(texts_of(part)).replace(" - ", " ").replace("-", " ").lower()
     if text in _ALL_REALS:
         return REALS
-    return Many((), True) if text in ("empty set", "the empty set") else Words(text)
+    if text in ("empty set", "the empty set"):
+        return Many((), True)
+    with suppress(NotUnderstood):
+        return Words(text, Parser(part).whole())
+    return Words(text)
 
 
 def _based(part: Tokens, _: int) -> Reading | None:
@@ -121,6 +127,28 @@ def _based(part: Tokens, _: int) -> Reading | None:
     if any(int(digit, 36) >= int(name) for digit in digits):
         raise NotUnderstood
     return Based(digits.lstrip("0") or "0", name)
+
+
+def _mixed_units(part: Tokens, _: int) -> Reading | None:
+    """Reads 5 feet 6 inches, 5'6", 1 hour and 30 minutes: each unit is smaller than the one before, and counts less than it."""
+    texts = texts_of(part)
+    if texts[1:2] == ["'"] and "".join(texts[3:]) in ('"', "''"):
+        part = (part[0], Token("word", "feet"), part[2], Token("word", "inches"))
+    starts = [i for i, token in enumerate(part) if token.kind == "num" and i > 1]
+    pieces = [part[i:j] for i, j in pairwise((0, *starts, len(part)))]
+    pieces = [piece[:-1] if piece[-1].text in ("and", ",") else piece for piece in pieces]
+    plain = all(token.kind in ("num", "word", "name") or token.text == "$" for piece in pieces for token in piece)
+    if not starts or not plain or "num" not in (part[0].kind, part[1].kind):
+        return None
+    values = [read_value(piece) for piece in pieces]
+    measured = [(value.node[1], value.unit) for value in values if value.node and value.node[0] == "num" and value.unit]
+    if len(measured) < len(values):
+        return None
+    for (_, one), (number, other) in pairwise(measured):
+        if one.dimensions != other.dimensions or number * other.size >= one.size:
+            return None
+    largest = measured[0][1]
+    return Value(("num", sum(number * unit.size for number, unit in measured) / largest.size), largest, part)
 
 
 def _several(part: Tokens, depth: int) -> Reading | None:

@@ -1,6 +1,6 @@
 """What an answer can be, apart from one value, and the arithmetic of intervals."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.reward.answers.expressions import Node, symbols
@@ -16,9 +16,11 @@ MINUS_INFINITY: Node = ("neg", INFINITY)
 
 @dataclass(frozen=True)
 class Words:
-    """Text that is no mathematics."""
+    """Text that is no mathematics, unless what it is compared with is: then `ab` may be a times b."""
 
     text: str
+    product: Node | None = field(default=None, compare=False)
+    """The product of its letters, as a node; None when it is too long to be one."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from services.reward.answers.expressions import symbols
 from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
-from services.reward.answers.quantities import Value, read_value
+from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
     INFINITY,
     MINUS_INFINITY,
@@ -59,6 +59,9 @@ def _is_in(part: Tokens) -> bool:
 
 def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
     nodes = [read_value(piece).node for piece in pieces]
+    if any(node and node[0] == "neg" and node[1][0] == "sym" for node in nodes):  # -x > -1 is x < 1
+        nodes = [node and (node[1] if node[0] == "neg" else ("neg", node)) for node in reversed(nodes)]
+        operators = operators[::-1]
     free = [symbols(node) if node else {""} for node in nodes]
     closed = [text == "\\le" for text in operators]
     ends = [node for node in nodes if node]
@@ -129,7 +132,7 @@ def name_of(part: Tokens) -> str:
 
 
 def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
-    """Returns the reading of a = b = c: all constants in it must be equal, and the last one counts."""
+    """Returns the reading of a = b = c: all constants in it must be equal, and the last one that is written out counts."""
     if len(pieces) == 2 and (names := _row_of_names(pieces[0])):
         found = read(pieces[1], depth)
         items = found.items if isinstance(found, Row | Many) else ()
@@ -158,6 +161,7 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
         return Untrue()
     if len(constants) < len(values) and not names:
         raise NotUnderstood
+    last = next((value for value in reversed(same_kind) if value.node and written_out(value.node)), last)
     return Named(tuple((name, last) for name in sorted(set(names)))) if names else last
 
 

@@ -1,5 +1,9 @@
-"""The units that may follow a number: a closed list. A word that is not in it is no unit."""
+"""The units that may follow a number: measures, a closed list, and things that are counted, as in 18 red apples.
 
+A thing is a plural, or any noun after 1 and after per. Words that state another number, deny or compare are no part of it.
+"""
+
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -28,38 +32,31 @@ newton 1: N newton; energy 1: J joule; energy 1000: kJ kilojoule; energy 4184: k
 power 1: W watt; power 1000: kW kilowatt; voltage 1: V volt; current 1: A amp ampere; resistance 1: Ω ohm
 pressure 1: Pa pascal; pressure 1000: kPa kilopascal; pressure 101325: atm; frequency 1: Hz hertz; frequency 1000: kHz kilohertz
 amount 1: mol mole; byte 1: byte; byte 1000: KB kilobyte; byte 1000000: MB megabyte; byte 1000000000: GB gigabyte; bit 1: bit
-am 1: am a.m.; pm 1: pm p.m.; unit 1: unit
+am 1: am a.m.; pm 1: pm p.m.; unit 1: unit; beat 1: beat; revolution 1: revolution
 """
-_THINGS = """
-adult animal answer apple appointment apricot arrangement avocado babies baby bag bagel ball balloon banana bar
-barrel basket bat bean bear beat bed bee bicycle bike bill bird biscuit blanket block boat book bookmark bottle
-bouquet bowl box boxes boy bracelet branch branches brick brother brownie brush brushes bucket bug building bulb bun
-bus buses bush bushes butterflies butterfly button cabinet cake call camel can candies candle candy car card carrot
-cartoon case cat chair chapter cherries cherry chicken child children chip chocolate choice circle clam class
-classes clock clown coat coconut coin color colour combination computer container cookie corner couple cow crab
-cracker crate crayon cube cupcake customer dancer deer desk diamond dice digit dinosaur dish dishes dog doll dolphin
-donkey donut door doughnut draw drawing dress dresses drink duck edge egg element elephant employee envelope episode
-eraser event face factor families family fan farmer feather fence fish fishes flag flavor flight flower folder fork
-frog fruit function game girl glass glasses glove goal goat goldfish grade graduate grape group guest guitar hat
-hedgehog hen hole home homework horse hotdog house integer invitation item jacket jar jellybean job juice key kid
-kite kitten ladder lamp lap lawn leaf leaves lemon lesson letter light lilies lily line lion liter locker log
-lollipop lunch machine magazine man mango map marble marker match matches meal medal member men message mice mile
-milkshake minute monkey mouse movie muffin mug multiple mushroom nail name necklace neighbor note notebook number
-nut onion option orange order outcome outfit package packet page painting pair pancake paper parent participant
-passenger path pattern peach peaches pear pebble peg pen pencil people permutation person pet phone photo photograph
-picture pie piece pig pigeon pill pillow pineapple pizza place plane planet plant plate player plum point polygon
-portion possibilities possibility post postcard pot potato potatoes present problem program project puppies puppy
-purse puzzle question rabbit raffle rectangle response revolution ribbon ring river road rock roll room root rope
-rose round row ruler sale sandwich sandwiches seashell seat section seed serving set sheep sheet shelf shell shelves
-ship shirt shoe shop sibling side sister skirt slice snack snowball sock soldier solution song spider spoon square
-stamp star step stick sticker stone store stories story straw strawberries strawberry student subset sweater table
-tablet target task taxi teacher team term test text ticket tile time tire toe tomato tomatoes tool toothpick topping
-tourist towel toy trail train tray tree triangle trip truck turtle vacation value van vase vegetable vehicle vertex
-vertices video visitor vote wall watermelon way wheel window woman women word worker yogurt zebra
-"""
+_PLURALS = words("children men women people mice geese teeth sheep fish deer dice shrimp trout cattle oxen aircraft")
+_PLURAL = re.compile(r"(?=.*[aeiouy])[a-z'’-]{3,}s(?<![su]s)|(?:cd|dvd|tv|ad)s")
+_NO_THINGS = words("""
+a about above across after afterwards again against all almost along also always am among an and any are around as at
+backwards be because becomes been before behind below beneath beside besides between beyond both but by can cannot could did
+do does doing down downwards during either else equals every exceeds except fails few for forwards from gives had has have he
+her here hers him his holds how i if in inside into is it its just lacks like loses makes many may maybe me means might
+mine must my near nearly neither never no nobody none nor not nothing of off on once only onto or other others our ours out
+outside over past per perhaps please plus possibly probably rather remains same satisfies several shall she should since so
+some sometimes somewhat still such than that the their theirs them then there these they this those though through throughout
+thus till to too toward towards under unless unlike until unto up upon upwards us versus very via vs was we were what when
+where whether which while who whom whose why will with within without works would yes yet you your yours
+correct false incorrect invalid right true unknown wrong zero one two three four five six seven eight nine ten eleven twelve
+ones tens twenty thirty forty fifty sixty seventy eighty ninety half halves third thirds quarter quarters fourth fourths fifth
+fifths sixth sixths seventh sevenths eighth eighths ninth ninths eleventh elevenths twelfth twelfths twentieth twentieths
+score scores gross double triple twice thrice factor factorial factorials mod mods modulo minus negative times divided
+multiplied squared cubed root less least most max maximum min minimum approximately roughly nano micro milli centi deci kilo
+mega giga tera
+""")
+"""Words that are no nouns, and those that state a verdict, a number or an operation."""
 _ADJECTIVES = words(
-    "large small big whole full different distinct possible total more extra additional real positive negative red "
-    "blue green white black yellow old new female male sq square cubic cu us u.s. american fluid ordered"
+    "full whole total more extra additional different distinct possible real positive negative old new sq square cubic cu us "
+    "u.s. american fluid"
 )
 _SCALES = {
     name: Fraction(size)
@@ -73,6 +70,7 @@ _SPEEDS = {
     "fps": ("ft", "second"), "bpm": ("beat", "minute"), "rpm": ("revolution", "minute"),
 }  # fmt: skip
 _AFTER = words("old long tall wide high deep apart away")
+PER = words("/ per a an each every")
 _POWERS = {"squared": 2, "cubed": 3}
 
 
@@ -84,7 +82,7 @@ class Unit(NamedTuple):
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    table = {word: (_singular(word), Fraction(1)) for word in words(_THINGS)}
+    table: dict[str, tuple[str, Fraction]] = {}
     for entry in _MEASURES.replace("\n", ";").split(";"):
         head, _, names = entry.partition(":")
         if names:
@@ -93,16 +91,11 @@ def _table() -> dict[str, tuple[str, Fraction]]:
     return table
 
 
-def _singular(word: str) -> str:
-    return {"children": "child", "men": "man", "women": "woman", "people": "person", "mice": "mouse"}.get(word, word)
-
-
 _TABLE = _table()
-_CASED = words("m g s h l L K N J W V A c C F t")
 CURRENCIES = frozenset("$€£¥₹")
 _SIGNS = CURRENCIES | {"%", "\x04"}
 _BARE = frozenset(["m", "g", "s", "h", "L"])
-"""Letters that are a unit after a number and a space; other letters are variables outside \\text."""
+"""Letters that are a unit after a space or a decimal; other letters are variables outside \\text."""
 
 
 def _named(token: Token) -> tuple[str, Fraction] | None:
@@ -111,7 +104,7 @@ def _named(token: Token) -> tuple[str, Fraction] | None:
     if len(text) == 1:
         return _TABLE.get(text)
     found = _TABLE.get(text) or _TABLE.get(text.lower())
-    if found is None and len(text) > 3 and text.lower().endswith("s"):
+    if found is None and len(text) > 2 and text.lower().endswith("s"):
         found = _TABLE.get(text[:-1].lower())
     return found
 
@@ -123,25 +116,33 @@ def scale(token: Token) -> Fraction | None:
     return found if token.kind == "word" else None
 
 
-def starts_unit(token: Token, first: bool = True) -> bool:
-    """Returns whether a unit may begin with this token."""
+def _is_plain(token: Token) -> bool:
+    """Returns whether a word may be part of the name of a thing."""
+    return token.kind == "word" and token.text.lower() not in _NO_THINGS and scale(token) is None
+
+
+def _thing(token: Token, single: bool) -> str:
+    """Returns the name of the thing that a noun counts, "" for another word. `single`: it may be singular."""
+    word = token.text.lower()
+    plural = word in _PLURALS or _PLURAL.fullmatch(word)
+    return re.sub("(?:e?s|e)$", "", word) if _is_plain(token) and (plural or (single and len(word) > 2)) else ""
+
+
+def starts_unit(token: Token, before: Token) -> bool:
+    """Returns whether a unit may begin with this token, after `before`."""
     if token.kind == "word":
-        return (
-            _named(token) is not None
-            or token.text.lower() in _ADJECTIVES
-            or token.text.lower() in _SPEEDS
-            or token.text == "per"
-        )
+        return token.text == "per" or _named(token) is not None or _is_plain(token)
     if token.kind == "name":
-        return token.text in _CASED and (not first or (token.spaced and token.text in _BARE))
+        return token.text in _BARE and (token.spaced or "." in before.text)
     return token.text in _SIGNS
 
 
-def read_unit(part: Sequence[Token]) -> Unit | None:
-    """Returns the unit that all of these tokens state, or None."""
+def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
+    """Returns the unit that all of these tokens state, or None. `single`: they follow a 1, as in 1 apple."""
     powers: dict[str, int] = {}
     size = Fraction(1)
     sign, power, pending, i = 1, 1, 0, 0
+    described = False
     texts = [token.text for token in part]
     if texts[:2] == ["\\frac", "{"]:
         middle = next((k for k in range(2, len(part) - 1) if texts[k] == "}" and texts[k + 1] == "{"), 0)
@@ -151,25 +152,16 @@ def read_unit(part: Sequence[Token]) -> Unit | None:
     while i < len(part):
         token, word = part[i], part[i].text.lower()
         i += 1
-        if word in ("/", "per", "a", "an") and token.kind != "cmd" and pending:
+        if word == "per" or (word in PER and token.kind != "cmd" and pending):
             sign, pending = -1, 0
             continue
-        if word == "\\times" and pending:
+        if pending and (word in ("\\times", ".") or (word in _AFTER and i == len(part))):
             continue
-        if word in ("square", "sq") and i < len(part):
-            power = 2
+        if word == "of" and pending and i < len(part) and all(_is_plain(each) or each.text == "the" for each in part[i:]):
+            break  # 5 cups of brown sugar
+        if word in ("square", "sq", "cubic", "cu") and i < len(part):
+            power = 2 if word.startswith("s") else 3
             i += part[i].text == "."
-            continue
-        if word in ("cubic", "cu") and i < len(part):
-            power = 3
-            continue
-        if word in _ADJECTIVES | _AFTER:
-            if word in _AFTER and i == len(part) and pending:
-                continue
-            if i == len(part):
-                return None
-            continue
-        if word == "." and pending:
             continue
         if word in _SPEEDS and not powers:
             for name, exponent in zip(_SPEEDS[word], (1, -1), strict=True):
@@ -179,14 +171,19 @@ def read_unit(part: Sequence[Token]) -> Unit | None:
             pending = 1
             continue
         named = _named(token) if token.kind in ("word", "name") or token.text in _SIGNS else None
-        if named is None:
+        if named is None and (thing := _thing(token, single or sign < 0)):
+            named, described = (thing, Fraction(1)), False
+        if named is None and i < len(part) and (_is_plain(token) or word in _ADJECTIVES):
+            described = described or word not in _ADJECTIVES
+            continue
+        if named is None or described:  # light years are no years
             return None
         dimension, each = named
         if dimension == "degree" and i < len(part) and part[i].text.lower() in ("c", "f", "celsius", "fahrenheit"):
             dimension, each = ("celsius" if part[i].text.lower()[0] == "c" else "fahrenheit"), Fraction(1)
             i += 1
         exponent, i = _power(part, i)
-        if exponent == 0 or (pending and _is_thing(named[0]) and sign > 0 and not _is_thing(dimension)):
+        if exponent == 0:
             return None
         exponent *= sign * power
         if dimension in ("volume", "area"):  # in metres
@@ -199,10 +196,6 @@ def read_unit(part: Sequence[Token]) -> Unit | None:
     if not pending:
         return None
     return Unit(tuple(sorted((name, value) for name, value in powers.items() if value)), size)
-
-
-def _is_thing(dimension: str) -> bool:
-    return _TABLE.get(dimension, ("",))[0] == dimension and dimension not in ("unit",)
 
 
 def _power(part: Sequence[Token], i: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ unknowns are the same when their values are at random points.
 import math
 import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -229,20 +229,21 @@ def same_value(a: Node, b: Node) -> bool:
     return all(_agree(x, y, largest) for x, y, largest in sampled(a, b, names))
 
 
-def sampled(a: Node, b: Node, names: list[str]) -> list[tuple[Any, Any, Any]]:
-    """Returns the values of two expressions at points where both have one. Raises Undecided with fewer than three points."""
+def sampled(a: Node, b: Node, names: list[str]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields the values of two expressions at points where both have one. Raises Undecided after fewer than three points."""
     rng = random.Random(7)
-    found = []
+    found = 0
     is_complex = _has(a, "i") or _has(b, "i")
-    with mp.workdps(_DIGITS):
-        for i in range(3 * _POINTS):
-            signs = (1,) if i < _POINTS else (-1, 1)
-            point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
-            evaluator = Evaluator(point, is_complex)
-            try:
-                found.append((evaluator.value(a), evaluator.value(b), evaluator.largest))
-            except Undecided:
-                continue
-    if len(found) < 3:
+    for i in range(3 * _POINTS):
+        signs = (1,) if i < _POINTS else (-1, 1)
+        point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
+        evaluator = Evaluator(point, is_complex)
+        try:
+            with mp.workdps(_DIGITS):
+                values = evaluator.value(a), evaluator.value(b), evaluator.largest
+        except Undecided:
+            continue
+        found += 1
+        yield values
+    if found < 3:
         raise Undecided
-    return found

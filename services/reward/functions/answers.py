@@ -71,6 +71,8 @@ class MathHost(ProcessHost):
             return Score(None, error.status, correct=False, answer=answer)
         if found == b"unparsable":
             return Score(0.0, "unparsable", correct=False, answer=answer)
+        if found == b"unevaluated":
+            return Score(0.0, "unevaluated", correct=False, answer=answer)
         return _verdict(answer, found == b"right")
 
 
@@ -97,6 +99,7 @@ class MathRewardFunction(DetailedRewardFunction):
     The final answer is the last balanced `\boxed{}` or `####` line, else X of "the answer is X", else the last number;
     `<think>` does not count. Numbers are compared exactly, everything else in worker processes, which start when they are
     first needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
+    Where `ground_truth` is a number, a computation of it (5 + 18 for 23) is 0.0, with the status `unevaluated`.
 
     Args:
         workers: processes.

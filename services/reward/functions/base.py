@@ -40,7 +40,7 @@ class Score:
     def __post_init__(self) -> None:
         """Makes plain numbers of the values; one that is no number of a float32 is an error."""
         value = _number(self.value)
-        if value is None and self.status in ("ok", "unparsable"):
+        if value is None and self.status in ("ok", "unparsable", "unevaluated"):
             object.__setattr__(self, "status", "error")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "components", {name: _number(part) for name, part in self.components.items()})
@@ -99,18 +99,21 @@ class RewardFunction(ABC):
 
         Raises WrongScores when it does not return a number for every completion.
         """
-        values: Any = self(completions, **kwargs)
+        return self.checked(self(completions, **kwargs), len(completions))
+
+    def checked(self, values: Any, count: int) -> list[Score]:
+        """Returns scores for the values that a function returned. Raises WrongScores for anything but `count` of them."""
         if inspect.iscoroutine(values):
             values.close()
             problem = "is a coroutine: define it with def, not async def"
         elif isinstance(values, Iterable) and not isinstance(values, str | bytes | dict):
             values = list(values)
-            problem = "" if len(values) == len(completions) else f"returned {len(values)} scores"
+            problem = "" if len(values) == count else f"returned {len(values)} scores"
         else:
             problem = f"returned {'None' if values is None else f'a {type(values).__name__}'}"
         if problem:
             raise WrongScores(
-                f"the reward function {self.name} {problem} for {len(completions)} completions",
+                f"the reward function {self.name} {problem} for {count} completions",
                 field=self.name,
                 remedy="return a list with one number for each completion, NaN for one that has no score",
             )
@@ -192,9 +195,13 @@ def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
         function = target(**spec["arguments"]) if isinstance(target, type) else target
     except Exception as error:
         raise RuntimeError(f"the reward function {spec['target']} cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(function, RewardFunction):
-        raise RuntimeError(f"{spec['target']} is not a RewardFunction: subclass services.reward.functions.RewardFunction")
-    return function
+    if isinstance(function, RewardFunction):
+        return function
+    if not callable(function):
+        raise RuntimeError(f"{spec['target']} is neither a RewardFunction nor a function of completions")
+    from services.reward.functions.plain import PlainFunction  # which imports this module
+
+    return PlainFunction(function)
 
 
 def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:

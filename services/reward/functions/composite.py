@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from common.schemas import RewardStatus
 from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
 
-_SEVERITY: tuple[RewardStatus, ...] = ("died", "error", "timeout", "unparsable", "ok")
+_SEVERITY: tuple[RewardStatus, ...] = ("died", "error", "timeout", "unparsable", "unevaluated", "ok", "inapplicable")
 assert set(_SEVERITY) == set(get_args(RewardStatus))
 
 
@@ -56,13 +56,20 @@ class CompositeRewardFunction(DetailedRewardFunction):
 
 
 def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """Returns one score for several: the weighted sum, the worst status, and correct where all verifying parts agree."""
+    """Returns one score for several: the weighted sum, the worst status, and correct where all verifying parts agree.
+
+    A part that does not apply is left out; where none applies, the whole does not.
+    """
+    absent: dict[str, float | None] = {name: None for name, part in parts.items() if part.status == "inapplicable"}
+    parts = {name: part for name, part in parts.items() if name not in absent}
+    if not parts:
+        return Score(None, "inapplicable", components=absent, reason="no reward function applies to it")
     total: float | None = 0.0
     for name, part in parts.items():
         total = None if total is None or part.value is None else total + weights.get(name, 1.0) * part.value
     status = min((part.status for part in parts.values()), key=_SEVERITY.index)
     verdicts = [part.correct for part in parts.values() if part.correct is not None]
-    components: dict[str, float | None] = {}
+    components = {**absent}
     for name, part in parts.items():
         components[name] = part.value
         components |= {f"{name}/{inner}": value for inner, value in part.components.items()}
@@ -72,7 +79,7 @@ def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
         correct=all(verdicts) if verdicts else None,
         answer=next((part.answer for part in parts.values() if part.answer is not None), None),
         components=components,
-        reason=next((f"{name}: {part.reason}" for name, part in parts.items() if part.value is None), ""),
+        reason=next((f"{name}: {part.reason}" for name, part in parts.items() if part.value is None and part.reason), ""),
     )
 
 

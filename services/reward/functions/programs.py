@@ -8,8 +8,8 @@ from typing import Any
 
 from services.reward.answers.extract import without_thoughts
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
-from services.reward.sandbox.cases import Case, CaseResult, parse_cases
-from services.reward.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKind
+from services.sandbox.cases import Case, CaseResult, parse_cases
+from services.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKind
 
 MAX_SOURCE_CHARS = 100_000
 """Longer programs do not count."""
@@ -29,7 +29,7 @@ class CodeRewardFunction(DetailedRewardFunction):
     """1.0 for a completion whose program passes all of `test_cases`, else 0.0, or the share that it passes.
 
     `extract_program` says which code blocks are the program. It runs in a sandbox
-    (bubblewrap) without network, files or further processes. `services.reward.sandbox.cases.parse_cases` documents test cases.
+    (bubblewrap) without network, files or further processes. `services.sandbox.cases.parse_cases` documents test cases.
     A program that fails, hangs or uses too much fails its case. Only a failure of the sandbox itself, or a machine too busy to
     run the program, gives no score.
 

@@ -17,14 +17,16 @@ from common.config import Config
 from common.errors import ServiceError
 from common.observe import Metrics
 from common.schemas import WeightManifest
-from services.rollout.engine_client import EngineClient, adapters_kept
+from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
 from services.rollout.process import Supervised
 from services.rollout.state import NodeState
 from services.rollout.weights.receive import BroadcastReceiver
-from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone, WeightStore, shared_directory
+from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone, WeightStore
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
+_TURN_POLL_S = 5.0
+"""Shorter where the engine has the GPUs in turn with the trainer: a trainer that starts again needs them soon."""
 _LOST_BEFORE_STALE = 3
 """Interrupted downloads in a row, each right after an answer of the trainer, that make the node stale."""
 
@@ -60,6 +62,9 @@ class WeightFollower:
         self.received: tuple[WeightId, str] | None = None
         """The weights that the engine got by broadcast, and their checksum."""
         self._partial = False  # whether the engine may hold part of a version
+        self._memory = released_memory(config)
+        self._poll_s = _TURN_POLL_S if self._memory else _POLL_S
+        self._turn, self._at_the_gate = asyncio.Event(), False
         self._wake = asyncio.Event()
         self._warnings = RateLimitedWarnings()
         self._updates = metrics.counter("rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"])
@@ -79,22 +84,38 @@ class WeightFollower:
     def engine_down(self) -> None:
         """Ends a load into the engine that has ended."""
         self._receiver.reset()
-        self._partial, self.received = False, None
+        self._partial, self.received, self._api.asleep = False, None, []
         if self._load is not None:
             self._load.cancel()
 
     async def first(self) -> None:
         """Tries once to fetch weights, so that the engine starts with the trainer's if there are any."""
-        if (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
+        if not self._memory and (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
             await self._adopt(manifest)
+
+    async def turn(self) -> None:
+        """Returns when the engine may be started: at once, unless the trainer has the GPUs that they share."""
+        self._at_the_gate = True
+        try:
+            if self._memory:
+                await self._turn.wait()
+        finally:
+            self._at_the_gate = False
 
     async def run(self) -> None:
         while True:
-            manifest = await self._ask(_POLL_S, _POLL_S + 10)
-            if manifest is None or WeightId.of(manifest) == self._state.serves:
+            manifest = await self._ask(self._poll_s, self._poll_s + (3 if self._memory else 10))
+            if self._memory and (manifest is None or manifest.asleep):
+                await self._rest()
+                if manifest is None or not self._state.asleep:
+                    await asyncio.sleep(0.2)
+                continue
+            if manifest is None or (WeightId.of(manifest) == self._state.serves and not self._api.asleep):
                 await asyncio.sleep(0.2)
                 continue
             await self._adopt(manifest)
+            if self.newest is not None:
+                self._turn.set()
             if self._state.serves == self._state.wanted:
                 continue
             self._wake.clear()
@@ -104,12 +125,32 @@ class WeightFollower:
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
         """Returns the trainer's newest version; None when it has none or does not answer."""
         try:
-            return await self._trainer.latest(self._state.serves, wait_s, deadline_s)
+            return await self._trainer.latest(self._state.serves, wait_s, deadline_s, asleep=self._state.asleep)
         except Unreachable as error:
             self._warnings.warn("unreachable", f"serving continues without the trainer: {error}")
         except ServiceError as error:
             self._warnings.warn("refused", f"the trainer's answer cannot be used, serving continues: {error}")
         return None
+
+    async def _rest(self) -> None:
+        """Sees to it that the engine holds no memory: the trainer computes, or there is none, and the next one will load.
+
+        An engine is awake only while a trainer says so, which holds whichever of the two is killed. One that starts up is put
+        to sleep when it answers. One that does not let go is killed.
+        """
+        self._turn.clear()
+        before, start = self._state.asleep, self._engine.starts
+        if self._engine.up and not self._api.asleep:
+            try:
+                async with self._api.changing:
+                    await self._api.sleep(self._memory, self._load_timeout_s)
+            except ServiceError as error:
+                if self._engine.up and self._engine.starts == start:
+                    self._engine.restart(f"it did not release its memory: {error}")
+                return
+        self._state.asleep = self._at_the_gate or (self._engine.up and bool(self._api.asleep))
+        if self._state.asleep != before:
+            self._changed()
 
     async def _adopt(self, manifest: WeightManifest) -> None:
         """Tries once to update to this version and records the result in the state.
@@ -121,7 +162,7 @@ class WeightFollower:
 
     async def _try(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
-        self._state.wanted, self._state.updating = wanted, True
+        self._state.wanted, self._state.updating, self._state.asleep = wanted, True, False
         self._changed()
         stage = "download"
         try:
@@ -132,7 +173,7 @@ class WeightFollower:
                 manifest = await self._with_files()
                 wanted = WeightId.of(manifest)
                 self._state.wanted = wanted
-            path = await shared_directory(manifest) or await self._store.fetch(manifest, self._trainer)
+            path = await self._store.fetch(manifest, self._trainer)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest, self._lost = (manifest, path), 0
             stage = "load"
@@ -224,7 +265,7 @@ class WeightFollower:
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
         log.error("this node is stale and gets no traffic: %s", reason)
-        if stage == "load" and self._partial:
+        if stage == "load" and (self._partial or self._api.asleep):
             self._engine.restart(f"it may hold a part of a version; {reason}")
         elif self._state.must_restart:
             self._engine.restart(f"restarted after {self._state.failed_loads} failed weight updates; {reason}")

@@ -1,25 +1,29 @@
 """Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model directories.
 
-A directory `v000012` gets its name when it holds every file of its version with the right size and SHA-256, synced to disk.
-Unchanged files are hard links to an earlier version. Whatever this process has not written itself, and whatever an engine
-starts from, is read and compared with the manifest again: disks and kills damage files.
+A directory `v000012` gets its name when it holds every file of its version with the right size and checksum. Unchanged files
+are hard links to an earlier version, and of others only the difference is fetched where an earlier version is held. Whatever
+this process has not written itself, and whatever an engine starts from, is read and compared with the manifest again: disks
+and kills damage files, so nothing is synced.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from pydantic import ValidationError
 
+from common import spares
+from common.checksums import Hasher
 from common.clients import Client
+from common.deltas import BadDelta, apply_delta
 from common.errors import ServiceError, shorten
-from common.schemas import WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
+from common.schemas import SentFile, WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
 from common.storing import storing
 
 log = logging.getLogger(__name__)
@@ -59,13 +63,15 @@ class TrainerClient(Client):
     """A rollout node's client of the trainer."""
 
     async def latest(
-        self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False
+        self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False, asleep: bool = False
     ) -> WeightManifest | None:
         """Returns the newest version, after up to `wait_s` seconds while it is still `held`; None before the first.
 
-        With `files` the trainer writes the files unless it has. Raises Unreachable after `deadline_s` seconds.
+        It does not wait either when the engine should sleep and is not `asleep`, or the other way round. With `files` the
+        trainer writes the files unless it has. Raises Unreachable after `deadline_s` seconds.
         """
-        parameters: dict[str, str | float] = {"wait_s": wait_s} | ({"files": "true"} if files else {})
+        parameters: dict[str, str | float] = {"wait_s": wait_s}
+        parameters |= dict.fromkeys([name for name, given in (("files", files), ("asleep", asleep)) if given], "true")
         if held is not None:
             parameters |= {"after_run": held.run_id, "after_version": held.version}
         try:
@@ -83,14 +89,14 @@ class TrainerClient(Client):
         path = f"/weights/{version}/verify"
         return await self.json("POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s)
 
-    async def download(self, version: int, file: WeightFile, target: Path) -> None:
-        """Downloads a file to `target`, which must not exist, and syncs it to disk.
+    async def download(self, version: int, file: SentFile, target: Path) -> None:
+        """Downloads a file to `target`, which must not exist.
 
         Raises CorruptWeights for a wrong size or checksum, WeightsGone when the trainer has removed the file, and
         httpx.TransportError when the connection fails.
         """
         timeout = httpx.Timeout(30, connect=10, pool=None)
-        digest, size = hashlib.sha256(), 0
+        digest, size = Hasher(), 0
         async with self.http.stream("GET", f"/weights/{version}/files/{file.name}", timeout=timeout) as response:
             if response.status_code in (404, 410):
                 raise WeightsGone("the trainer has removed this file", field="name", value=f"{version}/{file.name}")
@@ -98,18 +104,16 @@ class TrainerClient(Client):
                 raise CorruptWeights(
                     f"HTTP {response.status_code} for a weight file", field="name", value=f"{version}/{file.name}"
                 )
-            with target.open("xb") as stream:  # "x": never write into a link to another version
-                async for chunk in response.aiter_bytes(1 << 20):
+            with spares.written(target, file.size) as stream:
+                async for chunk in response.aiter_raw():
                     size += len(chunk)
                     if size > file.size:
                         break
                     digest.update(chunk)
                     stream.write(chunk)
-                stream.flush()
-                await asyncio.to_thread(os.fsync, stream.fileno())
         if size != file.size:
             raise CorruptWeights(f"the size differs from the manifest's {file.size} bytes", field=file.name, value=size)
-        if digest.hexdigest() != file.sha256:
+        if digest.hexdigest() != file.xxh3:
             raise CorruptWeights("the checksum does not match the manifest", field=file.name, value=digest.hexdigest())
 
 
@@ -159,13 +163,17 @@ class WeightStore:
         return [(manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])]
 
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
-        """Returns the directory of this version, after downloading it if needed.
+        """Returns the directory of this version: the trainer's own if it is visible here, else one that is fetched if needed.
+
+        A version with deltas is fetched in any case: so it can be the base of the next one.
 
         Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed, and changes nothing.
         """
         for known, path in list(self._stored):
             if known == manifest and (path not in self._inherited or await self.verify(known, path)):
                 return path
+        if not any(file.delta for file in manifest.files) and (shared := await shared_directory(manifest)):
+            return shared
         # An engine may reload an evicted adapter by its path, so no other run may use that path.
         run = hashlib.sha256(manifest.run_id.encode()).hexdigest()[:12]
         suffix = f"-{run}" if manifest.kind == "adapter" else ""
@@ -176,32 +184,53 @@ class WeightStore:
             with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: the download is retried"):
                 partial.mkdir()
                 for file in manifest.files:
-                    if not await asyncio.to_thread(self._link, file, partial / file.name):
-                        await _download(trainer, manifest.version, file, partial / file.name)
+                    linked = await asyncio.to_thread(self._link, file, partial / file.name)
+                    if not linked and not await self._patch(manifest, file, partial, trainer):
+                        await _get(manifest, file, partial / file.name, trainer)
                 (partial / _MANIFEST).write_text(manifest.model_dump_json())
-                _sync(partial / _MANIFEST, partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._forget(target)  # another run's version, or other content
         partial.rename(target)
-        _sync(self.directory)
         self._stored.append((manifest, target))
         for _, old in self._stored[:-_KEEP]:
             if old != self._held:
+                spares.retire(old)
                 self._forget(old)
         return target
 
     def _link(self, file: WeightFile, target: Path) -> bool:
         """Links `target` to an equal file of another version; returns False when there is none."""
+        for found in self._equal(file.xxh3, file.size):
+            with contextlib.suppress(OSError):  # no hard links here, or too many: download instead
+                target.hardlink_to(found)
+                return True
+        return False
+
+    def _equal(self, xxh3: str, size: int) -> Iterator[Path]:
+        """Yields the stored files with this checksum."""
         for manifest, path in reversed(self._stored):
             for known in manifest.files:
-                if (known.sha256, known.size) == (file.sha256, file.size):
-                    if path in self._inherited and _differs(path, [known]):
-                        continue
-                    with contextlib.suppress(OSError):  # no hard links here, or too many: download instead
-                        target.hardlink_to(path / known.name)
-                        return True
+                if (known.xxh3, known.size) == (xxh3, size) and not (path in self._inherited and _differs(path, [known])):
+                    yield path / known.name
+
+    async def _patch(self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient) -> bool:
+        """Makes a file in `directory` of an earlier one and its delta; returns False when that cannot be done."""
+        if file.delta is None or (base := next(self._equal(file.delta.base, file.size), None)) is None:
+            return False
+        delta, target = directory / file.delta.name, directory / file.name
+        try:
+            await _get(manifest, file.delta, delta, trainer)
+            made = await asyncio.to_thread(apply_delta, base, delta, target)
+        except (BadDelta, CorruptWeights) as error:
+            made = str(error)
+        finally:
+            delta.unlink(missing_ok=True)
+        if made == file.xxh3:
+            return True
+        target.unlink(missing_ok=True)
+        log.error("the delta of %s of weights %d is not used, the whole file is: %s", file.name, manifest.version, made)
         return False
 
     def _forget(self, path: Path) -> None:
@@ -234,14 +263,20 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
             if (size := (directory / file.name).stat().st_size) != file.size:
                 return f"{file.name} has {size} bytes, the manifest says {file.size}"
             with (directory / file.name).open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
+                if hashlib.file_digest(stream, Hasher).hexdigest() != file.xxh3:
                     return f"the checksum of {file.name} does not match the manifest"
         except OSError as error:
             return str(error)
     return None
 
 
-async def _download(trainer: TrainerClient, version: int, file: WeightFile, target: Path) -> None:
+async def _get(manifest: WeightManifest, file: SentFile, target: Path, trainer: TrainerClient) -> None:
+    """Copies a file of the trainer's directory if that is visible here, else downloads it; `target` must not exist."""
+    source, version = Path(manifest.directory) / file.name, manifest.version
+    if manifest.directory:
+        copied = await asyncio.to_thread(_copied, source, file, target)
+        if copied:
+            return
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             await trainer.download(version, file, target)
@@ -254,10 +289,19 @@ async def _download(trainer: TrainerClient, version: int, file: WeightFile, targ
             await asyncio.sleep(0.1 * 2**attempt)
 
 
-def _sync(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _copied(source: Path, file: SentFile, target: Path) -> bool:
+    """Copies `source`; returns False, without a target, when it is not there or not what the manifest says."""
+    try:
+        reader = source.open("rb")
+    except OSError:
+        return False
+    digest = Hasher()
+    with reader, spares.written(target, file.size) as writer:
+        while chunk := reader.read(1 << 20):
+            digest.update(chunk)
+            writer.write(chunk)
+    if digest.hexdigest() == file.xxh3:
+        return True
+    target.unlink()
+    log.error("%s does not match the manifest, it is downloaded instead", source)
+    return False

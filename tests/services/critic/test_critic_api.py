@@ -1,7 +1,9 @@
 """The critic-server over HTTP: whose critic it is, what it refuses, what it keeps."""
 
+import asyncio
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from fastapi import FastAPI
 from common.config import Config
 from common.critic_client import CriticClient
 from common.errors import ServiceError
-from common.schemas import UpdateRequest, ValueRequest
+from common.schemas import CriticMetrics, UpdateRequest, ValueRequest, ValueTargets
 from common.wire import MSGPACK, encode
 from learning.ranks import Ranks
 from services.critic.critic import Critic
@@ -54,6 +56,23 @@ async def test_a_run_is_that_of_a_critic_in_process(client: CriticClient, config
     assert "rlhf_critic_value_loss " in metrics
     await client.flush()
     assert await client.unhealthy_reason() is None
+
+
+async def test_flush_answers_after_the_running_update(client: CriticClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    compute = Critic.update
+
+    def update(critic: Critic, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
+        begun.set()
+        return compute(critic, rows, seed)
+
+    monkeypatch.setattr(Critic, "update", update)
+    await client.restore("a", 0)
+    running = asyncio.create_task(client.update("a", 0, seed=0, rows=make_rows(200)))
+    await asyncio.to_thread(begun.wait, 60)
+    await client.flush()
+    assert (await client.status()).step == 1
+    await running
 
 
 async def test_a_repeated_update_is_applied_once(client: CriticClient) -> None:

@@ -13,13 +13,13 @@ import pytest
 from common.config import Config
 from common.critic_client import CriticClient
 from common.errors import ConfigError, ServiceError
+from common.loop_thread import LoopThread
 from common.schemas import CriticMetrics
 from learning.ranks import Ranks
 from tests.support.critic import Start, make_batch
 from tests.support.groups import known
 from tests.support.ranks import run_ranks
 from trainer.algorithms.batch import Batch
-from trainer.background import LoopThread
 from trainer.policy.critic import CriticLost, LocalCritic, ValueFunction, value_function
 
 pytestmark = pytest.mark.process

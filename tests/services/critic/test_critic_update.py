@@ -1,5 +1,6 @@
 """The critic: what it computes, and that it does not depend on how the batch is cut or on being saved in between."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 
 from common.config import Config
 from common.errors import ConfigError, InvalidInput
-from common.schemas import TokenSequence
+from common.schemas import TokenSequence, ValueTargets
+from learning.batching import Indices, Sizes
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks
 from services.critic.critic import Critic
@@ -85,6 +87,24 @@ def test_metrics_hand_computed(config: Config) -> None:
     for row in rows:
         row.returns = np.ones_like(row.returns)
     assert Critic(config, Ranks()).update(rows, seed=0).explained_variance == 0
+
+
+class Recorded(Critic):
+    """A critic that keeps the rows of each of its mini-batches."""
+
+    def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> torch.Tensor:
+        self.parts = [*getattr(self, "parts", []), indices.tolist()]
+        return super()._accumulate(rows, sizes, indices)
+
+
+def test_every_pass_has_each_row_once_in_an_order_of_its_own(config: Config) -> None:
+    config.algorithm.update_epochs, config.algorithm.mini_batches = 3, 4
+    critic = Recorded(config, Ranks())
+    for seed in (0, 100):
+        critic.update(make_rows(9), seed=seed)
+    passes = [[row for part in critic.parts[i : i + 4] for row in part] for i in range(0, 24, 4)]
+    assert [sorted(order) for order in passes] == [list(range(9))] * 6
+    assert len(set(map(tuple, passes))) == 6, "the same shuffle in two passes"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40])

@@ -205,3 +205,16 @@ def test_every_gsm8k_answer_is_read() -> None:
     written = [json.loads(line)["answer"].split("#### ")[1].strip() for line in lines]
     assert sum("," in answer for answer in written) == 93
     assert [answer.replace(",", "") for answer in written] == [prompt.ground_truth for prompt in prompts]
+
+
+def test_a_template_that_a_row_cannot_fill_ends_the_start_with_the_row(tmp_path: Path) -> None:
+    rows = [{"id": f"r{i}", "question": f"{i}?", "answer": str(i), "level": i} for i in range(40)]
+    del rows[7]["level"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    template = "Level {level}. {question}"
+    config = DataSection(source=str(tmp_path / "rows.jsonl"), prompt_template=template)
+    with pytest.raises(ConfigError, match=r"the problem r7 has no such column; there are question"):
+        load_split(config, "train", 0) + load_split(config, "eval", 0)
+    with pytest.raises(ConfigError, match=r"there are question · field: data.prompt_template"):
+        load_split(DataSection(source="tiny", prompt_template=template), "train", 0)
+    assert load_split(DataSection(source="tiny", prompt_template="plain"), "train", 0)

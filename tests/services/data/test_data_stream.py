@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.schemas import Prompt
+from common.storing import cure
 from services.data.stream import REMEMBERED_REQUESTS, PromptStream, permutation
 
 GOLDEN_0 = [6, 3, 1, 4, 5, 2, 7, 0]
@@ -161,6 +162,23 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             PromptStream(prompts(), 0, tmp_path)
         assert str(stream.path) in str(caught.value)
         assert "remove the file" in str(caught.value)
+        reason = caught.value.message.removeprefix("the cursor of the prompts cannot be used: ")
+        assert reason.isprintable(), "one line"
+        assert any(words in reason for words in ("malformed", "not a database", "Page "))
+
+
+@pytest.mark.parametrize(
+    ("why", "remedy"),
+    [
+        ("database is locked", "end the other process"),
+        ("database or disk is full", "free disk space"),
+        ("attempt to write a readonly database", "let this user write"),
+        ("unable to open database file", "let this user write"),
+        ("database disk image is malformed", "remove the file"),
+    ],
+)
+def test_a_file_that_is_whole_is_never_to_be_removed(why: str, remedy: str) -> None:
+    assert cure(why, "remove the file").startswith(remedy)
 
 
 def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

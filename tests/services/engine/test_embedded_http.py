@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from common.topology import WRONG_SETTING
 from tests.support.engines import answers, end, engine_process, start, write_model
+from tests.support.forks import Forked
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.process
@@ -40,9 +43,12 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 254}}, "max_new_tokens"),
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
-    ({"input_ids": IDS, "sampling_params": {"stop": ["a"]}}, "sampling_params.stop"),
-    ({"input_ids": IDS, "sampling_params": {"top_k": 5}}, "sampling_params.top_k"),
-    ({"input_ids": IDS, "sampling_params": {"min_new_tokens": 5}}, "sampling_params.min_new_tokens"),
+    ({"input_ids": IDS, "sampling_params": {"stop": [3]}}, "sampling_params.stop"),
+    ({"input_ids": IDS, "sampling_params": {"top_k": -2}}, "sampling_params.top_k"),
+    ({"input_ids": IDS, "sampling_params": {"min_p": 1.5}}, "sampling_params.min_p"),
+    ({"input_ids": IDS, "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 4}}, "min_new_tokens"),
+    ({"input_ids": IDS, "sampling_params": {"top_p": 0.5}, "return_sampling_mask": True}, "top_k"),
+    ({"input_ids": IDS, "sampling_params": {"top_k": 5000}, "return_sampling_mask": True}, "top_k"),
     ({"input_ids": IDS, "sampling_params": 3}, "sampling_params"),
     ({"input_ids": IDS, "sampling_params": [{}, {}]}, "sampling_params"),
     ({"input_ids": IDS, "top_logprobs_num": 3}, "top_logprobs_num"),
@@ -102,7 +108,8 @@ def test_embedded_bodies_that_are_not_usable_json_are_400(client: httpx.Client, 
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stop": "b"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stop": 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}}),
         ("/pause_generation", {"mode": "sleep"}),
         ("/update_weights_from_disk", {}),
         ("/update_weights_from_disk", {"model_path": "/no/such/place"}),
@@ -117,7 +124,7 @@ def test_embedded_other_calls_refuse_bad_input_too(client: httpx.Client, path: s
 
 async def test_embedded_three_hundred_requests_at_once(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=400, trust_env=False, limits=limits) as client:
 
         async def one(index: int) -> tuple[int, int]:
             sampling = {"max_new_tokens": 1 + index % 7, "ignore_eos": True, "n": 2}
@@ -132,17 +139,17 @@ async def test_embedded_three_hundred_requests_at_once(url: str) -> None:
 
 
 async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, directory: Path) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as watcher:
+    async with httpx.AsyncClient(base_url=url, timeout=400, trust_env=False) as watcher:
 
         async def sequences(count: int) -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(400):
                 while (await watcher.get("/v1/loads")).json()["aggregate"]["num_total_reqs"] != count:  # noqa: ASYNC110 - remote
                     await asyncio.sleep(0.01)
 
         await watcher.post("/pause_generation", json={"mode": "in_place"})
         async with httpx.AsyncClient(base_url=url, trust_env=False) as leaver:
             body = {"input_ids": IDS, "sampling_params": {"n": 50, "max_new_tokens": 250, "ignore_eos": True}}
-            request = asyncio.create_task(leaver.post("/generate", json=body, timeout=60))
+            request = asyncio.create_task(leaver.post("/generate", json=body, timeout=400))
             await sequences(50)
             request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -188,3 +195,14 @@ def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None
         assert "the engine's thread died" in (tmp_path / "log").read_text()
     finally:
         end(process)
+
+
+def test_embedded_gpus_that_are_assigned_and_unusable_end_the_process_with_the_reason(tmp_path: Path) -> None:
+    """Status 78, upon which the agent ends instead of starting the engine again."""
+    model, log = write_model(tmp_path / "model", seed=0), tmp_path / "log"
+    given = {"SKYPILOT_JOBGROUP_NAME": "group", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = Forked("services.engine", "--model-path", str(model), log=log, env=os.environ | given)
+    assert process.wait(400) == WRONG_SETTING
+    reason = log.read_text().rstrip().splitlines()[-1]
+    assert reason.startswith("error: torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 1: ")
+    assert "field: --device · value: auto" in reason

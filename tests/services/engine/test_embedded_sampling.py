@@ -1,17 +1,28 @@
 """Sampling: the right distribution, the right log-probabilities, numbers that depend on seed and position alone."""
 
+import numpy as np
 import torch
 
-from services.engine.sampling import sample, sample_seed, stream_key, uniforms
+from services.engine.sampling import FIELDS, sample, sample_seed, stream_key, uniforms
 
 ROWS = 20_000
 
 
+def drawn(
+    logits: torch.Tensor, temperature: torch.Tensor | float, top_p: torch.Tensor | float, uniform: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and log-probabilities."""
+    state = torch.zeros(len(FIELDS), len(logits), dtype=torch.float64)
+    for field, value in enumerate((temperature, top_p, uniform, torch.inf, 0.0), 2):
+        state[field] = value
+    plain = bool((state[2] > 0).all() and (state[3] == 1).all())
+    tokens, logprobs = sample(logits, state, plain)
+    return tokens.long(), logprobs.float()
+
+
 def draw(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = len(logits)
     generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
-    return sample(logits, torch.full((rows,), temperature), torch.full((rows,), top_p), uniform)
+    return drawn(logits, temperature, top_p, torch.rand(len(logits), generator=generator, dtype=torch.float64))
 
 
 def test_embedded_sampling_follows_the_distribution_also_at_a_temperature() -> None:
@@ -25,7 +36,7 @@ def test_embedded_sampling_follows_the_distribution_also_at_a_temperature() -> N
 
 
 def test_embedded_sampling_never_draws_what_has_no_probability() -> None:
-    logits = torch.full((ROWS, 1000), -torch.inf)
+    logits = torch.full((ROWS, 1000), -1e30)
     logits[:, 501] = 0.0
     tokens, logprobs = draw(logits)
     assert (tokens == 501).all()
@@ -34,9 +45,8 @@ def test_embedded_sampling_never_draws_what_has_no_probability() -> None:
 
 def test_embedded_sampling_reaches_the_ends_of_the_unit_interval() -> None:
     logits = torch.randn(1, 37, generator=torch.Generator().manual_seed(2))
-    options = (torch.tensor([1.0]), torch.tensor([1.0]))
-    first, _ = sample(logits, *options, torch.tensor([0.0], dtype=torch.float64))
-    last, _ = sample(logits, *options, torch.tensor([1.0 - 2**-53], dtype=torch.float64))
+    first, _ = drawn(logits, 1.0, 1.0, 0.0)
+    last, _ = drawn(logits, 1.0, 1.0, 1.0 - 2**-53)
     assert (first.item(), last.item()) == (0, 36)
 
 
@@ -60,18 +70,18 @@ def test_embedded_sampling_rows_do_not_see_each_other() -> None:
     uniform = torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     temperature = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 1.0, 1.0, 1.0])
     top_p = torch.tensor([1.0, 0.5, 1.0, 0.3, 1.0, 1.0, 0.1, 1.0])
-    together, _ = sample(logits, temperature, top_p, uniform)
+    together, _ = drawn(logits, temperature, top_p, uniform)
     for i in range(8):
         row = slice(i, i + 1)
-        alone, _ = sample(logits[row], temperature[row], top_p[row], uniform[row])
+        alone, _ = drawn(logits[row], temperature[row], top_p[row], uniform[row])
         assert alone.item() == together[i].item()
 
 
 def test_embedded_sampling_random_numbers_are_uniform_and_a_function_of_key_and_counter() -> None:
-    keys = torch.tensor([stream_key(sample_seed(7, index)) for index in range(200)]).repeat_interleave(100)
-    counters = torch.arange(100).repeat(200)
-    numbers = uniforms(keys, counters)
-    assert torch.equal(numbers, uniforms(keys, counters))
+    keys = np.repeat([stream_key(sample_seed(7, index)) for index in range(200)], 100)
+    counters = np.tile(np.arange(100), 200)
+    numbers = torch.from_numpy(uniforms(keys, counters))
+    assert numbers.tolist() == uniforms(keys, counters).tolist()
     assert len(set(numbers.tolist())) == 20_000
     assert 0 <= numbers.min() < 0.001
     assert 0.999 < numbers.max() < 1
@@ -79,3 +89,49 @@ def test_embedded_sampling_random_numbers_are_uniform_and_a_function_of_key_and_
     grid = numbers.view(200, 100)
     assert abs(torch.corrcoef(torch.stack([grid[:-1].flatten(), grid[1:].flatten()]))[0, 1].item()) < 0.03
     assert abs(torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1].item()) < 0.03
+
+
+def kept_by_hand(probs: list[float], top_p: float, top_k: int, min_p: float) -> set[int]:
+    """The definition, token by token: likeliest first, while all bounds hold."""
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    found, mass = set(), 0.0
+    for place, token in enumerate(order):
+        if (mass > top_p and top_p < 1) or place >= top_k or probs[token] < min_p * probs[order[0]]:
+            break
+        found.add(token)
+        mass += probs[token]
+    return found
+
+
+def test_embedded_sampling_keeps_and_draws_what_the_definition_keeps() -> None:
+    """Random distributions and bounds. Log-probabilities are relative to what is kept; barred tokens are as if not there."""
+    rng = np.random.default_rng(5)
+    bounds = [(1.0, 9, 0.0), (0.8, 40, 0.0), (1.0, 40, 0.2), (0.9, 6, 0.05), (0.05, 40, 0.0), (1.0, 2, 0.0)]
+    for _ in range(20):
+        logits = torch.tensor(rng.normal(size=40) * 2, dtype=torch.float32)
+        barred, temperature = rng.choice(40, 3, replace=False), rng.uniform(0.5, 1.5)
+        state = torch.zeros(len(FIELDS) + 3, len(bounds), dtype=torch.float64)
+        state[2], state[3], state[5], state[6] = temperature, *(torch.tensor(each) for each in zip(*bounds, strict=True))
+        state[4] = torch.tensor(rng.uniform(size=len(bounds)))
+        state[7:] = torch.tensor(barred)[:, None]
+        state[9, 0] = -1  # a row with fewer
+        found = sample(logits.expand(len(bounds), -1), state, False, 40)
+        for row, (top_p, top_k, min_p) in enumerate(bounds):
+            free = logits.double() / temperature
+            free[torch.tensor(barred[: 3 - (row == 0)])] = -torch.inf
+            probs = torch.softmax(free, -1)
+            wanted = kept_by_hand(probs.tolist(), top_p, top_k, min_p)
+            token, count = int(found[0, row]), int(found[3, row])
+            assert set(found[4 : 4 + count, row].int().tolist()) == wanted
+            assert token in wanted
+            among = probs[token] / probs[sorted(wanted)].sum()
+            assert abs(found[2, row].item() - among.log().item()) < 1e-5
+            assert abs(found[1, row].item() - probs[token].log().item()) < 1e-5
+
+
+def test_embedded_sampling_returns_a_greedy_token_as_the_only_one() -> None:
+    state = torch.zeros(len(FIELDS), 2, dtype=torch.float64)
+    state[2], state[3], state[4], state[5] = torch.tensor([0.0, 1.0]), 1.0, 0.99, 3
+    found = sample(torch.tensor([[0.1, 3.0, 2.0, 1.0]]).expand(2, -1), state, False, 3)
+    assert found[[0, 2, 3, 4], 0].tolist() == [1, 0, 1, 1]
+    assert found[3, 1] == 3

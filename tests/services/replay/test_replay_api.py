@@ -269,6 +269,14 @@ async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: Re
     assert {group.id for group in taken} == {"a", "big"}
 
 
+async def test_sqlite_s_own_reason_is_told(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
+    app.state.worker.buffer.store.db.execute("PRAGMA query_only = 1")
+    response = await client.http.post("/groups", content=wire.encode_groups([make_group("a")]), headers=MSGPACK)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (500, "storage_failed")
+    assert error["message"].endswith("nothing was changed: attempt to write a readonly database (SQLITE_READONLY)")
+
+
 async def test_flush_moves_everything_into_the_file(client: ReplayClient, make_group: MakeGroup, tmp_path: Path) -> None:
     await client.add([make_group("a", tokens=10_000)])
     log = tmp_path / "replay" / "replay.db-wal"

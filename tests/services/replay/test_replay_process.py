@@ -181,6 +181,9 @@ def test_a_damaged_store_is_named_at_start(damage: Callable[[Path], None], tmp_p
         ReplayBuffer(ReplaySection(), path)
     assert error.value.field == "state_dir"
     assert error.value.value == str(path)
+    reason = error.value.message.removeprefix("the replay store cannot be read: ")
+    assert reason.isprintable(), "one line"
+    assert any(words in reason for words in ("malformed", "layout is 0", "not a database", "Page ", "is gone"))
 
 
 def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGroup) -> None:

@@ -170,6 +170,26 @@ async def test_reset_drops_what_is_drawn_again(client: ReplayClient, make_group:
     assert sorted(ids(again.groups)) == ["a", "b"]
 
 
+async def test_draws_of_lost_steps_do_not_count(client: ReplayClient, make_group: MakeGroup) -> None:
+    await client.add([make_group(name, position=position) for position, name in enumerate("ab")])
+    await client.take(take(2, "r"))
+    await client.ack(["a", "b"])
+
+    async def drawn(step: int | None, request_id: str, most: int) -> int:
+        request = SampleRequest(count=2, max_times_sampled=most, request_id=request_id, step=step)
+        return len((await client.sample(request)).groups)
+
+    assert [await drawn(step, f"s{step}", 9) for step in (3, 4, 5, None)] == [2] * 4
+    for _ in range(2):  # the answer to the first call may be lost
+        await client.reset_fresh(from_position=7, step=4)
+        listed = (await client.request("GET", "/groups")).json()["groups"]
+        assert [group["times_sampled"] for group in listed] == [2, 2], "of step 3, and the one by hand"
+    assert await drawn(4, "s4", 2) == 0
+    assert await drawn(4, "s4 again", 3) == 2, "the draws of the lost steps 5 and 6 are free again"
+    await client.reset_fresh(from_position=7)
+    assert await drawn(4, "by hand", 3) == 0
+
+
 async def test_ack_is_idempotent_and_names_an_unknown_id(client: ReplayClient, make_group: MakeGroup) -> None:
     await client.add([make_group("a"), make_group("b")])
     await client.take(take(2, "r"))

@@ -1,5 +1,7 @@
 """The numbers of prioritised reuse, worked out by hand, and its frequencies, counted."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,11 @@ from hypothesis.extra.numpy import arrays
 from common.clients import ReplayClient
 from common.errors import ServiceError
 from common.schemas import SampleRequest, TakeRequest
-from services.replay.sampling import Float64, ReuseIndex, draw, importance_weights, inclusion, probabilities
+from services.replay.reuse import ReuseIndex
+from services.replay.sampling import Float64, draw, importance_weights, inclusion, probabilities
 from tests.support.replay_groups import MakeGroup
+
+Rows = list[tuple[int, int, float, int]]
 
 
 def array(*numbers: float) -> Float64:
@@ -114,9 +119,82 @@ def test_the_index_forgets_what_was_removed_and_knows_the_rest_by_its_order() ->
     index.drop_until(3)
     index.append([(8, 80, 1.0, 1)])
     index.set_priorities([(7, 0.5), (5, 2.0), (5, 3.0)])
-    assert index.rows["order"].tolist() == [5, 7, 8]
-    assert index.rows["priority"].tolist() == [3.0, 0.5, 1.0]
-    assert index.eligible(70, 1).tolist() == [1]
+    assert index.rows() == [(5, 50, 3.0, 0), (7, 70, 0.5, 0), (8, 80, 1.0, 1)]
+    assert index.draw(9, 0, 70, 1, 0.6, 0.4)[0] == [7]
+
+
+def chances(rows: Rows, count: int, min_version: int, max_times: int, exponent: float) -> tuple[list[int], Float64]:
+    """The groups that may be drawn, and the chance of each, by looking at all of them."""
+    eligible = [row for row in rows if row[1] >= min_version and row[3] < max_times]
+    included = inclusion(probabilities(array(*(row[2] for row in eligible)), exponent), count)
+    return [row[0] for row in eligible], included
+
+
+@pytest.mark.parametrize(("count", "largest"), [(1, 1.0), (3, 1.0), (3, 200.0), (3, 1e9)])
+def test_groups_of_many_are_drawn_with_the_chances_of_all(count: int, largest: float) -> None:
+    """The tree and the look at all groups agree, also where one or two are certain."""
+    rng, rounds = np.random.default_rng(0), 1_500
+    priorities = rng.random(400) ** 4
+    priorities[[17, 230]], priorities[[3, 399]] = largest, 0.0
+    rows = [(i + 1, i // 8, float(priority), i % 3) for i, priority in enumerate(priorities)]
+    index, drawn, weighed = ReuseIndex(rows), np.zeros(401), np.zeros(401)
+    for seed in range(rounds):
+        orders, weights = index.draw(count, seed, 5, 2, 0.7, 0.6)
+        assert len(set(orders)) == count
+        drawn[orders] += 1
+        weighed[orders] = weights
+    orders, included = chances(rows, count, 5, 2, 0.7)
+    assert set(np.flatnonzero(drawn)) <= set(orders)
+    drawn, weighed = drawn[orders], weighed[orders]
+    uncertain = (included > 0) & (included < 1)
+    assert (drawn[included == 1] == rounds).all()
+    spread = np.sqrt(rounds * included * (1 - included))[uncertain]
+    assert (np.abs(drawn - rounds * included)[uncertain] < 4.5 * spread + 1).all()
+    seen = np.flatnonzero(drawn)
+    np.testing.assert_allclose(weighed[seen], importance_weights(included, seen, 0.6), rtol=1e-6)
+
+
+_PRIORITIES = st.one_of(st.floats(0, 10), st.sampled_from([0.0, 5e-324, 1e-300, 1e300]))
+_CHANGES = st.one_of(
+    st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 12), _PRIORITIES), min_size=1, max_size=90)),
+    st.tuples(st.just("drop"), st.integers(0, 400)),
+    st.tuples(st.just("set"), st.lists(st.tuples(st.integers(0, 400), _PRIORITIES), max_size=20)),
+    st.tuples(st.just("draw"), st.tuples(st.integers(1, 3), st.integers(0, 14), st.sampled_from([1, 3]), st.floats(0, 1.5))),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(_CHANGES, min_size=3, max_size=14), st.floats(0, 1), st.integers(0, 99))
+def test_the_index_stays_what_it_would_be_if_it_were_built_anew(changes: list[Any], correction: float, seed: int) -> None:
+    """Whatever is added, removed, rated and drawn in whatever order: rows, sizes of draws and weights are the same."""
+    rows: dict[int, list[Any]] = {}
+    index, order = ReuseIndex([]), 0
+    for kind, change in [("append", [(v % 13, 1.0 + v) for v in range(70)]), *changes]:
+        if kind == "append":
+            new = [(order + i, version, priority, 0) for i, (version, priority) in enumerate(change, 1)]
+            rows |= {row[0]: list(row) for row in new}
+            order += len(new) + 2  # a resume left a gap
+            index.append(new)
+        elif kind == "drop":
+            rows = {number: row for number, row in rows.items() if number > change}
+            index.drop_until(change)
+        elif kind == "set":
+            known = [(number, priority) for number, priority in change if number in rows]
+            for number, priority in known:
+                rows[number][2] = priority
+            index.set_priorities(known)
+        else:
+            count, min_version, max_times, exponent = change
+            drawn, weights = index.draw(count, seed, min_version, max_times, exponent, correction)
+            orders, included = chances([tuple(row) for row in rows.values()], *change)
+            assert len(set(drawn)) == len(drawn) == min(count, np.count_nonzero(included))
+            places = np.array([orders.index(number) for number in drawn], np.int64)
+            if len(drawn):
+                np.testing.assert_allclose(weights, importance_weights(included, places, correction), rtol=1e-5)
+                index.drawn(drawn)
+            for number in drawn:
+                rows[number][3] += 1
+        assert index.rows() == [tuple(row) for row in rows.values()]
 
 
 def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:

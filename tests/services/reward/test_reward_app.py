@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from common.clients import RewardClient
 from common.schemas import RewardItem
@@ -69,7 +70,15 @@ async def test_the_client_reads_null_rewards_and_their_status(http: httpx.AsyncC
 async def test_stats_and_metrics_count_by_status(http: httpx.AsyncClient) -> None:
     await http.post("/batch_reward", json={"items": [GOOD, GOOD, {**GOOD, "response": "?"}, HANG]})
     stats = (await http.get("/stats")).json()
-    assert stats["graded"] == {"ok": 2, "unparsable": 1, "timeout": 1, "died": 0, "error": 0}
+    assert stats["graded"] == {
+        "ok": 2,
+        "unparsable": 1,
+        "unevaluated": 0,
+        "timeout": 1,
+        "died": 0,
+        "error": 0,
+        "inapplicable": 0,
+    }
     assert stats["worker_restarts"] == 1
     page = (await http.get("/metrics")).text
     assert 'rlhf_reward_answers_total{status="timeout"} 1.0' in page
@@ -105,16 +114,24 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared() -> AsyncIterator[httpx.AsyncClient]:
+    async with served(RewardSection(workers=1)) as client:
+        yield client
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("path", "request_", "status", "field"), BAD)
-async def test_bad_input_is_named_and_the_service_lives(path: str, request_: dict[str, Any], status: int, field: str) -> None:
-    async with served(RewardSection(workers=1)) as http:
-        answer = await http.post(path, **request_)
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
-        assert error["message"]
-        assert error["remedy"]
-        assert field in error.get("field", "")
-        assert (await http.post("/reward", json=GOOD)).json()["reward"] == 1.0
+async def test_bad_input_is_named_and_the_service_lives(
+    shared: httpx.AsyncClient, path: str, request_: dict[str, Any], status: int, field: str
+) -> None:
+    answer = await shared.post(path, **request_)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"]
+    assert error["remedy"]
+    assert field in error.get("field", "")
+    assert (await shared.post("/reward", json=GOOD)).json()["reward"] == 1.0
 
 
 async def test_text_of_any_kind_is_graded(http: httpx.AsyncClient) -> None:

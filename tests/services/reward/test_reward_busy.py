@@ -136,6 +136,7 @@ async def grader() -> AsyncIterator[RewardScorer]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.process
 async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(grader: RewardScorer) -> None:
     items = [hard(i) for i in range(40)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from common.config import load
 from common.errors import ConfigError, InvalidInput
@@ -72,11 +73,16 @@ async def test_a_task_is_ignored_where_no_task_is_named() -> None:
     assert result.reward == 1.0
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def moody() -> AsyncIterator[RewardScorer]:
+    async with RewardScorer(RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=1)) as scorer:
+        yield scorer
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("bad", ["raise", "hang", "die", "nan", "inf"])
-async def test_one_bad_item_never_harms_the_others(bad: str) -> None:
-    config = RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=1)
-    async with RewardScorer(config) as scorer:
-        results = await scorer.score([item("5"), item(bad), item("5"), item("6")])
+async def test_one_bad_item_never_harms_the_others(bad: str, moody: RewardScorer) -> None:
+    results = await moody.score([item("5"), item(bad), item("5"), item("6")])
     status = {"hang": "timeout", "die": "died"}.get(bad, "error")
     assert [outcome(result) for result in results] == [(1.5, "ok"), (None, status), (1.5, "ok"), (0.5, "ok")]
     assert results[1].components["moody"] is None
@@ -106,7 +112,7 @@ async def test_functions_of_ones_own_may_read_standard_input_and_print() -> None
         ("no.such.module:Thing", "cannot be imported"),
         ("tests.support.own_rewards:Nothing", "cannot be imported"),
         ("tests.support.own_rewards:NeedsArguments", "cannot be made"),
-        ("tests.support.own_rewards:NotAFunction", "is not a RewardFunction"),
+        ("tests.support.own_rewards:NotAFunction", "neither a RewardFunction nor a function"),
     ],
 )
 def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, message: str) -> None:

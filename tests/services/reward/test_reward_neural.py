@@ -137,3 +137,11 @@ async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> N
         async with asyncio.timeout(120):
             while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health is asked so too
                 await asyncio.sleep(0.1)
+
+
+def test_gpus_that_are_assigned_and_unusable_end_the_start(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = RewardSection(functions=["reward_model"], reward_model_name=str(model))
+    with pytest.raises(ConfigError, match=r"torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 2: .*reward\.functions"):
+        RewardScorer(config)

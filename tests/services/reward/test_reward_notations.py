@@ -2,7 +2,10 @@
 
 import json
 import random
+import re
 import time
+from contextlib import suppress
+from fractions import Fraction
 from itertools import combinations
 
 import pytest
@@ -18,7 +21,7 @@ FORMS = ("\\boxed{{{}}}", "#### {}", "The answer is {}.", "The answer is ${}$.",
 
 
 def graded(gold: str, response: str) -> str:
-    """The verdict on a response: right, wrong or unparsable."""
+    """The verdict on a response: right, wrong, unparsable or unevaluated."""
     expected, answer = gold_answer(gold), extract_answer(response)
     assert expected is not None
     if answer is None:
@@ -45,7 +48,9 @@ def test_equality_is_symmetric_and_every_gold_is_its_own_answer() -> None:
     one_way = [
         (row["gold"], row["answer"])
         for row in rows
-        if row["correct"] and boxed(row["answer"], row["gold"]) != "right" and "(C) 12" not in row["answer"]
+        if row["correct"]
+        and boxed(row["answer"], row["gold"]) not in ("right", "unevaluated")  # √9 for 3
+        and "(C) 12" not in row["answer"]
     ]
     assert not one_way, "\n".join(map(str, one_way))
     other = [
@@ -57,15 +62,94 @@ def test_equality_is_symmetric_and_every_gold_is_its_own_answer() -> None:
 def test_numbers_in_random_notations() -> None:
     """An independent reference: the number itself."""
     rng = random.Random(1)
-    ways = ("{0:,}", "{0}.0", "{0:e}", "+{0}", "{0} dollars", "\\${0}", "{0}\\%", "{0}^\\circ", "x = {0}", "\\frac{{{1}}}{{2}}",
-            "{1}/2", "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "\\frac{{{1}}}2", "2·{0}/2", "√{2}",
-            "{0}\\,\\mathrm{{km/h}}")  # fmt: skip
+    ways = ("{0:,}", "{0}.0", "{0:e}", "+{0}", "{0} dollars", "\\${0}", "{0}\\%", "{0}^\\circ", "x = {0}",
+            "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "{0}\\,\\mathrm{{km/h}}", "√{2} = {0}")  # fmt: skip
+    computations = ("\\frac{{{1}}}{{2}}", "{1}/2", "\\frac{{{1}}}2", "2·{0}/2", "√{2}", "{0} + 0", "1 + {3}")
     for _ in range(300):
-        number, way = rng.randint(2, 9_000), rng.choice(ways)
-        way = "{0}" if way == "{0:e}" and number > 999_999 else way
-        shown = way.format(number, 2 * number, number * number)
-        assert boxed(str(number), shown) == "right", shown
+        number, way = rng.randint(2, 9_000), rng.choice(ways + computations)
+        shown = way.format(number, 2 * number, number * number, number - 1)
+        assert boxed(str(number), shown) == ("unevaluated" if way in computations else "right"), shown
         assert boxed(str(number + 1), shown) == "wrong", shown
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        (
+            "23",
+            [
+                "5 + 18",
+                "46/2",
+                "\\frac{46}{2}",
+                "20+3",
+                "\\sqrt{529}",
+                "23 \\cdot 1",
+                "4!-1",
+                "-(-23)",
+                "|-23|",
+                "23^1",
+                "46:2",
+            ],
+        ),
+        ("23", ["5 + 18 apples", "\\$5 + \\$18", "46/2 apples", "x = 5 + 18", "(B) 5+18", "\\{5+18\\}", "5+18 \\approx 23"]),
+        (
+            "23",
+            ["23x^0", "5 + 18 + 0x", "\\int_0^{23} 1 dx", "\\sum_{i=1}^{23} 1", "2.3 \\times 10", "\\frac{-46}{-2}", "23+0i"],
+        ),
+        (
+            "\\frac{7}{12}",
+            ["\\frac13+\\frac14", "\\frac{7}{\\sqrt{144}}", "7:12 \\cdot 1"],
+        ),
+        ("12.5", ["25/2 + 0", "1.25 \\cdot 10"]),
+        ("(1, \\sqrt{2})", ["(3-2, \\sqrt2)", "(2/2, \\sqrt{2})"]),
+        ("[1, 4)", ["[1, 8/2)", "1 \\le x < 2^2"]),
+        ("3, 5", ["5, 6/2", "\\{2+1, 5\\}", "x=3 or x=\\sqrt{25}"]),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", ["\\begin{pmatrix} 1 \\\\ 1+1 \\end{pmatrix}"]),
+        ("x=5", ["x = 10/2", "10/2"]),
+    ],
+)
+def test_a_computation_is_no_number(gold: str, answers: list[str]) -> None:
+    assert {answer: boxed(gold, answer) for answer in answers} == dict.fromkeys(answers, "unevaluated")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        ("23", ["5+18=23", "23 = 5 + 18", "x = 46/2 = 23", "2.3 \\times 10^1", "2.3e1", "23/1", "23.0", "23\\%", "(B) 23"]),
+        ("0.5", ["\\frac12", "1/2", "½", ".5", "5 \\times 10^{-1}", "\\frac{5}{10^1}"]),
+        ("-0.75", ["-\\frac{3}{4}", "\\frac{-3}{4}", "3/-4", "-3/4", "-.75"]),
+        ("1500", ["1.5 \\times 10^3", "-(-1500) = 1500", "1,500", "1.5 thousand", "125 dozen"]),
+        ("10^{-20}", ["\\frac{1}{10^{20}}", "1e-20", "10^{-20}"]),
+        ("\\frac{7}{12}", ["\\frac{84}{144}", "14/24", "84:144"]),
+        ("2.5", ["2\\frac12", "2 1/2", "5/2", "2 hours 30 minutes"]),
+        ("2^{10}", ["2^{10}", "1024", "2^5 \\cdot 2^5"]),
+        ("\\frac{75}{100}", ["3/4", "75/100", ".75", "6/8"]),
+        ("3:4", ["6:8", "3/4", "0.75"]),
+        ("2\\pi", ["\\pi+\\pi", "4\\pi/2"]),
+        ("2+3i", ["3i+2", "(1+1)+3i"]),
+        ("x^2+2x", ["x(x+2)", "x^2+x+x"]),
+    ],
+)
+def test_a_number_is_right_in_any_notation_and_a_gold_that_is_a_computation_in_any_form(gold: str, answers: list[str]) -> None:
+    assert {answer: boxed(gold, answer) for answer in answers} == dict.fromkeys(answers, "right")
+
+
+def test_random_computations_earn_nothing() -> None:
+    """An independent reference: Python's own arithmetic."""
+    rng = random.Random(2)
+
+    def computation(depth: int) -> str:
+        if depth == 0 or rng.random() < 0.3:
+            return str(rng.randint(1, 30))
+        return f"({computation(depth - 1)} {rng.choice('+-*/')} {computation(depth - 1)})"
+
+    for _ in range(200):
+        text = f"{computation(2)} {rng.choice('+-*')} {computation(2)}"
+        with suppress(ZeroDivisionError):
+            value = eval(re.sub(r"(\d+)", r"Fraction(\1)", text), {"Fraction": Fraction})  # noqa: S307
+            assert boxed(str(value), text) == "unevaluated", (value, text)
+            assert boxed(str(value), f"{text} = {value}") == "right", (value, text)
+            assert boxed(str(value + 1), text) == "wrong", (value, text)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +189,7 @@ def test_what_counts_as_the_final_answer(response: str, answer: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["7|8", "5→10", "5 ☃ 3", "5 below zero", "5 or more", "5 is wrong", "5 blorps", "7 ⇒ 8", "7 ⊕ 1", "5 squared", "18 maybe"],
+    ["7|8", "5→10", "5 ☃ 3", "5 below zero", "5 or more", "5 is wrong", "5 blorp", "7 ⇒ 8", "7 ⊕ 1", "5 squared", "18 maybe"],
 )
 def test_what_is_not_understood_is_unparsable_and_never_cut(answer: str) -> None:
     assert boxed(answer[0], answer) == "unparsable"

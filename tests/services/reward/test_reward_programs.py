@@ -19,9 +19,9 @@ from common.sections import RewardSection
 from services.reward.app import create_reward_app
 from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program
-from services.reward.sandbox import command, run
-from services.reward.sandbox.cases import parse_cases
 from services.reward.scorer import RewardScorer
+from services.sandbox import command, run
+from services.sandbox.cases import parse_cases
 from tests.support.sandbox import code_function
 
 pytestmark = pytest.mark.process

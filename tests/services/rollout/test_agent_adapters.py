@@ -75,6 +75,7 @@ async def check(cluster: Cluster, rollout: RolloutClient, run_id: str, version: 
     np.testing.assert_allclose(completion.logprobs, right, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cluster) -> None:
     [node] = cluster.nodes
     async with RolloutClient("router", node.router_url, deadline_s=60) as rollout, EngineClient("e", node.engine_url) as engine:
@@ -100,7 +101,8 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
         await check(cluster, rollout, "b", 1)
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
 async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluster: Cluster, shared: bool) -> None:
     [node] = cluster.nodes
     await until(node.healthy, "node healthy", cluster)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from common.config import Config, load
 from common.errors import ConfigError
-from common.sections import RolloutSection
+from common.sections import ModelSection, RolloutSection
 from common.topology import Topology, parse_hosts
 from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, router_command
@@ -181,6 +181,15 @@ def test_sglang_command_line(tmp_path: Path) -> None:
     assert (options["--host"], options["--port"]) == ("127.0.3.2", "30051")
     assert (options["--tp-size"], options["--max-running-requests"]) == ("2", "256")
     assert "--trust-remote-code" not in command
+
+
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+@pytest.mark.parametrize("fp32_head", [True, False])
+def test_trainer_and_engine_make_logits_alike(fp32_head: bool, engine: Literal["sglang", "embedded"], tmp_path: Path) -> None:
+    (tmp_path / "python").touch()
+    rollout = RolloutSection(engine=engine, engine_python=str(tmp_path / "python"))
+    command = engine_command(Config(rollout=rollout, model=ModelSection(fp32_head=fp32_head)), Topology(), "m", "default")
+    assert ("--enable-fp32-lm-head" in command) is fp32_head
 
 
 def test_missing_sglang_is_named_before_anything_starts(tmp_path: Path) -> None:

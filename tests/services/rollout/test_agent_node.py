@@ -7,11 +7,22 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 
+from common.checksums import checksum
 from common.observe import Metrics
 from common.rollout_client import RolloutClient
 from common.topology import TRAINER
 from services.rollout.engine_client import EngineClient
-from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, requests_served, until
+from tests.support.rollout_nodes import (
+    GROUP,
+    TRAINER_PORT,
+    Cluster,
+    Node,
+    flip_last_byte,
+    generate,
+    names,
+    requests_served,
+    until,
+)
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
@@ -108,18 +119,24 @@ async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: C
     assert await generate(rollout) == 20
 
 
-async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, rollout: RolloutClient) -> None:
-    both.publish("a", 21)
-    await until(lambda: both.all_serve("a", 21), "weights 21 everywhere", both)
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, rollout: RolloutClient, damaged: bool) -> None:
+    """A damaged copy of the node is not what the engine starts from: it starts without one, and the agent fetches another."""
+    manifest = both.publish("a", 21 + damaged)
+    await until(lambda: both.all_serve("a", 21 + damaged), "the weights everywhere", both)
     node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
+    held = both.directory / "rollout" / "rollout-server-1" / "weights" / f"v{manifest.version:06d}" / "model.safetensors"
+    if damaged:
+        flip_last_byte(held)
     node.engine().kill()
     await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", both)
-    assert {await generate(rollout) for _ in range(4)} == {21}  # by the other node meanwhile
-    await until(lambda: both.all_serve("a", 21), "weights 21 everywhere again", both)
+    assert {await generate(rollout) for _ in range(4)} == {manifest.version}  # by the other node meanwhile
+    await until(lambda: both.all_serve("a", manifest.version), "the weights everywhere again", both)
     command = node.engine().cmdline()
-    assert command[command.index("--weight-version") + 1] == "21"
-    assert command[command.index("--model-path") + 1].endswith("rollout-server-1/weights/v000021")
-    assert await served(node) == 21
+    assert command[command.index("--weight-version") + 1] == ("default" if damaged else "21")
+    assert command[command.index("--model-path") + 1] == str(both.model if damaged else held.parent)
+    assert await served(node) == manifest.version
+    assert checksum(held) == {file.name: file.xxh3 for file in manifest.files}[held.name]
 
 
 async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(both: Cluster) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
+from common.topology import WRONG_SETTING
 from services.rollout.process import Child, ChildFailed, Supervised, Timing
 
 pytestmark = pytest.mark.process
@@ -231,3 +232,10 @@ async def test_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: 
     assert await asyncio.wait_for(child.wait(), 60) == 0
     await child.end(0)
     assert (tmp_path / "log").stat().st_size == 1_000_000
+
+
+async def test_child_whose_setting_is_wrong_is_not_started_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, f"print('loading'); print('error: there is no GPU'); raise SystemExit({WRONG_SETTING})")
+    with pytest.raises(ConfigError, match="child refuses its settings: there is no GPU"):
+        await rig.child.run()
+    assert rig.child.starts == 1

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
     needs_smg,
+    pytest.mark.slow,  # test_router.py has the short form
 ]
 
 

@@ -1,6 +1,5 @@
 """Weight versions pulled over HTTP from the trainer's own app, verified and kept on disk."""
 
-import hashlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from common.checksums import Hasher
 from common.clients import Unreachable
 from common.observe import Metrics
 from common.schemas import WeightFile, WeightManifest
@@ -25,7 +25,7 @@ def publish(board: WeightBoard, version: int, contents: dict[str, bytes], run_id
     files = []
     for name, content in contents.items():
         (directory / name).write_bytes(content)
-        files.append(WeightFile(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest()))
+        files.append(WeightFile(name=name, size=len(content), xxh3=Hasher(content).hexdigest()))
     manifest = WeightManifest(version=version, run_id=run_id, files=files)
     board.announce(manifest)
     return manifest
@@ -191,7 +191,7 @@ async def test_store_survives_a_restart_and_clears_what_was_half_done(
 @pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/passwd", ".manifest.json", "..", "", "a\n"])
 def test_names_cannot_leave_the_directory(name: str) -> None:
     with pytest.raises(ValidationError):
-        WeightFile(name=name, size=0, sha256="0" * 64)
+        WeightFile(name=name, size=0, xxh3="0" * 32)
 
 
 async def test_name_given_twice_never_writes_into_an_older_version(
@@ -199,7 +199,7 @@ async def test_name_given_twice_never_writes_into_an_older_version(
 ) -> None:
     first = await store.fetch(publish(board, 1, {"w": b"one"}), client)
     manifest = publish(board, 2, {"w": b"two"})
-    one = WeightFile(name="w", size=3, sha256=hashlib.sha256(b"one").hexdigest())
+    one = WeightFile(name="w", size=3, xxh3=Hasher(b"one").hexdigest())
     with pytest.raises(StorageFailed, match="exists"):
         await store.fetch(manifest.model_copy(update={"files": [one, *manifest.files]}), client)
     assert (first / "w").read_bytes() == b"one"

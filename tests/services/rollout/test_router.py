@@ -16,6 +16,7 @@ import pytest
 
 from common.clients import Client
 from common.logs import REQUEST_HEADER, request, usable_id
+from common.prompts import PromptStyle
 from common.rollout_client import RolloutClient
 from common.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
@@ -54,16 +55,20 @@ async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
 # ------------------------------------------------------------ before engines that record
 
 
-def watched(client: Client) -> list[dict[str, Any]]:
-    """Gets every body that the client sends."""
+def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]:
+    """Gets every body that the client sends, and every answer to it, of a retry too."""
     sent: list[dict[str, Any]] = []
+    answers: list[httpx.Response] = []
+    exchange = client._exchange
 
-    async def keep(request: httpx.Request) -> None:
-        if request.method == "POST":
-            sent.append(json.loads(request.content))
+    async def kept(method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+        if method == "POST":
+            sent.append(arguments["json"] if "json" in arguments else json.loads(arguments["content"]))
+        answers.append(await exchange(method, path, timeout, arguments))
+        return answers[-1]
 
-    client.http.event_hooks["request"].append(keep)
-    return sent
+    client._exchange = kept  # type: ignore[method-assign]
+    return sent, answers
 
 
 def arrived(sent: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +86,7 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
     common: dict[str, Any] = {"n": 3, "max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [1, 2], "sampling_seed": 11}
     with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
         async with RolloutClient("router", url, deadline_s=60) as client, Client("router", url, deadline_s=60) as plain:
-            sent, asked = watched(client), watched(plain)
+            (sent, _), (asked, _) = watched(client), watched(plain)
             await client.generate([5, 6, 7], **common)
             await client.answers([5, 6, 7], **common, logprobs=False, lora_path="run-2")
             client.adapter = ("run-3", 3)
@@ -92,7 +97,11 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
             assert sent[-1]["input_ids"] == [[5, 6, 7]] * 3
 
             chat = ChatGenerator(
-                plain, "m", GenerationSettings("Think.", max_new_tokens=8, temperature=0.7, seed=0, timeout_s=60)
+                plain,
+                "m",
+                GenerationSettings(
+                    PromptStyle(system_prompt="Think."), max_new_tokens=8, temperature=0.7, seed=0, timeout_s=60
+                ),
             )
             await chat.generate(Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False)
             engine.bodies[-1].setdefault("max_tokens", engine.bodies[-1].get("max_completion_tokens"))  # its newer name
@@ -116,18 +125,13 @@ async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str
 async def test_the_request_id_reaches_the_engine_and_comes_back(router: str, tmp_path: Path) -> None:
     with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
         async with RolloutClient("router", url, deadline_s=60) as client:
-            returned: list[str] = []
-
-            async def keep(response: httpx.Response) -> None:
-                returned.append(response.headers.get(REQUEST_HEADER, ""))
-
-            client.http.event_hooks["response"].append(keep)
+            _, answers = watched(client)
             with request("4f1c3a52-group"):
                 await generate(client)
             await generate(client)
         assert engine.ids[0] == "4f1c3a52-group"
         assert usable_id(engine.ids[1] or "")
-        assert returned == engine.ids
+        assert [answer.headers[REQUEST_HEADER] for answer in answers] == engine.ids
 
 
 async def test_control_calls_are_not_forwarded(router: str, tmp_path: Path) -> None:
@@ -142,19 +146,14 @@ async def test_control_calls_are_not_forwarded(router: str, tmp_path: Path) -> N
 
 async def test_a_request_waits_for_the_first_engine(router: str, tmp_path: Path) -> None:
     with recorders(1) as ((engine,), (engine_url,)), router_process([], tmp_path / "log", router=router) as url:
-        statuses: list[int] = []
-
-        async def keep(response: httpx.Response) -> None:
-            statuses.append(response.status_code)
-
         async with RolloutClient("router", url, deadline_s=120) as client, RouterClient("router", url) as registry:
-            client.http.event_hooks["response"].append(keep)
+            _, answers = watched(client)
             group = asyncio.create_task(generate(client))
-            await until(lambda: len(statuses) > 1, "refused without an engine")
+            await until(lambda: len(answers) > 1, "refused without an engine")
             await asyncio.gather(*(registry.reconcile(engine_url, wanted=True) for _ in range(5)))  # at once: 409 from smg
             assert len(await group) == 2
             await reconciled(registry, engine_url, wanted=True)
-        assert statuses[0] == {"sglang-router": 503, "smg": 404}[router]
+        assert answers[0].status_code == {"sglang-router": 503, "smg": 404}[router]
         assert len(engine.bodies) == 1
 
 
@@ -292,17 +291,14 @@ async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(pool: P
 
 async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(pool: Pool, client: RolloutClient) -> None:
     """The circuit breaker, by default, would open at the tenth failure, and for a minute both engines would get nothing."""
-    refused: list[httpx.Response] = []
-
-    async def keep(response: httpx.Response) -> None:
-        if response.status_code == 500:
-            refused.append(response)
-
-    client.http.event_hooks["response"].append(keep)
+    _, answers = watched(client)
     for engine in pool.engines:
         engine.kill()
     running = groups(client, 20)
-    await until(lambda: len(refused) >= 20, "each of 20 requests failed, after six tries of the router")
+    await until(
+        lambda: sum(answer.status_code == 500 for answer in answers) >= 20,
+        "each of 20 requests failed, after six tries of the router",
+    )
     pool.engines = [pool.start(port=httpx.URL(engine.url).port) for engine in pool.engines]
     await until(lambda: pool.routed() == {engine.url for engine in pool.engines}, "both are healthy again")
     before = [engine.answered() for engine in pool.engines]

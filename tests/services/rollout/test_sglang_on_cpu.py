@@ -1,5 +1,6 @@
 """The command and the environment of SGLang on a CPU, and the settings file of its demo."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 
 from common.config import Config
 from common.errors import ConfigError
-from common.sections import LoraSection, ModelSection, RolloutSection
+from common.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
 from common.topology import Topology
 from services.rollout.engine_client import engine_command, engine_env
 from tests.support.paths import ROOT
@@ -37,7 +38,8 @@ def test_on_a_gpu_nothing_of_that_is_there(tmp_path: Path) -> None:
     config = Config(rollout=rollout(tmp_path))
     assert "--device" not in engine_command(config, Topology(), "m", "3")
     quiet = {"TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"}
-    assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"} | quiet
+    toolkit = {"PATH"}  # with the directory of SGLang's own programs
+    assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "NCCL_CUMEM_ENABLE"} | quiet | toolkit
 
 
 def test_for_adapters_sglang_is_told_their_size_and_starts_with_the_model(tmp_path: Path) -> None:
@@ -58,6 +60,33 @@ def test_the_environment_on_a_cpu_names_the_platform_and_keeps_local_models_off_
     local = engine_env(Config(model=ModelSection(name=str(tmp_path)), rollout=rollout(tmp_path, device="cpu")))
     assert (local["SGLANG_PLATFORM"], local["SGLANG_USE_CPU_ENGINE"], local["HF_HUB_OFFLINE"]) == ("torch_cpu", "0", "1")
     assert "HF_HUB_OFFLINE" not in engine_env(Config(rollout=rollout(tmp_path, device="cpu")))
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
+        ({"model_type": "phi3", "sliding_window": 2047}, 2047),
+        ({"model_type": "qwen2", "sliding_window": 1000, "use_sliding_window": True}, 1000),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral", "sliding_window": 512}}, 512),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 1000, "use_sliding_window": False}, None),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, None),  # SGLang has these windows
+        ({"model_type": "llama"}, None),
+        ([], None),
+    ],
+)
+def test_a_window_that_sglang_does_not_have_bounds_the_context(tmp_path: Path, shape: object, window: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = Config(rollout=rollout(tmp_path), sampling=SamplingSection(max_new_tokens=(window or 5000) - 1))
+    command = engine_command(config, Topology(), str(tmp_path), "3")
+    assert ("--context-length" in command) == (window is not None)
+    if window is None:
+        return
+    assert command[command.index("--context-length") + 1] == str(window)
+    config.sampling.max_new_tokens = window
+    with pytest.raises(ConfigError, match=rf"without its attention window of {window} tokens.*sampling\.max_new_tokens.*below"):
+        engine_command(config, Topology(), str(tmp_path), "3")
 
 
 def test_tensor_parallelism_on_a_cpu_and_a_missing_python_are_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, ca
     assert both.held() == [sums(new)] * 2
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.weights.publisher._SILENT_S", 8.0)
     publisher = both.publisher("late", "distributed")

@@ -1,8 +1,7 @@
-"""Run by torchrun on every node: ranks that watch each other, in the part that the test names.
+"""Run on every node: ranks that watch each other, in the part that the test names.
 
-`step`: a collective, and again, for ever. `compute`: rank 1 multiplies matrices for three times the limit, then they end.
-`wait`: rank 0 waits for something else than a collective. `fail`: rank 1 has an error of its own.
-`early`: rank 1 ends long before rank 0.
+`step`: a collective, and again, for ever. `compute`: rank 1 multiplies matrices for three times the limit and ends; rank 0
+ends long after it. `wait`: rank 0 waits for something else than a collective. `fail`: rank 1 has an error of its own.
 """
 
 import signal
@@ -29,8 +28,6 @@ def main(directory: Path, part: str, limit_s: float) -> None:
             raise ServiceError("no room on the device")
         if part == "wait" and ranks.first:
             time.sleep(600)
-        if part == "early" and ranks.first:
-            time.sleep(3 * limit_s)
         if part == "compute" and ranks.rank == 1:
             matrix = torch.rand(3000, 3000)
             while time.monotonic() - begin < 3 * limit_s:
@@ -40,6 +37,8 @@ def main(directory: Path, part: str, limit_s: float) -> None:
             time.sleep(0.01)
         if part == "compute":
             ranks.barrier()
+            if ranks.first:
+                time.sleep(3 * limit_s)
     (directory / f"done{ranks.rank}").touch()
 
 

@@ -11,10 +11,10 @@ import torch
 
 from common.config import load
 from common.critic_client import CriticClient
+from common.loop_thread import LoopThread
 from learning.ranks import Ranks, end
 from tests.support.critic import make_batch
 from tests.support.groups import known
-from trainer.background import LoopThread
 from trainer.policy.critic import value_function
 
 

@@ -2,47 +2,79 @@
 
 `python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume": DIRECTORY,
 "save": DIRECTORY, "peak": true for what loading alone needs, "hidden": true where only rank 0 sees these directories}. They are
-relative to DIRECTORY. "low": true computes in bfloat16, as on a GPU.
+relative to DIRECTORY. "low": true computes in bfloat16, as on a GPU. "whole": BYTES is how large gradients of the whole model
+may be. "messages": true writes the number of collective operations by name. "parked": true parks everything after an update.
 """
 
 import json
 import os
 import resource
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import common.memory
 import trainer.policy.lora
 import trainer.policy.policy
 import trainer.policy.scorer
 from common.config import Config, load
 from learning.ranks import Ranks, end
-from tests.support.groups import off_policy_groups, prepared, save
+from learning.sharding import local
+from tests.support.groups import known, off_policy_groups, prepared, save
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_scorer
+from trainer.weights.turns import SharedTurns
+
+_WHOLE = common.memory.WHOLE_GRADIENTS_BYTES
 
 
-def learned(policy: Policy, updates: int, reference: Reference | None = None) -> list[list[float]]:
+class Messages(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
+    """Counts collective operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def learned(policy: Policy, updates: int, reference: Reference | None = None, parked: bool = False) -> list[list[float]]:
     """Loss, gradient norm and KL of every update."""
+    turns = SharedTurns(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
     for _ in range(updates):
         metrics = policy.update(prepared(policy, [off_policy_groups()[i] for i in (0, 3)], reference=reference)).metrics
         reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
+        if parked:
+            turns.give()
+            held = [tensor for tensor in policy.optimizer.state_dict().values() if local(tensor).untyped_storage().nbytes()]
+            held += [tensor for tensor in policy.model.parameters() if local(tensor).untyped_storage().nbytes()]
+            assert held == [], f"{len(held)} tensors are not parked"
+            turns.take()
     return found
 
 
-def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+def run(
+    directory: Path, name: str, case: dict[str, Any], config: Config, ranks: Ranks
+) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     if case.get("hidden") and not ranks.first:  # paths are relative, so this is a node with a disk of its own
         os.chdir("/")
     if case.get("low"):
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
             module.computes_low = lambda *_: True  # type: ignore[attr-defined]
+    common.memory.WHOLE_GRADIENTS_BYTES = case.get("whole", _WHOLE)
     if "resume" in case:
         policy, state, saved = Policy.resume(config, ranks, Path(case["resume"]))
         assert state is not None
@@ -50,7 +82,10 @@ def run(case: dict[str, Any], config: Config, ranks: Ranks) -> tuple[list[list[f
     else:
         policy, saved = Policy(config, ranks), None
     reference = Reference(policy, saved)
-    metrics = learned(policy, case.get("updates", 3), reference)
+    with Messages() if case.get("messages") else nullcontext() as messages:
+        metrics = learned(policy, case.get("updates", 3), reference, case.get("parked", False))
+    if messages and ranks.first:
+        (directory / f"{name}-messages.json").write_text(json.dumps(messages.counts))
     if "save" in case:
         save(policy, Path(case["save"]) / "checkpoints", reference=reference)
     return metrics, {name: tensor.clone() for name, tensor in policy.weights()}
@@ -72,7 +107,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
                 (directory / f"{name}-{ranks.rank}.txt").write_text(str((after - before) * 1024))
                 del kept
                 continue
-            metrics, weights = run(case, config, ranks)
+            metrics, weights = run(directory, name, case, config, ranks)
             save_file(weights, directory / f"{name}-{ranks.rank}.safetensors")
             if ranks.first:
                 (directory / f"{name}.json").write_text(json.dumps(metrics))

@@ -40,7 +40,8 @@ def test_a_recipe_sets_its_preset_and_the_rest_stays_default(recipe: str) -> Non
 def test_every_recipe_gives_an_update_that_micro_batches_do_not_change(
     recipe: str, config: Config, groups: list[Group]
 ) -> None:
-    changed = with_algorithm(config, name=recipe)
+    bounds = {"geometric_low": 0.9, "geometric_high": 1.1} if recipe == "geo_rs" else {}  # its own drop all of these groups
+    changed = with_algorithm(config, name=recipe, **bounds)
     one, many = updated(changed, groups), updated(changed, groups, max_tokens=40)
     base = Policy(changed, Ranks()).model.state_dict()
     assert any(not torch.equal(value, base[name]) for name, value in one.items())

@@ -1,15 +1,17 @@
 """What may be given as a data set: prompts, rows, Hugging Face data sets."""
 
 import datetime
+import itertools
 from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 
 from common.errors import ConfigError
 from common.schemas import Prompt
-from trainer.api.datasets import as_prompts
+from trainer.api.datasets import as_held_out, as_prompts
 
 
 def test_rows_become_prompts() -> None:
@@ -23,10 +25,19 @@ def test_rows_become_prompts() -> None:
             id="train-0",
             prompt="1+1?",
             ground_truth="2",
-            columns={"level": 3, "tags": ["a", "b"], "vector": [1.0, 2.0]},
+            columns={
+                **{"question": "1+1?", "answer": "1+1=2\n#### 2", "level": 3, "tags": ["a", "b"]},
+                "vector": [1.0, 2.0],
+            },
         ),
-        Prompt(id="mine", prompt="2+2?", ground_truth="4", task="sums", columns={"day": "2024-01-02"}),
-        Prompt(id="train-2", prompt="3+3?", ground_truth=""),
+        Prompt(
+            id="mine",
+            prompt="2+2?",
+            ground_truth="4",
+            task="sums",
+            columns={"id": "mine", "task": "sums", "day": "2024-01-02"},
+        ),
+        Prompt(id="train-2", prompt="3+3?", ground_truth="", columns={"prompts": [{"role": "user", "content": "3+3?"}]}),
     ]
 
 
@@ -44,11 +55,32 @@ def test_a_chat_keeps_its_messages() -> None:
 def test_a_hugging_face_dataset() -> None:
     data = datasets.Dataset.from_list([{"question": "1+1?", "answer": "#### 1,002", "hint": "add"}])
     (prompt,) = as_prompts(data, "train")
-    assert (prompt.prompt, prompt.ground_truth, prompt.columns) == ("1+1?", "1002", {"hint": "add"})
+    assert (prompt.prompt, prompt.ground_truth, prompt.columns) == (
+        *("1+1?", "1002"),
+        {"question": "1+1?", "answer": "#### 1,002", "hint": "add"},
+    )
     with pytest.raises(ConfigError, match=r"DatasetDict is not a list.*its keys are train; give one split"):
         as_prompts(datasets.DatasetDict({"train": data}), "train_dataset")
-    with pytest.raises(ConfigError, match="IterableDataset is not a list"):
-        as_prompts(data.to_iterable_dataset(), "train_dataset")
+
+
+def test_anything_that_yields_rows() -> None:
+    rows = [{"question": f"{n}+1?", "answer": str(n + 1), "note": None if n % 2 else "even"} for n in range(6)]
+    data, expected = datasets.Dataset.from_list(rows), as_prompts(rows, "train")
+    frame = pandas.DataFrame(rows)
+    assert frame["note"].isna().sum() == 3
+    for form in (data, data.to_iterable_dataset(), frame, data.data.table, iter(rows), (row for row in rows)):
+        assert as_prompts(form, "train") == expected
+    assert as_prompts(itertools.cycle(rows[:1]), "train", at_most=2)[1].id == "train-1"  # it never ends
+
+
+def test_several_data_sets_by_their_names() -> None:
+    rows = [{"question": "1+1?", "answer": "2", "id": "a"}]
+    found = as_held_out({"first": rows, "second": datasets.Dataset.from_list(rows)}, "eval_dataset")
+    assert [prompt.id for prompt in found] == ["first/a", "second/a"]
+    with pytest.raises(ConfigError, match=r"eval_dataset\['x'\]-?.*empty|the data set is empty"):
+        as_held_out({"x": []}, "eval_dataset")
+    with pytest.raises(ConfigError, match="a name without a slash"):
+        as_held_out({"a/b": rows}, "eval_dataset")
 
 
 @pytest.mark.parametrize(

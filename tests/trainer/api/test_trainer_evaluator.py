@@ -23,6 +23,8 @@ from services.data.tiny import problems
 from tests.support.engines import engine_process
 from tests.support.ports import free_port
 from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
+from trainer.api.evaluator import _vote
+from trainer.api.uncertainty import maj_at_k
 
 pytestmark = pytest.mark.process
 
@@ -90,6 +92,7 @@ def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt], rew
     assert results["num_samples"] == len(results["rewards"]) == len(results["responses"]) == 12
     assert results["ground_truths"] == [prompt.ground_truth for prompt in test_data]
     assert results["accuracy"] == sum(reward or 0 for reward in results["rewards"]) / 12 == results["mean_reward"]
+    assert results["confidence_interval"] is not None
     low, high = results["confidence_interval"]
     assert low < results["accuracy"] < high
     assert results["standard_error"] == pytest.approx((results["accuracy"] * (1 - results["accuracy"]) / 12) ** 0.5)
@@ -143,6 +146,28 @@ def test_a_model_whose_context_is_short_writes_less(
     long = [{"prompt": "apples and eggs " * 200, "answer": 1}]
     with pytest.raises(ConfigError, match=r"the problem dataset-0 has \d+ tokens, and the model's context is 512"):
         ModelEvaluator(base_model).evaluate(long, reward)
+
+
+def test_prompts_and_sampling_are_sent_to_a_server(test_data: list[Prompt], reward: MathRewardFunction) -> None:
+    """A template takes the place of the chat, so the text is completed; without one the server makes the chat."""
+    sampling = {"sampling.top_p": 0.9, "sampling.stop": ["##"], "sampling.min_new_tokens": 2, "sampling.stop_token_ids": [7]}
+    bare = {"data.prompt_template": "Q: {question}", "sampling.prefill": " So"}
+    done = {"choices": [{"text": " 3.", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+    with server((200, done)) as (url, bodies):
+        results = ModelEvaluator(url, model_id="small", settings=sampling | bare).evaluate(test_data[:1], reward, k=2)
+    assert results["responses"] == [" So 3."]
+    assert {body["prompt"] for body in bodies} == {f"Q: {test_data[0].prompt} So"}
+    assert [(body["stop"], body["min_tokens"], body["stop_token_ids"]) for body in bodies] == [(["##"], 2, [7])] * 3
+    assert sorted(body.get("top_p", 1.0) for body in bodies) == [0.9, 0.9, 1.0]  # one is greedy
+    assert not any("top_k" in body for body in bodies)  # not every server knows it
+
+    chat: dict[str, Any] = {"data.prompt_template": "Q: {question}", "model.chat_template": "own"}
+    chat["sampling.chat_template_kwargs"] = {"enable_thinking": False}
+    answered = {"choices": [{"message": {"content": "3"}, "finish_reason": "stop"}]}
+    with server((200, answered)) as (url, bodies):
+        ModelEvaluator(url, model_id="small", settings=chat).evaluate(test_data[:1], reward)
+    assert bodies[0]["messages"] == [{"role": "user", "content": f"Q: {test_data[0].prompt}"}]
+    assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_the_system_prompt_is_sent(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
@@ -251,11 +276,29 @@ def test_a_model_of_the_hub(
     assert done.stdout.strip() == local["responses"][0]
 
 
+@pytest.mark.parametrize(
+    ("answers", "right", "accuracy"),
+    [
+        (["\\boxed{\\frac{1}{2}}", "\\boxed{0.5}", "\\boxed{3}"], "110", 1),  # by number: 1/2 and 0.5 are one answer
+        (["\\boxed{3}", "#### 1/2", "The answer is 0.5.", "\\boxed{3}", ".5"], "01101", 1),
+        (["\\boxed{1,080}", "\\boxed{\\$1080}", "\\boxed{1080.00}", "\\boxed{7}", "\\boxed{7}"], "00011", 0),
+        (["\\boxed{1{,}080}", "1080 apples", "7", "7"], "1100", 0.5),  # a tie
+        (["1", "2", "3", "4"], "0010", 0.25),
+        (["\\boxed{x+1}", "\\boxed{x + 1}", "\\boxed{1}"], "110", 1),
+        (["I do not know.", "", "No idea", "\\boxed{5}"], "0001", 1),  # no answer does not vote
+        (["\\boxed{7|8}", "\\boxed{7|8}", "\\boxed{7}"], "001", 0),  # what is not understood votes as its text
+        (["I do not know.", "Nor do I."], "00", 0),
+    ],
+)
+def test_answers_vote_by_their_numbers(answers: list[str], right: str, accuracy: float) -> None:
+    assert maj_at_k([_vote(answer) for answer in answers], [digit == "1" for digit in right]) == accuracy
+
+
 def test_in_a_notebook_a_loop_runs_already(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
-    async def cell() -> float:
+    async def cell() -> float | None:
         return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], reward)["accuracy"]
 
-    assert 0 <= asyncio.run(cell()) <= 1
+    assert asyncio.run(cell()) is not None
 
 
 def test_two_evaluations_are_compared_problem_by_problem(
@@ -263,6 +306,8 @@ def test_two_evaluations_are_compared_problem_by_problem(
 ) -> None:
     long, short = (ModelEvaluator(base_model, max_new_tokens=limit).evaluate(test_data, reward) for limit in (24, 1))
     found = compare_evaluations(long, short)
+    assert long["accuracy"] is not None
+    assert short["accuracy"] is not None
     assert found.difference == pytest.approx(long["accuracy"] - short["accuracy"])
     assert found.gained == [i for i in range(12) if long["correct"][i] and not short["correct"][i]]
     other = ModelEvaluator(base_model, max_new_tokens=1).evaluate(test_data[:5], reward)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from services.reward.functions.base import RewardFunction
+from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
 from trainer import OnlineRLTrainer, TrainerConfig
+from trainer.api.evaluator import compare_evaluations
+from trainer.observe.run_dir import read_lines
 
 ROWS = [{"prompt": f"What is {n}+1?", "answer": str(n + 1), "level": n} for n in range(16)]
 
@@ -74,17 +76,58 @@ def test_a_function_over_its_time_is_told_which_setting_to_raise(base_model: Pat
     trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 60}).train()  # the directory is free again
 
 
-def test_rewards_that_are_no_verdicts_have_no_accuracy_on_the_console(
+def test_rewards_that_are_no_verdicts_have_no_accuracy_anywhere(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lengths(completions: list[Any], **_: Any) -> list[float]:
         return [8.5 + i for i, _ in enumerate(completions)]
 
-    trainer(base_model, tmp_path / "graded", lengths).train()
-    said = capsys.readouterr().out
-    assert "reward" in said
-    assert " acc " not in said
-    trainer(
-        base_model, tmp_path / "verdicts", lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)]
-    ).train()
+    fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_new_tokens": 4, "kl_coef": 0}
+    config = TrainerConfig(
+        model_name_or_path=str(base_model), output_dir=tmp_path, max_steps=3, save_steps=1, save_total_limit=1, **fields
+    )
+    made = OnlineRLTrainer(config, Own(lengths), ROWS, ROWS[:3])
+    result, said = made.train(), capsys.readouterr().out
+    assert "held-out reward 8.500 (3 problems)" in said
+    assert all(word not in said for word in (" acc ", "accuracy", "pass@", "[right]", "[wrong]"))
+    assert {"accuracy", "eval_accuracy"}.isdisjoint(result.metrics)
+    nothing = dict.fromkeys(("accuracy", "solved_groups", "failed_groups"))
+    assert all(line.items() >= nothing.items() for line in result.history)
+    nothing = dict.fromkeys(("accuracy", "standard_error", "pass_at_k"))
+    assert all(line.items() >= nothing.items() for line in result.evaluations)
+    assert {answer["correct"] for line in result.evaluations for answer in line["answers"]} == {None}
+    groups = [group for line in read_lines(tmp_path / "groups.jsonl") for group in line["groups"]]
+    assert {group["correct"] for group in groups} == {None}
+    assert (tmp_path / "checkpoints" / "best").readlink() == Path("step_000003")  # the mean reward is the same for all
+    measured = made.evaluate(ROWS[:2], k=2)
+    names = ("accuracy", "standard_error", "confidence_interval", "pass_at_k", "avg_at_k", "maj_at_k", "pass_at")
+    assert (measured["mean_reward"], {measured[name] for name in names}) == (8.5, {None})  # type: ignore[literal-required]
+    assert measured["correct"] == [None, None]
+    with pytest.raises(ConfigError, match="its rewards do not say what is right"):
+        compare_evaluations(measured, measured)
+
+
+def test_rewards_of_0_and_1_are_verdicts(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(base_model, tmp_path, lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)]).train()
     assert " acc 0.500 " in capsys.readouterr().out
+
+
+class Away(DetailedRewardFunction):
+    """Has no score at first, as a judge that cannot be reached."""
+
+    name = "away"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scores(self, completions: list[list[Message]], **_: Any) -> list[Score]:
+        self.calls += 1
+        return [Score(None, "error") if self.calls == 1 else Score(1.0) for _ in completions]
+
+
+def test_a_service_that_is_away_at_first_ends_no_run(base_model: Path, tmp_path: Path) -> None:
+    away = Away()
+    fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1, "max_new_tokens": 4}
+    config = TrainerConfig(model_name_or_path=str(base_model), output_dir=tmp_path / "run", **fields)
+    assert OnlineRLTrainer(config, away, ROWS).train().global_step == 1
+    assert away.calls > 1

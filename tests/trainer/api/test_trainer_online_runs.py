@@ -185,7 +185,8 @@ def test_train_after_an_error_goes_on_from_the_newest_checkpoint(base_model: Pat
     ("reward", "message"),
     [
         (Short, r"not a reward function.*field: reward_fn.*add parentheses"),
-        (lambda completions, **kwargs: [0.0], r"not a reward function.*a subclass of RewardFunction"),
+        (7, r"not a reward function.*a function of completions, or an instance of a subclass of RewardFunction"),
+        (torch.nn.Linear(1, 1), r"not a reward function.*a reward model by its name"),
         ([], r"there is no reward function"),
     ],
 )

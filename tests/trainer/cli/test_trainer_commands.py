@@ -75,17 +75,17 @@ def test_the_example_is_the_one_of_the_documentation() -> None:
 def test_training_and_evaluation_on_the_built_in_task(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twenty steps are enough to learn to show the working: the comparison says so, and which problems changed."""
+    """Fourteen steps are enough to learn to show the working: the comparison says so, and which problems changed."""
     out, report = tmp_path / "run", tmp_path / "r.json"
     train_math.main(
         [
             *("--model", str(base_model), "--dataset", "tiny", "--num-samples", "256", "--num-train-epochs", "3"),
-            *("--max-steps", "20", "--num-generations", "8", "--per-device-train-batch-size", "64"),
+            *("--max-steps", "14", "--num-generations", "8", "--per-device-train-batch-size", "64"),
             *("--max-new-tokens", "24", "--learning-rate", "5e-4", "--eval-samples", "50", "--output-dir", str(out)),
         ]
     )
     said = capsys.readouterr().out
-    assert "step   20/20" in said
+    assert "step   14/14" in said
     assert f"model:      {out}/final" in said
     evaluate_model.main(
         [
@@ -156,7 +156,11 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
         (("trainer.train_math", "--set", "seed"), "error: 'seed' is not NAME=VALUE"),
         (("trainer.train_math", "--dataset", "nothing.jsonl"), "error: "),
         (("trainer.train_math", "--resume"), "error: there is no run to go on with"),
-        (("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK), "error: torch finds no GPU"),
+        pytest.param(
+            ("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK),
+            "error: torch finds no GPU",
+            marks=pytest.mark.slow,  # it imports torch
+        ),
         (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: there is no such directory here"),
         (("trainer.evaluate_model",), "error: this is needed · field: --model"),
         (("trainer.evaluate_model", "--model", "x", "--output-file", "/no/r.json"), "error: there is no such directory"),
@@ -207,6 +211,7 @@ def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(base_model: Path, t
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(base_model: Path) -> None:
     words = ["--model", str(base_model), "--dataset", "tiny", "--num-samples", "1000", "--k", "64", "--max-new-tokens", "400"]
     terminal, end = pty.openpty()

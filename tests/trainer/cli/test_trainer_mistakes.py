@@ -38,6 +38,20 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "services.engine": lambda words: importlib.import_module("services.engine.__main__").parse(words),
 }
 MISTAKES = [
+    (
+        "train_math",
+        "--dataset FOLDER/rows.jsonl --model BASE",
+        "--dataset|there is no column 'question'|--set data.prompt_field=NAME",
+    ),
+    ("train_math", "--model FOLDER --dataset tiny", "--model|config.json is no JSON|restore that file"),
+    ("evaluate_model", "--dataset FOLDER/rows.jsonl --model BASE", "--dataset|there are foo|--set data.prompt_field=NAME"),
+    ("evaluate_model", "--dataset no/where --model BASE", "--dataset|use a copy in files: --dataset PATH"),
+    ("evaluate_model", "--dataset tiny --model BASE --set trainer.seed=3", "--set trainer.seed|not for an evaluation"),
+    ("trainer", "--config FOLDER/broken.yaml", "--config|line 2: expected the node content"),
+    ("local", "FOLDER/broken.yaml", "YAML|line 2: expected the node content|name the YAML of a job group"),
+    ("local", "FOLDER/text.yaml", "YAML|text.yaml|a document of a job group is a mapping"),
+    ("local", f"{GROUP} --log-dir FOLDER/logs --clear README.md", "--clear|README.md|name another directory"),
+    ("dashboard", "FOLDER --host 999.1.1.1", "host|999.1.1.1|name an address of this machine"),
     ("train_math", "--modl x", "--modl|x|did you mean --model?"),
     ("train_math", "--model", "--model|write --model VALUE"),
     ("train_math", "--model ./nothing --dataset tiny", "--model|./nothing|local model directory"),
@@ -122,8 +136,17 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("program", "words", "told"), MISTAKES, ids=lambda value: str(value)[:60])
 def test_a_typical_mistake_is_answered_in_the_words_of_the_program(
-    program: str, words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], base_model: Path
+    program: str,
+    words: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    base_model: Path,
+    tmp_path: Path,
 ) -> None:
+    for name, text in (("rows.jsonl", '{"foo": 1}'), ("broken.yaml", "{\n"), ("text.yaml", "root:x:0:0"), ("config.json", "{")):
+        (tmp_path / name).write_text(text)
+    words = words.replace("FOLDER", str(tmp_path)).replace("BASE", str(base_model))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as caught:
@@ -144,7 +167,7 @@ def test_a_typical_mistake_is_answered_in_the_words_of_the_program(
     ("fields", "told"),
     [
         ({"lerning_rate": 1}, "lerning_rate|1|did you mean learning_rate?"),
-        ({"beta": 0.1}, "beta|it is called kl_coef here"),
+        ({"use_vllm": True}, "use_vllm|True|leave it out"),
         ({"learning_rate": "fast"}, "learning_rate|fast|give a number"),
         ({"trainer_type": "gropo"}, "trainer_type|gropo|did you mean grpo?"),
         ({"num_generations": 0}, "num_generations|0|at least 1"),

@@ -11,7 +11,7 @@ import pytest
 from common.errors import ConfigError
 from tests.support.browser import Page
 from tests.support.paths import ROOT
-from tests.support.run_files import line, make_run, write
+from tests.support.run_files import evaluation, line, make_run, write
 from trainer.cli.report import main
 
 pytestmark = pytest.mark.process
@@ -24,11 +24,16 @@ def test_a_report_of_a_real_run_shows_what_the_page_does(page: Page, tiny_run: P
     page.open(path.as_uri())
     page.until(lambda: "Reward" in page.charts(), "charts")
     assert {"A step", "Accuracy", "Value loss"} <= page.charts().keys()
+    said = page.text("#summary")
+    for part in ("4 of 4, finished", "ppo", "tiny", "trainer.learning_rate 0.0005", "→"):
+        assert part in said
+    assert "Samples of step 4" in page.text("#tables")
+    assert path.stat().st_size < 1_000_000
     assert all(chart["drawn"] > 30 for chart in page.charts().values())
     assert "4 steps" in page.text("header")
     assert "Evaluations" in page.text("#tables")
     assert "Answers before and after" in page.text("#tables")
-    assert "trainer.batch_size\t4" in page.text("#settings")
+    assert "trainer.eval_k\t2" in page.text("#settings")
     page.press("HOME")
     page.until(lambda: "Step 1" in page.text(".details h2"), "the first step")
     assert page.errors() == []
@@ -69,3 +74,12 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert "absent" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_report_of_a_long_run_of_long_answers_is_below_a_megabyte(tmp_path: Path) -> None:
+    make_run(tmp_path, 2000, update={f"number_{i}": 0.123456789 * i for i in range(60)})
+    answer = {"prompt": "p" * 9000, "ground_truth": "2", "response": "x" * 90_000, "correct": True}
+    answers = [answer | {"prompt_id": str(i)} for i in range(50)]
+    write(tmp_path / "evaluations.jsonl", [evaluation(step, 0.5) | {"answers": answers} for step in (0, 2000)])
+    main([str(tmp_path)])
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000

@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 def test_sums_are_added_to_a_line() -> None:
     found = numbers(line(1, dropped={"generation": 2, "stale": 3}, alarms={"kl_rollout": "text"}))
-    assert (found["seconds"], found["dropped"], found["tokens_per_s"]) == (3.5, 5, 200)
+    assert (found["seconds"], found["dropped"], found["tokens_per_s"]) == (4.0, 5, 175)
     assert (found["alarms"], found["alarm.kl_rollout"]) == (1, 1)
 
 

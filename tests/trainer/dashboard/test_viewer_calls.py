@@ -11,12 +11,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.clients import ReplayClient
+from common.loop_thread import LoopThread
 from common.schemas import GroupIds, TakeRequest
 from common.sections import ReplaySection
 from services.http.app import create_app
 from services.replay.app import create_replay_app
 from tests.support.recorded_groups import group, record, trained, write_lines
-from trainer.background import LoopThread
 from trainer.cli.tiny_base import make_tokenizer
 from trainer.dashboard.groups import add_groups
 from trainer.dashboard.replay import LiveReplay, Replay
@@ -59,7 +59,7 @@ def test_groups_are_listed(run: RunReader) -> None:
     assert (answer["total"], answer["problems"]) == (4, [])
     assert [(row["id"], row["step"], row["reason"]) for row in answer["groups"]] == [("group-2", 1, None), ("group-4", 2, None)]
     assert answer["groups"][0]["prompt"] == HOSTILE
-    found = client(run).get("/dashboard/api/groups", params={"prompt": HOSTILE[4:20].upper(), "error": "none"}).json()
+    found = client(run).get("/dashboard/api/groups", params={"text": HOSTILE[4:20].upper(), "error": "none"}).json()
     assert [row["id"] for row in found["groups"]] == ["group-2"]
 
 
@@ -106,7 +106,7 @@ def test_the_groups_of_a_prompt_come_by_step(run: RunReader) -> None:
         ("groups?step_from=1.5", 422, "step_from"),
         ("groups?error=late", 422, "error"),
         ("groups?sort=id;drop", 422, "sort"),
-        (f"groups?prompt={'x' * 1001}", 422, "prompt"),
+        (f"groups?text={'x' * 1001}", 422, "text"),
         ("groups/nobody", 404, "id"),
         ("groups/group-1?step=2", 404, "id"),
         ("groups/group-1?step=-1", 422, "step"),
@@ -196,8 +196,9 @@ def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
     )
     assert answer.keys() == {*fields.split(), "weight", "prompt_tokens", "completions"}
     fields = "text token_ids logprobs reward finish_reason weight_versions tokens trainer_logprobs advantage advantages correct"
-    assert answer["completions"][0].keys() == {*fields.split(), "status", "components", "extracted_answer"}
+    more = "status components extracted_answer mask turns episode prompt_tokens"
+    assert answer["completions"][0].keys() == {*fields.split(), *more.split()}
     rows = client(run).get("/dashboard/api/groups").json()["groups"]
     fields = "step place id prompt_id prompt position oldest newest reward rewards correct completions tokens lengths advantage"
-    assert rows[0].keys() == {*fields.split(), "delta", "marks", "reused", "reason", "detail"}
+    assert rows[0].keys() == {*fields.split(), "delta", "marks", "reused", "reason", "detail", "completion"}
     assert json.dumps(rows)

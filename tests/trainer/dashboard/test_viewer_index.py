@@ -15,7 +15,7 @@ from trainer.observe.group_files import LINES
 
 def found(index: GroupIndex, **query: Any) -> list[int]:
     """Numbers of the groups, in order."""
-    total, rows = index.search(Query(**query), 1000, 0)
+    total, _, rows = index.search(Query(**query), 1000, 0)
     assert total == len(rows)
     return [int(row["id"].removeprefix("group-")) for row in rows]
 
@@ -43,10 +43,10 @@ def test_every_filter_finds_its_groups_and_no_others(tmp_path: Path) -> None:
     assert found(index, reward_max=0.25, sort="reward") == [4, 1]
     assert found(index, length_min=50, sort="length") == [1, 3, 9]
     assert found(index, length_max=50, step_to=1, length_min=20) == [1]
-    assert found(index, prompt="STRASSE") == [2]
-    assert found(index, prompt="prompt-4") == [4]
-    assert found(index, prompt="group-3") == [3]
-    assert found(index, prompt="% _ ' \" ;--") == []
+    assert found(index, text="STRASSE") == [2]
+    assert found(index, text="prompt-4") == [4]
+    assert found(index, text="group-3") == [3]
+    assert found(index, text="% _ ' \" ;--") == []
     assert found(index, error="truncated") == [2]
     assert found(index, error="timeout") == found(index, error="dropped") == found(index, error="reward") == [9]
     assert found(index, error="any", sort="step") == [2, 9]
@@ -62,10 +62,10 @@ def test_pages_follow_each_other(tmp_path: Path) -> None:
     write_lines(tmp_path, 1, 10)
     index = GroupIndex(tmp_path)
     everything = found(index, sort="-reward")
-    pages = [index.search(Query(sort="-reward"), 50, offset)[1] for offset in range(0, 320, 50)]
+    pages = [index.search(Query(sort="-reward"), 50, offset)[2] for offset in range(0, 320, 50)]
     assert [len(page) for page in pages] == [50] * 6 + [20]
     assert [int(row["id"].removeprefix("group-")) for page in pages for row in page] == everything
-    assert index.search(Query(), 50, 10_000) == (320, [])
+    assert index.search(Query(), 50, 10_000) == (320, 10_000, [])
 
 
 def test_one_group_may_be_trained_on_in_several_steps(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
     index = GroupIndex(tmp_path, store)
     assert found(index) == [2, 3, 1] or found(index) == [3, 2, 1]
     assert found(index, error="waiting") in ([2, 3], [3, 2])
-    assert found(index, prompt="1 + 1", sort="position") == [1, 2, 3]  # its text is that of the group that has one
+    assert found(index, text="1 + 1", sort="position") == [1, 2, 3]  # its text is that of the group that has one
     with (tmp_path / LINES).open("a") as file:
         file.write(json.dumps({"step": 2, "groups": [entry(2)]}) + "\n")
     assert found(index, error="waiting") == [3]
@@ -169,11 +169,23 @@ def test_a_hundred_thousand_groups_are_searched(steps: int, tmp_path: Path) -> N
     write_lines(tmp_path, 1, steps)
     groups = steps * 32
     index = GroupIndex(tmp_path)
-    total, rows = index.search(Query(), 50, groups - 50)
+    total, _, rows = index.search(Query(), 50, groups - 50)
     assert (total, len(rows), rows[-1]["step"], rows[-1]["id"]) == (groups, 50, 1, "group-31")
-    total, rows = index.search(Query(prompt="is 123 +", error="none", sort="-length"), 50, 0)
+    total, _, rows = index.search(Query(text="is 123 +", error="none", sort="-length"), 50, 0)
     assert total == sum(number % 7 != 0 for number in range(123, groups, 1000))
     assert {row["prompt"] for row in rows} == {"What is 123 + 1?"}
     assert [row["tokens"] for row in rows] == sorted((row["tokens"] for row in rows), reverse=True)
     write_lines(tmp_path, steps + 1, 1)
     assert index.search(Query(step_from=steps + 1), 50, 0)[0] == 32
+
+
+def test_the_first_answer_waits_for_a_part_of_the_file_alone(tmp_path: Path) -> None:
+    write_lines(tmp_path, 1, 100)
+    index = GroupIndex(tmp_path)
+    totals = [index.search(Query(), 50, 0, patience_s=0.0)[0]]
+    assert 0 < totals[0] < 3200
+    while (left := index.left()) is not None:
+        assert 0 < left["done"] < left["of"]
+        totals.append(index.search(Query(), 50, 0, patience_s=0.0)[0])
+    assert totals == sorted(set(totals))
+    assert totals[-1] == 3200

@@ -4,11 +4,13 @@ import io
 import json
 import shutil
 import sqlite3
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import httpx
 import numpy as np
@@ -63,7 +65,13 @@ def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> N
             assert beside == {"reused": False, "weight": 1.0, "reason": "", "detail": ""}
             advantages = [completion.pop("advantages") for completion in content["completions"]]
             logprobs = [completion.pop("trainer_logprobs") for completion in content["completions"]]
-            assert content == json.loads(json.dumps(store[entry["id"]]))  # spans are lists
+            wanted = json.loads(json.dumps(store[entry["id"]]))  # spans are lists
+            assert (
+                [wanted.pop("barred")]
+                == [[]]
+                == [c.pop("kept_counts") + c.pop("kept_tokens") for c in wanted["completions"]][:1]
+            )
+            assert content == wanted
             assert all(completion["components"].keys() == {"math", "length"} for completion in content["completions"])
             rewards = np.array([completion["reward"] for completion in content["completions"]])
             normalised = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
@@ -187,6 +195,30 @@ def test_the_oldest_steps_leave_when_there_is_no_room(tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "some" / LINES)) == 6
     record(tmp_path / "none", steps, keep_bytes=1)
     assert recorded_steps(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "told"),
+    [
+        (b"\x00" * (32 << 20), 600 << 20, "has 629145600 bytes"),  # as many as no group has
+        (b"\x00" * (32 << 20), 100, "Bad CRC-32"),  # more than the directory says
+        (b"\xdd\x7f\xff\xff\xff" + b"\xc0" * (32 << 20), None, "not msgpack"),  # a list of two thousand million nothings
+    ],
+)
+def test_a_member_that_swells_is_refused_and_fills_no_memory(
+    tmp_path: Path, content: bytes, said: int | None, told: str
+) -> None:
+    (tmp_path / "groups").mkdir()
+    with ZipFile(tmp_path / "groups" / "step_000001.zip", "w", ZIP_DEFLATED) as file:
+        file.writestr("00000.msgpack", content)
+        file.filelist[0].file_size = said or len(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServiceError, match=told):
+            read_group(tmp_path, 1, 0)
+        assert tracemalloc.get_traced_memory()[1] < (4 << 20 if said else 128 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_is_damaged_or_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tab "Rollouts" in headless Chromium: list, filters, pages, a group token by token, hostile text, keyboard."""
+"""The tab "Rollouts" in headless Chromium: list, filters, links, reading, a group token by token, hostile text, keyboard."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from common.schemas import Group
+from common.schemas import Group, Turn
 from tests.support.browser import Page
 from tests.support.recorded_groups import entry, group, record, trained, write_lines
+from tests.support.run_files import make_run
 from tests.support.viewer_page import Tab, shown
 from trainer.cli.tiny_base import make_tokenizer
-from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import LINES, RecordedGroup
 
 pytestmark = pytest.mark.process
@@ -49,64 +49,138 @@ def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(page: Page, ste
     """The short form has 32,000."""
     write_lines(tmp_path, 1, steps)
     groups, alike = steps * 32, len(range(123, steps * 32, 1000))
-    with shown(page, RunReader(tmp_path)) as tab:
-        assert tab.status == f"1–50 of {groups:,}"
-        assert tab.texts("td[data-column=Step]") == [str(steps)] * 32 + [str(steps - 1)] * 18
+    with shown(page, tmp_path) as tab:
+        tab.says(f"1–50 of {groups:,}")  # once all are read
+        assert tab.texts(".row-step") == [f"step {steps:,}"] * 32 + [f"step {steps - 1:,}"] * 18
         assert not tab.enabled("First")
         tab.push("Next")
         tab.says(f"51–100 of {groups:,}")
         tab.push("Last")
         tab.says(f"{groups - 49:,}–{groups:,} of {groups:,}")
         assert not tab.enabled("Next")
-        tab.type("prompt", "IS 123 +")
+        page.driver.back()
+        tab.says(f"51–100 of {groups:,}")
+        tab.type("text", "IS 123 +")
         tab.says(f"1–{min(alike, 50)} of {alike}")
-        assert set(tab.texts(".viewer-open")) == {"What is 123 + 1?"}
+        assert set(tab.texts(".row-prompt")) == {"What is 123 + 1?"}
         tab.type("step_to", "500")
         tab.says("1–16 of 16")
-        page.click("option[value=unparsable]")
+        tab.choose("error", "unparsable")
         found = sum(number % 7 == 0 for number in range(123, 16_000, 1000))
         tab.says(f"1–{found} of {found}")
-        assert set(tab.texts("td[data-column=Marks]")) == {"unparsable"}
-        page.click("[data-sort=length]")
-        page.until(lambda: (lengths := longest(tab)) == sorted(lengths, reverse=True), "the longest first")
-        assert tab.texts("th:nth-child(5)", "aria-sort") == ["descending"]
-        page.press("ENTER")  # the head has the focus
-        page.until(lambda: (lengths := longest(tab)) == sorted(lengths), "the shortest first")
+        assert set(tab.texts(".row-facts b")) == {" unparsable"}
+        for sort, downwards in (("-length", True), ("length", False)):
+            tab.choose("sort", sort)
+            page.until(lambda d=downwards: (found := longest(tab)) == sorted(found, reverse=d), sort)  # type: ignore[misc]
         assert len(set(longest(tab))) > 1
+        assert tab.address == "#rollouts?text=IS+123+%2B&step_to=500&error=unparsable&sort=length"
         tab.type("reward_min", "0.9")
         tab.says("no group is as asked for")
         tab.push("Clear")
         tab.says(f"1–50 of {groups:,}")
+        assert tab.address == "#rollouts"
 
 
 def longest(tab: Tab) -> list[int]:
-    return [int(text) for text in tab.texts("td[data-column=Longest]")]
+    return [int(text.split()[1]) for text in tab.texts(".row-facts")]
 
 
-def test_a_group_is_shown_side_by_side_and_hostile_text_as_text(page: Page, tmp_path: Path) -> None:
-    record(tmp_path, [[recorded(written([HOSTILE, "1 2 3"], tmp_path), 0.05)]])
-    with shown(page, RunReader(tmp_path)) as tab:
-        assert tab.text(".viewer-open") == SHOWN.replace("↵\n⇥\t", " ")
+def run_of(directory: Path, steps: int = 3, each: int = 20) -> Path:
+    """Steps of groups with four completions: rewards 0, 1, 0.5 and 0, of different lengths."""
+    words = ["short", "the longest of them all by far", "middle one here", "needle"]
+    rewards, number = [0.0, 1.0, 0.5, 0.0], 0
+    found = []
+    for step in range(steps):
+        texts = [words[:3] + (["needle"] if i == 5 and step == 0 else ["hay"]) for i in range(each)]
+        found.append([trained(group(number := number + 1, rewards, text)) for text in texts])
+    record(directory, found)
+    return directory
+
+
+def test_a_researcher_reads_a_group_and_its_neighbours_by_keys_and_sends_a_link(page: Page, tmp_path: Path) -> None:
+    run_of(tmp_path)
+    with shown(page, tmp_path) as tab:
+        first = tab.texts(".viewer-open")[0]
+        assert "✗ wrong: short" in first
+        assert "0.375" in first
+        tab.open(48)
+        tab.reads(1)
+        assert tab.text(".viewer-place") == "49 of 60"
+        page.press("j")
+        page.until(lambda: tab.text(".viewer-place") == "50 of 60", "the next group")
+        page.press("j")
+        page.until(lambda: tab.text(".viewer-place") == "51 of 60", "a group of the next page")
+        page.press("k")
+        page.until(lambda: tab.text(".viewer-place") == "50 of 60", "back on the first page")
+        assert tab.texts(".reader-list b") == ["1", "2", "3", "4"]
+        tab.choose("order", "reward")
+        assert tab.texts(".reader-list b") == ["2", "3", "1", "4"]
+        page.run("document.activeElement.blur()")
+        tab.reads(2)
+        page.press("ARROW_RIGHT")
+        tab.reads(3)
+        page.press("ARROW_LEFT", "ARROW_LEFT")
+        tab.reads(2)
+        page.click("[data-completion='4']")
+        tab.reads(4)
+        link, group_of = page.driver.current_url, tab.text("#viewer-title")
+        assert "order=reward" in link
+        page.press("ESCAPE")
+        page.until(lambda: page.count(".viewer-list:not([hidden])"), "the list again")
+        assert tab.run("return document.activeElement.className") == "viewer-open"
+        page.driver.back()
+        tab.reads(4)
+        page.driver.get("about:blank")
+        page.driver.get(link)
+        tab.reads(4)
+        page.until(lambda: tab.text(".viewer-place") == "50 of 60", "its place, from a link")
+        assert tab.text("#viewer-title") == group_of
+        assert tab.texts(".reader-list b") == ["2", "3", "1", "4"]
+        page.press("a")
+        assert [text.split()[1] for text in tab.texts(".reader-card h4")] == ["2", "3", "1", "4"]
+        page.press("a", "ESCAPE")
+        tab.type("text", "NEEDLE")
+        tab.says("1–1 of 1")
+        assert tab.texts("mark") == ["needle"]
         tab.open()
-        assert tab.text("#viewer-title") == "Group of step 1, prompt prompt/1"
-        assert tab.text(".viewer-problem .viewer-prose") == SHOWN
-        assert tab.texts(".viewer-card h4") == ["Completion 1 ✗ wrong", "Completion 2 ✓ right"]
-        tops = tab.run("return [...document.querySelectorAll('.viewer-card')].map((e) => e.getBoundingClientRect().top)")
-        assert tops[0] == tops[1]
-        facts = dict(zip(tab.texts(".viewer-card:last-child dt"), tab.texts(".viewer-card:last-child dd"), strict=True))
-        assert facts == {
-            **{
-                "Reward": "1",
-                "· math": "1",
-                "· format": "–",
-                "Advantage": "0.500",
-                "Extracted answer": "1 2 3",
-                "Status": "ok",
-            },
-            **{"Finish reason": "stop", "Tokens": facts["Tokens"], "Weights": "1"},
-        }
-        assert tab.text(".viewer-card .viewer-tokens").replace("·", "") == SHOWN
-        assert tab.texts(".viewer-card img") == tab.texts(".viewer-card script") == []
+        tab.reads(4)
+
+
+def test_math_and_code_are_set_and_hostile_text_is_text(page: Page, tmp_path: Path) -> None:
+    evil = (
+        r"$\href{javascript:window.hacked=1}{x}$ $\htmlStyle{color:red}{y}$ \(\includegraphics{x.png}\)"
+        r" $\fcolorbox{red}{blue}{z}$ $\def\a{\a\a}\a$"
+    )
+    code = "```python\nprint('<b>')\n```\n<think>hm</think> **yes**"
+    text = f"So $x^2$, \\boxed{{\\frac{{1}}{{2}}}} and $$\\sum_i i$$ cost $5 and $10.\n{code}"
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    texts = [text, HOSTILE, evil, call, "\\[" * 20_000]
+    record(tmp_path, [[trained(group(1, [1.0, 0.0, 0.0, 0.0, 0.0], texts, prompt=HOSTILE))]])
+    with shown(page, tmp_path) as tab:
+        assert tab.text(".row-prompt") == SHOWN.replace("↵\n⇥\t", " ")
+        tab.open()
+        page.until(lambda: page.count(".reader-card math") == 3, "three formulas")
+        assert page.count(".reader-card mfrac") == 1
+        assert tab.text(".reader-card pre code") == "print('<b>')"
+        assert tab.text(".reader-card .thought").endswith("hm")
+        assert tab.text(".reader-card strong") == "yes"
+        assert "cost $5 and $10." in tab.text(".reader-card .prose")
+        page.press("ARROW_RIGHT")
+        tab.reads(2)
+        assert tab.text(".reader-card .prose") == SHOWN.replace("↵\n⇥\t", "\n\t")
+        assert tab.texts(".reader-card .prose *:not(.viewer-control)") == []
+        page.press("ARROW_RIGHT")
+        tab.reads(3)
+        page.until(
+            lambda: page.count(".reader-card .formula") == 5 and page.count(".formula.unset") >= 1, "formulas that are refused"
+        )
+        page.until(lambda: page.count(".reader-card math") + page.count(".formula.unset") == 5, "all are decided")
+        assert tab.texts(".reader-card a") == tab.texts(".reader-card img") == tab.texts(".reader-card [style]") == []
+        page.press("ARROW_RIGHT")
+        tab.reads(4)
+        assert '"name": "add"' in tab.text(".call code")
+        page.press("ARROW_RIGHT")
+        tab.reads(5)
 
 
 def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: Path) -> None:
@@ -114,17 +188,17 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
     record(tmp_path, [[recorded(made, 0.05)]])
     (completion,) = made.completions
     count, last = len(completion.token_ids), completion.logprobs[-1]
-    with shown(page, RunReader(tmp_path)) as tab:
+    with shown(page, tmp_path) as tab:
         tab.open()
+        page.press("t")
         assert (tab.texts("[data-token]", "class")[0], tab.texts("[data-token]", "class")[-1]) == ("", "viewer-low4")
         assert "below −2" in tab.text(".viewer-legend")
-        tab.focus(".viewer-shading input")
-        page.press("ARROW_RIGHT", "ARROW_RIGHT")
-        assert page.run("return document.querySelector('input[value=difference]').checked")
+        tab.choose("shade", "difference")
         assert set(tab.texts("[data-token]", "class")) == {"viewer-up2"}  # above 0.01
-        page.press("ARROW_RIGHT")
+        tab.choose("shade", "none")
         assert set(tab.texts("[data-token]", "class")) == {""}
-        page.press("ARROW_LEFT", "TAB")
+        assert tab.address.endswith("&show=tokens&shade=none")
+        page.press("TAB")
         assert tab.text(".viewer-tip").startswith(
             f"token 1 of {count} · id {completion.token_ids[0]} · rollout 0 · trainer 0.05"
         )
@@ -137,30 +211,51 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
         assert [numbers[name] for name in ("advantage", "weights", "id")] == [0.5, 1, completion.token_ids[-1]]
         page.press("HOME", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT")
         assert tab.text(".viewer-tip").startswith("token 2 of")
-        page.press("ESCAPE")
-        assert tab.texts(".viewer-group") == []
-        assert tab.run("return document.activeElement.className") == "viewer-open"
+        tab.run("document.querySelector('.viewer-facts').open = true")
+        facts = dict(zip(tab.texts(".viewer-facts dt"), tab.texts(".viewer-facts dd"), strict=True))
+        assert facts == {
+            **{"Reward": "0", "· math": "0", "· format": "–", "Advantage": "0.500"},
+            **{
+                "Extracted answer": completion.text,
+                "Status": "ok",
+                "Finish reason": "stop",
+                "Tokens": str(count),
+                "Weights": "1",
+            },
+        }
 
 
-def test_an_opened_group_is_at_the_top_of_the_window_below_a_long_list(page: Page, tmp_path: Path) -> None:
-    record(tmp_path, [[trained(group(number, [0.0, 1.0] * 8)) for number in range(40)]])
-    with shown(page, RunReader(tmp_path), width=500) as tab:
+def test_turns_of_an_episode_and_what_is_not_trained_can_be_told_apart(page: Page, tmp_path: Path) -> None:
+    made = written(["1 2 3 #### 12 1 2 3"], tmp_path)
+    (completion,) = made.completions
+    count = len(completion.token_ids)
+    mask = np.array([1, 1, *[0] * (count - 5), 1, 1, 1], np.int32)
+    turns = [Turn(0, 2), Turn(count - 3, count)]
+    episode = replace(completion, mask=mask, turns=turns, episode=0)
+    item = RecordedGroup(replace(made, completions=[episode]), [np.full(5, 0.5, np.float32)], [np.zeros(5, np.float32)])
+    record(tmp_path, [[item]])
+    with shown(page, tmp_path) as tab:
         tab.open()
-        top, height = tab.run("return [document.querySelector('#viewer-title').getBoundingClientRect().top, innerHeight]")
-        assert 0 <= top < height / 8
+        titles = [text.split(" ", 3)[:3] for text in tab.texts(".turn h5")]
+        assert titles == [["Turn", "1", "of"], ["Tool,", "environment", "or"], ["Turn", "2", "of"]]
+        assert "".join(tab.texts(".turn .prose")) == completion.text
+        assert [("not trained" in text) for text in tab.texts(".turn h5")] == [False, True, False]
+        page.press("t")
+        assert [name == "viewer-masked" for name in tab.texts("[data-token]", "class")] == [kept == 0 for kept in mask]
+        assert "not trained" in tab.text(".viewer-legend")
 
 
 def test_a_prompt_is_compared_across_steps_by_keyboard(page: Page, tmp_path: Path) -> None:
     late = RecordedGroup(group(7, [1.0, float("nan")]), reason="reward", detail="an answer could not be graded: timeout")
     steps = [[trained(group(1, [0.0, 0.0, 1.0]))], [trained(group(4, [1.0, 1.0, 1.0])), late], [trained(group(2, [0.0, 1.0]))]]
     record(tmp_path, steps)
-    with shown(page, RunReader(tmp_path)) as tab:
+    with shown(page, tmp_path) as tab:
         tab.focus(".viewer-open")
         page.press("ARROW_DOWN", "ARROW_DOWN", "ARROW_UP", "ENTER")
-        page.until(lambda: tab.text("#viewer-title") == "Group of step 2, prompt prompt/1", "the group of the second row")
+        page.until(lambda: tab.text("#viewer-title") == "Group of step 2", "the group of the second row")
         assert tab.run("return document.activeElement.id") == "viewer-title"
-        assert "Not known: the texts of tokens" in tab.text(".viewer-group .viewer-missing")
-        assert tab.texts(".viewer-history button", "aria-label") == [
+        assert "Not known: the texts of tokens" in tab.text(".reader .viewer-missing")
+        assert tab.texts(".viewer-history button", "title") == [
             *("step 1: mean reward 0.333, 1 of 3 right", "step 2: mean reward 1, 3 of 3 right"),
             "step 2: mean reward –, 1 of 2 right, dropped: reward",
         ]
@@ -169,53 +264,45 @@ def test_a_prompt_is_compared_across_steps_by_keyboard(page: Page, tmp_path: Pat
         tab.focus(".viewer-history button", 2)
         page.press("ENTER")
         page.until(lambda: tab.text("#viewer-title").startswith("Dropped group of step 2"), "the dropped group")
-        assert "Dropped (reward): an answer could not be graded: timeout" in tab.text(".viewer-group")
-        assert tab.texts(".viewer-card h4")[1] == "Completion 2 not graded"
-        tab.push("Close")
-        assert tab.texts(".viewer-group") == []
-
-
-def test_a_very_long_completion_is_folded(page: Page, tmp_path: Path) -> None:
-    made = written(["1 2 3 " * 300], tmp_path)
-    count = len(made.completions[0].token_ids)
-    assert count > 1000
-    record(tmp_path, [[recorded(made, 0.0)]])
-    with shown(page, RunReader(tmp_path)) as tab:
-        tab.open()
-        assert len(tab.texts("[data-token]")) == 512
-        tab.push(f"Show all {count:,} tokens")
-        assert len(tab.texts("[data-token]")) == count
+        assert "Dropped (reward): an answer could not be graded: timeout" in tab.text(".reader")
+        assert [text.startswith("2not graded") for text in tab.texts(".reader-list button")] == [False, True]
+        tab.push("‹ All groups")
+        assert tab.texts(".reader") == []
 
 
 def test_the_list_follows_a_run_that_goes_on_and_the_step_of_the_page(page: Page, tmp_path: Path) -> None:
-    write_lines(tmp_path / "one", 1, 2, each=2)
-    write_lines(tmp_path / "two", 1, 1, each=1)
-    with shown(page, RunReader(tmp_path / "one"), RunReader(tmp_path / "two")) as tab:
-        assert tab.status == "1–4 of 4"
+    one, two = make_run(tmp_path / "one", 3), make_run(tmp_path / "two", 3)
+    write_lines(one, 1, 2, each=2)
+    write_lines(two, 1, 1, each=1)
+    with shown(page, one, two) as tab:
+        tab.says("1–4 of 4")
         tab.focus(".viewer-open", 1)
         focused = tab.run("return document.activeElement.textContent")
-        with (tmp_path / "one" / LINES).open("a") as file:
+        with (one / LINES).open("a") as file:
             file.write(json.dumps({"step": 3, "groups": [entry(80)]}) + "\n")
         tab.says("1–5 of 5")
         assert tab.run("return document.activeElement.textContent") == focused
+        tab.go("#overview?step=2")
+        page.until(lambda: page.text(".number") == "step 2 of 60", "the step of the link")
+        page.click("#tab-rollouts")
+        tab.run("document.querySelector('.viewer-filters details').open = true")
         page.click("[name=follow]")
-        tab.run("page.choose(2)")
         tab.says("1–2 of 2")
-        assert tab.texts("td[data-column=Step]") == ["2", "2"]
-        tab.run("page.choose(null)")
+        assert set(tab.texts(".row-step")) == {"step 2"}
+        page.click("[name=follow]")
         tab.says("1–5 of 5")
-        tab.run("page.run = 1")
+        page.click("#runs select option:nth-child(2)")
         tab.says("1–1 of 1")
 
 
 def test_what_is_missing_is_said(page: Page, tmp_path: Path) -> None:
-    with shown(page, RunReader(tmp_path)) as tab:
+    with shown(page, tmp_path) as tab:
         assert tab.status == "no group is as asked for"
         assert "groups.jsonl is missing" in tab.text(".viewer-missing")
         write_lines(tmp_path, 1, 1, each=1)
         tab.says("1–1 of 1")
         tab.run("document.querySelector('.viewer-open').click()")
-        alert = ".viewer p[role=alert]:not(:empty)"
+        alert = ".viewer-detail p[role=alert]"
         page.until(lambda: tab.text(alert), "why it is not shown")
         assert "the group is known, but not in full: the run directory has no groups in full" in tab.text(alert)
         (complaint,) = page.errors()
@@ -224,10 +311,14 @@ def test_what_is_missing_is_said(page: Page, tmp_path: Path) -> None:
         assert tab.texts(alert) == []
 
 
-@pytest.mark.parametrize("width", [360, 1600])
-def test_the_tab_is_never_wider_than_the_screen(page: Page, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (1600, False)])
+def test_the_tab_is_never_wider_than_the_screen(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
     record(tmp_path, [[recorded(written([HOSTILE, "x" * 500, "1 2 3"], tmp_path), 0.05)]])
-    with shown(page, RunReader(tmp_path), width=width) as tab:
+    with shown(page, tmp_path, width=width, dark=dark) as tab:
+        assert tab.run("return document.querySelector('.row-completion').getBoundingClientRect().width") > 200
+        fits = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert tab.run(fits)
         tab.open()
-        wide, there = tab.run("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-        assert wide <= there
+        for view in ("t", "t", "a"):
+            assert tab.run(fits), view
+            page.press(view)

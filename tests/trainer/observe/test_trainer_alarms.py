@@ -29,7 +29,7 @@ def test_on_policy_a_difference_is_the_engines() -> None:
 
 @pytest.mark.parametrize("reuse", [0.0, 0.5])
 def test_off_policy_the_cause_is_the_age_and_the_remedy_names_the_settings(reuse: float) -> None:
-    config = Config()
+    config = Config(algorithm=AlgorithmSection(rollout_correction="none"))
     config.trainer.max_staleness, config.replay.reuse_ratio = 3, reuse
     text = alarms(replace(WELL, effective_sample_size=0.2, kl_rollout=1.0), 1.5, config)
     assert set(text) == {"effective_sample_size", "kl_rollout"}

@@ -51,6 +51,18 @@ def config(**settings: Any) -> Config:
     return Config(**sections)
 
 
+def test_without_verdicts_hints_look_at_the_reward() -> None:
+    unrated = {"accuracy": None, "solved_groups": None, "failed_groups": None}
+    text = only("zero_variance_groups", history(unrated | {"zero_variance_groups": 9}))
+    assert "the reward does not tell answers to one prompt apart" in text.lower()
+    assert "accuracy" not in text
+    text = only("truncated", history(unrated | {"truncated": 0.4}), sampling__max_new_tokens=400)
+    assert "(400), and the reward does not rise" in text
+    assert "the reward does not rise" in only("entropy", history(unrated | {"update": {"entropy": 0.04}}))
+    rising = [unrated | {"reward": 0.05 * i, "truncated": 0.4, "update": {"entropy": 0.04}} for i in range(WINDOW)]
+    assert hints(history(*rising), config()) == {}
+
+
 def only(name: str, lines: list[dict[str, Any]], **settings: Any) -> str:
     """The one hint that there is."""
     found = hints(lines, config(**settings))
@@ -145,6 +157,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
     ),
     ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.math_timeout_s")),
+    ("stragglers", [{"seconds": {"stragglers": 2.0}}], ASYNC, ("17% of the time", "trainer.max_staleness", "when_stale train")),
     ("dropped_stale", [{"dropped": {"stale": 20}}], ASYNC, ("20 groups (17%)", "trainer.max_staleness")),
 ]
 

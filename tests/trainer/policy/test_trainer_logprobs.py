@@ -1,6 +1,7 @@
 """Log-probabilities without the logits: values and gradients are those of the full logits, memory is not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,9 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def full(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+def full(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     distribution = torch.distributions.Categorical(logits=head(hidden).float() / temperature)
     entropy = distribution.entropy()
     return distribution.log_prob(targets), entropy if entropy_gradient else entropy.detach()
@@ -76,13 +79,26 @@ def test_values_and_gradients_are_those_of_the_full_logits(head: str, temperatur
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
+def exact(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    weights = {name: parameter.float() for name, parameter in head.named_parameters()}
+
+    def whole(hidden: Tensor) -> Tensor:
+        return torch.func.functional_call(head, weights, hidden.float())
+
+    return full(whole, hidden, targets, temperature, entropy_gradient)
+
+
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("float32", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_low_precision_is_rounded_where_the_full_logits_are(entropy_gradient: bool) -> None:
+def test_low_precision_is_rounded_where_the_full_logits_are(entropy_gradient: bool, float32: bool, head: str) -> None:
     torch.manual_seed(0)
-    module = HEADS["bias"]().to(torch.bfloat16)
-    results = computed(token_scores, module, 0.7, entropy_gradient)
-    expected = computed(full, module, 0.7, entropy_gradient)
+    module = HEADS[head]().to(torch.bfloat16)
+    results = computed(partial(token_scores, float32=float32), module, 0.7, entropy_gradient)
+    expected = computed(exact if float32 else full, module, 0.7, entropy_gradient)
     for i, (result, wanted) in enumerate(zip(results, expected, strict=True)):
         assert result.dtype == wanted.dtype
         close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if i < 2 else {"atol": 0.05, "rtol": 0.02}
@@ -94,7 +110,8 @@ def test_autocast_gives_the_head_full_precision_gradients() -> None:
     torch.manual_seed(0)
     module = HEADS["linear"]()
     with torch.autocast("cpu", torch.bfloat16):
-        results, expected = (computed(scores, module, 1.0, False) for scores in (token_scores, full))
+        rounded = partial(token_scores, float32=False)
+        results, expected = (computed(scores, module, 1.0, False) for scores in (rounded, full))
     torch.testing.assert_close(results[:2], expected[:2], atol=1e-5, rtol=1e-5)
     for result, wanted in zip(results[2:], expected[2:], strict=True):
         assert result.dtype == torch.float32

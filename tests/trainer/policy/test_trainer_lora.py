@@ -1,18 +1,17 @@
 """LoRA: what is trained, what is saved, and that engines sample from exactly what the trainer computes."""
 
-import itertools
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
@@ -124,6 +123,8 @@ def test_a_published_adapter_is_one_of_peft_and_merged_it_is_the_same_model(
     adapter = publish(policy, tmp_path / "adapter")
     assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(policy_dir)
+    from peft import PeftModel  # slow to import: every process of pytest reads this file
+
     by_peft = PeftModel.from_pretrained(plain(policy_dir), adapter)
     assert distance(logits(by_peft), logits(policy.model)) < 1e-6
     lora.lora.publish = "merged"
@@ -221,6 +222,7 @@ def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir
     assert sorted(names) == sorted(model)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_peft_is_imported_only_for_an_adapter() -> None:
     """It takes seconds, and a run that trains all weights does not need it."""
@@ -232,22 +234,9 @@ def test_peft_is_imported_only_for_an_adapter() -> None:
 
 
 @pytest.fixture
-def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
-    """A run of a few small steps on the built-in task with an adapter, in a directory of its own."""
-    numbers = itertools.count()
-
-    def make(*more: str, directory: Path | None = None) -> Config:
-        place = directory or tmp_path / f"run{next(numbers)}"
-        words = [
-            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
-            *("--trainer.run_dir", str(place), "--state_dir", str(place / "state"), "--lora.rank", "4"),
-            *("--trainer.batch_size", "4", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
-            *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
-            *("--trainer.learning_rate", "5e-3"),
-        ]
-        return load([*words, *more], {})
-
-    return make
+def settings(settings: Callable[..., Config]) -> Callable[..., Config]:
+    """A run of a few small steps with an adapter."""
+    return partial(settings, "--lora.rank", "4", "--trainer.learning_rate", "5e-3")
 
 
 def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:

@@ -1,6 +1,8 @@
 """Sharded policies: the same update on any number of ranks, from files that every rank or only rank 0 sees."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,9 +22,19 @@ from learning.sharding import named_tensors
 from tests.support.groups import VOCABULARY, save
 from tests.support.paths import ROOT
 from tests.support.sharding import One, arguments, run_cases
+from tests.support.tiny_models import make
 from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
 from trainer.policy.policy import Policy
+
+_UNITS = 3
+"""Two decoder layers, and the rest."""
+_MICRO_BATCHES = 3
+
+
+def messages(directory: Path, name: str, kind: str) -> int:
+    found = json.loads((directory / f"{name}-messages.json").read_text())
+    return sum(count for operation, count in found.items() if kind in operation)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +54,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
     replicated = arguments(policy_dir, shard_size=1)
     offload = arguments(policy_dir, offload_optimizer=True, offload_reference=True, activation_checkpointing=True)
     cases: dict[str, dict[str, Any]] = {
-        "sharded": {"settings": settings},
+        "sharded": {"settings": settings, "messages": True},
         "replicated": {"settings": replicated},
         "offload": {"settings": offload},
         "from_one": {"settings": settings, "resume": "one", "updates": 1},
@@ -53,11 +65,16 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         "from_replicated": {"settings": settings, "resume": "two_replicated", "updates": 1},
         "hidden": {"settings": settings, "resume": "alone", "updates": 1, "hidden": True},
         "hidden_replicated": {"settings": replicated, "resume": "two", "updates": 1, "hidden": True},
+        "every": {"settings": settings, "whole": 0, "messages": True},
+        "parked": {"settings": settings, "parked": True},
     }
     run_cases(2, directory, cases)
     for name, case in cases.items():
         if "save" not in case:
             one.check(directory, name, 2)
+    once, every = (messages(directory, name, "reduce_scatter") for name in ("sharded", "every"))
+    assert once == 3 * _UNITS, "one sum of the gradients of every unit in each of three updates"
+    assert every == once * _MICRO_BATCHES
     shares = {path.name for path in (directory / "two" / "checkpoints" / "step_000002" / "state").iterdir()}
     assert shares == {".metadata", "__0_0.distcp", "__1_0.distcp"}, "every rank writes its share"
     assert not list((directory / "alone").rglob("__1_0.distcp"))
@@ -80,8 +97,14 @@ def test_compiled_layers_make_the_same_update(policy_dir: Path, directory: Path,
 
 @pytest.mark.process
 def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, one: One) -> None:
-    run_cases(4, directory, {"hsdp": {"settings": arguments(policy_dir, shard_size=2)}})
-    one.check(directory, "hsdp", 4)
+    counted = {"settings": arguments(policy_dir, shard_size=2), "messages": True}
+    run_cases(4, directory, {"hsdp": counted, "hsdp_every": counted | {"whole": 0}})
+    for name in ("hsdp", "hsdp_every"):
+        one.check(directory, name, 4)
+    assert messages(directory, "hsdp", "reduce_scatter") == 3 * _UNITS
+    assert messages(directory, "hsdp_every", "reduce_scatter") > 3 * _UNITS
+    between_copies = [messages(directory, name, "allreduce") for name in ("hsdp", "hsdp_every")]
+    assert between_copies[0] == between_copies[1], "gradients are summed between the copies once either way"
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3), (2, 4)])
@@ -212,3 +235,23 @@ def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path)
     written = load_file(path / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     assert not all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights())
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
+def test_a_mixture_is_sharded_saved_and_resumed_as_its_files_have_it(kind: str, policy_dir: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(policy_dir, directory)
+    make(kind, vocab_size=VOCABULARY).save_pretrained(directory)
+    one = One(directory, tmp_path)
+    assert one.weights.keys() == load_file(directory / "model.safetensors").keys()
+    settings = arguments(directory)
+    cases: dict[str, dict[str, Any]] = {
+        "saves": {"settings": settings, "save": "two", "updates": 2},
+        "sharded": {"settings": settings},
+        "resumed": {"settings": settings, "resume": "two", "updates": 1},
+    }
+    run_cases(2, tmp_path, cases)
+    for name in ("sharded", "resumed"):
+        one.check(tmp_path, name, 2)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from common.sections import RewardSection
 from learning.ranks import Ranks
 from tests.support.groups import make_group
 from trainer.algorithms.batch import TrainingGroup
-from trainer.rollouts.rollouts import Rollouts, _decode, _encode
+from trainer.rollouts.rollouts import Rollouts, _decode, _encode, no_reward
 
 
 class Told(Ranks):
@@ -50,3 +51,20 @@ def test_shared_groups_come_back_with_weight_and_origin(groups: list[TrainingGro
 def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(groups: list[TrainingGroup]) -> None:
     assert_same(Rollouts(Told(_encode(groups))).next(step=3), groups)
     assert Rollouts(Told(b"70")).prepare(step=3, known=True) == 70
+
+
+@pytest.mark.parametrize(
+    ("reason", "field"),
+    [
+        ("own: no answer within 10.0 s", "reward.function_timeout_s"),
+        ("length: no answer within 10.0 s", "reward.function_timeout_s"),
+        ("reward_model: no answer within 120.0 s", "reward.reward_model_max_tokens"),
+        ("own: ValueError: no (file rewards.py, line 3, in own)", "reward.functions"),
+        ("reward_model: the chat has 5000 tokens, at most 4096 are scored", "reward.functions"),
+    ],
+)
+def test_a_failed_first_answer_names_the_setting_of_its_own_function(reason: str, field: str) -> None:
+    error = no_reward(reason, RewardSection(reward_model_name="some/model"))
+    assert error.field == field
+    assert reason in error.message
+    assert error.remedy

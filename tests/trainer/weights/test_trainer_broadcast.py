@@ -1,6 +1,5 @@
 """The copy of published weights, what engines' checksums are compared with, and files on demand."""
 
-import asyncio
 from pathlib import Path
 
 import httpx
@@ -10,15 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.config import Config
-from common.errors import Conflict, NotFound, ServiceError
+from common.errors import NotFound, ServiceError
 from common.observe import Metrics
-from common.schemas import WeightChecksums, WeightManifest, WorkerReport
+from common.schemas import WorkerReport
 from learning.weight_group import digest, views
 from trainer.server import create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.publisher import WeightBoard
-from trainer.weights.transfer import EngineGroup, Rendezvous
+from trainer.weights.transfer import Rendezvous
 
 
 def mixed() -> dict[str, Tensor]:
@@ -58,24 +57,11 @@ def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> Non
         pass
 
 
-def test_fused_and_padded_names_are_compared_with_their_parts() -> None:
-    snapshot, layer = HostCopy(), "model.layers.0.self_attn."
-    weights = {f"{layer}{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
-    weights["model.embed_tokens.weight"] = torch.randn(70, 8)
-    snapshot.fill(weights.items(), 1)
-    *qkv, words = weights.values()
-    engine = {f"{layer}qkv_proj.weight": digest(torch.cat(qkv)), "rotary": "0"}
-    engine["model.embed_tokens.weight"] = digest(torch.cat([words, torch.zeros(58, 8)]))
-    assert snapshot.differing(1, engine) == ([], 4, 4)
-    spoiled = engine | {f"{layer}qkv_proj.weight": digest(torch.cat(qkv[::-1]))}
-    assert snapshot.differing(1, spoiled) == ([f"{layer}qkv_proj.weight"], 4, 4)
-
-
-def broadcaster(tmp_path: Path, exact: bool = True) -> tuple[Broadcaster, WeightBoard]:
+def broadcaster(tmp_path: Path) -> tuple[Broadcaster, WeightBoard]:
     board = WeightBoard(tmp_path / "weights")
     static = tmp_path / "config.json"
     static.write_text("{}")
-    return Broadcaster(board, [static], "run", 5.0, Rendezvous("127.0.0.1", exact=exact)), board
+    return Broadcaster(board, [static], "run", 5.0, Rendezvous("127.0.0.1")), board
 
 
 async def test_files_are_written_when_somebody_asks_and_checksums_are_compared(tmp_path: Path) -> None:
@@ -102,30 +88,6 @@ async def test_files_are_written_when_somebody_asks_and_checksums_are_compared(t
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
         sender.publish(mixed().items(), 2)
         assert (await http.post("/weights/1/verify", json=body | {"ranks": [good]})).status_code == 404
-
-
-async def test_engines_on_gpus_are_compared_with_each_other_once_all_have_reported(tmp_path: Path) -> None:
-    sender, board = broadcaster(tmp_path, exact=False)
-    names = ["rollout-server-0", "rollout-server-1"]
-    members = [WorkerReport(name=name, url=name, num_nodes=2, state="ready", version=0) for name in names]
-    for member in members:
-        board.report(member)
-    sender._group = EngineGroup(members, Rendezvous("127.0.0.1"), 5.0)
-    broadcast = sender._group.announcement([])
-    board.announce(WeightManifest(version=7, run_id="run", broadcast=broadcast))
-
-    async def verdicts(*checksums: str) -> list[object]:
-        sender._sums.clear()
-        sums = [WeightChecksums(worker=name, ranks=[{"w": text}]) for name, text in zip(names, checksums, strict=True)]
-        first = asyncio.create_task(sender.verify(7, sums[0]))
-        await asyncio.sleep(0.2)
-        assert not first.done()  # it waits for the other engine
-        return list(await asyncio.gather(first, sender.verify(7, sums[1]), return_exceptions=True))
-
-    equal = await verdicts("1", "1")
-    assert [getattr(verdict, "compared", verdict) for verdict in equal] == ["the engines of 2 nodes with each other"] * 2
-    assert [type(verdict) for verdict in await verdicts("1", "2")] == [Conflict, Conflict]
-    sender._group.close()
 
 
 def test_an_address_that_does_not_exist_is_loud_and_weights_go_as_files(

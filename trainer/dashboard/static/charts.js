@@ -2,26 +2,38 @@
 
 import { colour, duration, el, fill, isNumber, lastUpTo, palette, percent, text, tick } from "./dom.js";
 
-/* Every chart has `columns` of metrics.jsonl. A unit stands behind the title. Where alarms begin comes from the server. */
+/* Every chart has `columns` of metrics.jsonl, and `first` where it is shown even if nothing changes; `needs` and `without` are
+   columns that a run must or must not have. A unit stands behind the title. Where alarms begin comes from the server. */
 export const GROUPS = [
   {
-    title: "Learning",
+    title: "At a glance",
     charts: [
-      { title: "Reward", columns: { reward: "" } },
-      { title: "Accuracy", columns: { accuracy: "" }, range: [0, 1.04], evaluations: true, format: percent },
-      { title: "Loss", columns: { "update.loss": "" } },
-      { title: "KL to the reference", unit: "nats/token", columns: { "update.kl_reference": "" } },
-      { title: "Entropy", unit: "nats/token", columns: { "update.entropy": "" } },
-      { title: "Clip fraction", columns: { "update.clip_fraction": "" }, format: percent },
+      { title: "Reward", columns: { reward: "" }, evaluations: "mean_reward", first: true },
+      { title: "Accuracy", columns: { accuracy: "" }, range: [0, 1.04], evaluations: "accuracy", format: percent, first: true },
+      { title: "Loss", columns: { "update.loss": "" }, evaluations: "loss", first: true, without: "reward" },
+      { title: "Length", unit: "tokens", columns: { completion_tokens: "" }, first: true },
+      { title: "A step", unit: "seconds", stack: "seconds.", format: duration, first: true },
     ],
   },
   {
-    title: "Completions",
+    title: "Learning",
     charts: [
-      { title: "Length", unit: "tokens", columns: { completion_tokens: "" } },
+      { title: "Loss of the policy", columns: { "update.loss": "" }, needs: "reward" },
+      { title: "Entropy", unit: "nats/token", columns: { "update.entropy": "" } },
+      { title: "KL to the reference", unit: "nats/token", columns: { "update.kl_reference": "" } },
+      { title: "Clip fraction", columns: { "update.clip_fraction": "" }, format: percent },
+      { title: "Gradient norm", unit: "before clipping", columns: { "update.grad_norm": "" } },
+      { title: "Learning rate", columns: { "update.learning_rate": "" } },
+      { title: "Skipped updates", unit: "not finite", columns: { "update.skipped": "" } },
+    ],
+  },
+  {
+    title: "Groups and tokens",
+    charts: [
+      { title: "Groups of equal rewards", unit: "no gradient", columns: { zero_variance_groups: "" } },
       { title: "Cut at the limit", columns: { truncated: "" }, format: percent },
-      { title: "Groups without gradient", columns: { zero_variance_groups: "" } },
       { title: "Dropped groups", unit: "since the start", columns: { dropped: "" } },
+      { title: "Trained tokens", unit: "per second", columns: { tokens_per_s: "" } },
     ],
   },
   {
@@ -31,21 +43,6 @@ export const GROUPS = [
       { title: "|Δ logprob|", unit: "same weights", columns: { "update.delta_logprob_current": "" } },
       { title: "KL(rollout ‖ trainer)", unit: "nats/token", columns: { "update.kl_rollout": "" } },
       { title: "Staleness", unit: "weight versions", columns: { staleness: "" } },
-    ],
-  },
-  {
-    title: "Time",
-    charts: [
-      { title: "A step", unit: "seconds", stack: "seconds.", format: duration, wide: true },
-      { title: "Trained tokens", unit: "per second", columns: { tokens_per_s: "" } },
-    ],
-  },
-  {
-    title: "Optimiser",
-    charts: [
-      { title: "Gradient norm", unit: "before clipping", columns: { "update.grad_norm": "" } },
-      { title: "Learning rate", columns: { "update.learning_rate": "" } },
-      { title: "Skipped updates", unit: "not finite", columns: { "update.skipped": "" } },
     ],
   },
   {
@@ -85,6 +82,7 @@ export class Chart {
     const title = el("figcaption", {}, el("b", {}, what.title), el("span", { class: "unit" }, what.unit ?? ""), this.note, this.values);
     this.element = el("figure", { class: what.wide ? "chart wide" : "chart" }, title, this.plot);
     this.uplot = null;
+    this.series = [];
     this.shape = "";
     this.zoomed = 0;
   }
@@ -94,12 +92,30 @@ export class Chart {
     return this.view.runs.some((data) => this.names(data).length > 0);
   }
 
+  /** Whether the same number is all there is to see. */
+  isConstant() {
+    if (this.what.first) return false;
+    return this.view.runs.every((data) => {
+      const values = this.names(data).map((name) => new Set(data.columns[name].filter((value) => value !== null)));
+      return values.every((each) => each.size < 2) && (data.low === null || values.every((each) => each.has(0)));
+    });
+  }
+
+  /** Its title with the number that it always has. */
+  constant() {
+    const [data] = this.view.runs;
+    const value = data?.columns[this.names(data)[0]]?.find(isNumber);
+    return `${this.what.title}${this.view.runs.length === 1 && isNumber(value) ? ` ${(this.what.format ?? text)(value)}` : ""}`;
+  }
+
   /** Columns of a run that this chart shows. */
   names(data) {
+    const { needs, without } = this.what;
+    if ((needs && !data.has(needs)) || (without && data.has(without))) return [];
     if (!this.what.stack) return Object.keys(this.what.columns).filter((name) => data.has(name));
     const stages = (data.facts?.stages ?? []).map((stage) => this.what.stack + stage);
     const others = Object.keys(data.columns).filter((name) => name.startsWith(this.what.stack) && !stages.includes(name));
-    return [...stages, ...others].filter((name) => data.has(name));
+    return [...stages, ...others].filter((name) => data.columns[name]?.some((value) => value > 0));
   }
 
   limit() {
@@ -117,7 +133,7 @@ export class Chart {
     const series = [];
     const several = this.view.runs.length > 1;
     this.view.runs.forEach((data) => {
-      const columns = [data.steps];
+      const columns = [data.xs(this.view.axis)];
       this.names(data).forEach((name, i) => {
         const raw = data.columns[name];
         const stroke = palette(data.colour + (several ? 0 : i));
@@ -148,7 +164,7 @@ export class Chart {
       return { column: below, series: { stroke, fill: stroke, width: 0, label, data, name, bars: true } };
     });
     layers.reverse(); // the whole first, so that smaller sums are drawn over it
-    return { tables: [[data?.steps ?? [], ...layers.map((layer) => layer.column)]], series: layers.map((layer) => layer.series) };
+    return { tables: [[data?.xs(this.view.axis) ?? [], ...layers.map((layer) => layer.column)]], series: layers.map((layer) => layer.series) };
   }
 
   /** Draws what is there now. */
@@ -159,7 +175,7 @@ export class Chart {
     this.series = series;
     const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
     const width = this.plot.clientWidth || 300;
-    const shape = JSON.stringify([series.map((each) => [each.stroke, each.width, each.label, each.dash]), this.view.scheme]);
+    const shape = JSON.stringify([series.map((each) => [each.stroke, each.width, each.label, each.dash]), this.view.scheme, this.view.axis]);
     if (this.uplot === null || shape !== this.shape) {
       this.uplot?.destroy();
       this.shape = shape;
@@ -189,7 +205,7 @@ export class Chart {
       legend: { show: false },
       scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: (u, low, high) => this.range(low, high) } },
       axes: [
-        { ...axis, size: 26, gap: 7, space: 60, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
+        { ...axis, size: 26, gap: 7, space: 60, grid: { show: false }, values: (u, splits) => splits.map(tick), incrs: this.view.axis !== "step" ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
         { ...axis, gap: 5, space: 28, size: 52, values: (u, splits) => splits.map((value) => (format === percent ? `${tick(100 * value)} %` : tick(value))) },
       ],
       cursor: {
@@ -233,7 +249,8 @@ export class Chart {
         for (const name of this.names(data)) {
           for (let i = 0; i < data.steps.length; i++) {
             const value = part[name][i];
-            if (value === null || data.steps[i] < this.view.from || data.steps[i] > this.view.to) continue;
+            const x = data.xs(this.view.axis)[i];
+            if (value === null || x < this.view.from || x > this.view.to) continue;
             low = low === null ? value : Math.min(low, value);
             high = high === null ? value : Math.max(high, value);
           }
@@ -280,7 +297,8 @@ export class Chart {
     const u = this.uplot;
     const [name] = this.names(data);
     if (data.low === null || name === undefined) return;
-    const at = (i, values) => [u.valToPos(data.steps[i], "x", true), u.valToPos(values[i], "y", true)];
+    const xs = data.xs(this.view.axis);
+    const at = (i, values) => [u.valToPos(xs[i], "x", true), u.valToPos(values[i], "y", true)];
     const rows = data.steps.map((_, i) => i).filter((i) => data.low[name][i] !== null);
     ctx.beginPath();
     rows.forEach((i) => ctx.lineTo(...at(i, data.high[name])));
@@ -302,7 +320,7 @@ export class Chart {
     ctx.rect(left - 4, top, width + 8, height);
     ctx.clip();
     if (this.view.step !== null) {
-      const x = u.valToPos(this.view.step, "x", true);
+      const x = u.valToPos(this.view.primary.x(this.view.axis, this.view.step), "x", true);
       ctx.strokeStyle = colour("--accent");
       ctx.lineWidth = ratio;
       ctx.beginPath();
@@ -318,7 +336,7 @@ export class Chart {
       data.steps.forEach((step, i) => {
         if (!data.columns[`alarm.${alarm}`]?.[i] || data.columns[name]?.[i] == null) return;
         ctx.beginPath();
-        ctx.arc(u.valToPos(step, "x", true), u.valToPos((data.high ?? data.columns)[name][i], "y", true), 2.5 * ratio, 0, 7);
+        ctx.arc(u.valToPos(data.x(this.view.axis, step), "x", true), u.valToPos((data.high ?? data.columns)[name][i], "y", true), 2.5 * ratio, 0, 7);
         ctx.fill();
       });
     }
@@ -330,10 +348,11 @@ export class Chart {
     ctx.strokeStyle = ctx.fillStyle = this.view.runs.length > 1 ? palette(data.colour) : palette(1);
     ctx.lineWidth = 1.5 * ratio;
     for (const each of data.evaluations) {
-      if (!isNumber(each.accuracy)) continue;
-      const x = u.valToPos(each.step, "x", true);
-      const error = each.standard_error ?? 0;
-      const [low, high] = [each.accuracy - error, each.accuracy + error].map((value) => u.valToPos(value, "y", true));
+      const value = this.evaluated(each);
+      if (value === null) continue;
+      const x = u.valToPos(data.x(this.view.axis, each.step), "x", true);
+      const error = this.what.evaluations === "accuracy" ? (each.standard_error ?? 0) : 0;
+      const [low, high] = [value - error, value + error].map((value) => u.valToPos(value, "y", true));
       ctx.beginPath();
       ctx.moveTo(x, low);
       ctx.lineTo(x, high);
@@ -343,21 +362,28 @@ export class Chart {
       }
       ctx.stroke();
       ctx.beginPath();
-      ctx.arc(x, u.valToPos(each.accuracy, "y", true), 3 * ratio, 0, 7);
+      ctx.arc(x, u.valToPos(value, "y", true), 3 * ratio, 0, 7);
       ctx.fill();
     }
+  }
+
+  /** The number of an evaluation that belongs here; null: none. */
+  evaluated(evaluation) {
+    if (this.what.evaluations === "mean_reward" && isNumber(evaluation.accuracy)) return null; // the accuracy says it
+    const value = evaluation[this.what.evaluations];
+    return isNumber(value) ? value : null;
   }
 
   /** The values under the cursor, at the chosen step, or of the newest one. */
   read() {
     const format = this.what.format ?? text;
     const cursor = this.uplot?.cursor;
-    const hovered = cursor && cursor.left >= 0 ? this.uplot.posToVal(cursor.left, "x") : null;
+    const hovered = cursor && cursor.left >= 0 ? this.stepAt(cursor.left) : null;
     const shown = [];
     for (const each of [...this.series].reverse()) {
       if (each.hidden || each.data.steps.length === 0) continue;
       const steps = each.data.steps;
-      const step = hovered === null ? (this.view.step ?? steps.at(-1)) : Math.round(hovered);
+      const step = hovered === null ? (this.view.step ?? steps.at(-1)) : hovered;
       const value = each.data.columns[each.name]?.[lastUpTo(steps, step)];
       shown.push([each.stroke, each.label, format(value)]);
     }
@@ -368,14 +394,15 @@ export class Chart {
       const step = hovered === null ? (this.view.step ?? Infinity) : hovered;
       const found = this.view.primary.evaluation(step);
       const stroke = this.view.runs.length > 1 ? palette(this.view.primary.colour) : palette(1);
-      if (found) this.values.append(el("span", {}, swatch(stroke, true), "held-out ", el("b", {}, percent(found.accuracy))));
+      const value = found ? this.evaluated(found) : null;
+      if (value !== null) this.values.append(el("span", {}, swatch(stroke, true), "held-out ", el("b", {}, format(value))));
     }
     this.plot.setAttribute("aria-label", `${this.what.title}: ${shown.map(([, label, value]) => `${label} ${value}`.trim()).join(", ")}`);
   }
 
   selected(u) {
     if (u.select.width < 3) return;
-    const [from, to] = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, "x"));
+    const [from, to] = [u.select.left, u.select.left + u.select.width].map((left) => this.stepAt(left, false));
     u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     this.zoomed = performance.now();
     this.view.zoom([Math.floor(from), Math.ceil(to)]);
@@ -384,7 +411,15 @@ export class Chart {
   clicked() {
     const left = this.uplot.cursor.left;
     if (left < 0 || performance.now() - this.zoomed < 250) return; // it was the end of a drag
-    this.view.choose(Math.round(this.uplot.posToVal(left, "x")));
+    this.view.choose(this.stepAt(left));
+  }
+
+  /** The step at a place of the plot. */
+  stepAt(left, whole = true) {
+    const x = this.uplot.posToVal(left, "x");
+    if (this.view.axis === "step") return whole ? Math.round(x) : x;
+    const { primary } = this.view;
+    return primary.steps[lastUpTo(primary.xs(this.view.axis), x)] ?? 1;
   }
 }
 

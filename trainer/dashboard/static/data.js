@@ -1,12 +1,16 @@
 // The numbers of one run as the server answers them, and how new ones are put behind those that are here.
 
+import { isNumber, lastUpTo } from "./dom.js";
+
 export const POINTS = 600;
+const HOUR = 3600;
 
 export class RunData {
   constructor({ run, name, directory, live }) {
-    Object.assign(this, { run, name, directory, live, facts: null, verdict: { level: "none", text: "" } });
+    Object.assign(this, { run, name, directory, live, facts: null, colour: null, verdict: { level: "none", text: "" } });
     this.problems = [];
     this.span = null;
+    this.summary = null;
     this.forget();
   }
 
@@ -69,6 +73,20 @@ export class RunData {
         kept[name] = old.concat(answer.columns[name] ?? Array(answer.steps.length).fill(null));
       }
     }
+  }
+
+  /** Where the rows are on an axis: `step`, `time` (hours since the first step began) or `tokens`. */
+  xs(axis) {
+    if (axis === "tokens" && this.has("tokens_total")) return this.columns.tokens_total.map((value) => value ?? 0);
+    if (axis !== "time" || !this.times.every(isNumber)) return this.steps;
+    const start = this.times[0] - (this.columns.seconds?.[0] ?? 0);
+    return this.times.map((time) => (time - start) / HOUR);
+  }
+
+  /** Where a step is on an axis. */
+  x(axis, step) {
+    if (axis === "step" || this.steps.length === 0) return step;
+    return step < this.steps[0] ? 0 : this.xs(axis)[lastUpTo(this.steps, step)];
   }
 
   has(column) {

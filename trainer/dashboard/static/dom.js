@@ -8,13 +8,13 @@ export function el(name, properties = {}, ...children) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  made.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 
 /** Replaces what is in an element. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
 /** A number with three significant digits: 0.812, 12,300, 3.3e-7; "–" where there is none. */

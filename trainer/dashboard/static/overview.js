@@ -1,63 +1,85 @@
 // The overview: whether it learns, the key figures, the steps to scrub through, and all charts. Live and in a report alike.
 
+import { address } from "./address.js";
 import { Chart, GROUPS } from "./charts.js";
 import { colour, duration, el, fill, isNumber, lastUpTo, percent, text } from "./dom.js";
 
-/** The key figures of a step: title, value, what stands below, and whether it must catch the eye. */
+/** The key figures of a step: title, value, what stands below, and whether it must catch the eye; null: the run has none. */
 const FIGURES = [
   (n, data) => {
-    const first = data.columns.reward?.find(isNumber);
-    const rise = isNumber(first) && isNumber(n.reward) ? n.reward - first : null;
-    const below = rise === null ? "" : `${rise < 0 ? "−" : "+"}${text(Math.abs(rise))} since step ${data.steps[0]}`;
+    if (!data.has("reward")) return null;
+    const { start, end, window } = data.verdict;
+    const below = isNumber(start) ? `${text(start)} → ${text(end)} (mean of ${window} steps)` : "of this step";
     return { title: "Reward", value: text(n.reward), below, state: data.verdict.level };
   },
-  (n) => ({ title: "Accuracy", value: percent(n.accuracy), below: "of training samples" }),
+  (n, data) => (data.has("reward") || !data.has("update.loss") ? null : { title: "Loss", value: text(n["update.loss"]), below: "of this step" }),
   (n, data, step) => {
     const found = data.evaluation(step);
-    const error = found && isNumber(found.standard_error) ? ` ± ${(100 * found.standard_error).toFixed(1)}` : "";
-    const passed = found && isNumber(found.pass_at_k) ? `, pass@${found.k} ${percent(found.pass_at_k)}` : "";
-    const below = found ? `${text(found.num_samples)} problems at step ${found.step}${passed}` : "no evaluation yet";
-    return { title: "Held-out accuracy", value: percent(found?.accuracy), more: error, below };
+    if (!found) return data.evaluations.length || !data.has("reward") ? null : { title: "Held-out accuracy", value: "–", below: "no evaluation yet" };
+    const at = `at step ${text(found.step)}`;
+    if (isNumber(found.loss)) return { title: "Held-out loss", value: text(found.loss), below: `${text(found.num_samples)} examples ${at}` };
+    if (!isNumber(found.accuracy)) return { title: "Held-out reward", value: text(found.mean_reward), below: `${text(found.num_samples)} problems ${at}` };
+    const error = isNumber(found.standard_error) ? ` ± ${(100 * found.standard_error).toFixed(1)}` : "";
+    const passed = isNumber(found.pass_at_k) ? `, pass@${found.k} ${percent(found.pass_at_k)}` : "";
+    const below = `${error ? "± standard error, " : ""}${text(found.num_samples)} problems ${at}${passed}`;
+    return { title: "Held-out accuracy", value: percent(found.accuracy), more: error, below };
   },
-  (n) => ({
-    title: "Length",
-    value: text(n.completion_tokens),
-    more: " tokens",
-    below: `${percent(n.truncated)} cut at the limit`,
-    state: n.truncated > 0.5 ? "warn" : "",
-  }),
-  (n) => ({ title: "Entropy", value: text(n["update.entropy"]), more: " nats", below: `clip fraction ${percent(n["update.clip_fraction"])}` }),
-  (n, data) => {
-    const groups = data.facts?.config?.trainer?.batch_size;
-    const share = isNumber(groups) && isNumber(n.zero_variance_groups) ? n.zero_variance_groups / groups : null;
-    const below = n.zero_variance_groups === undefined ? "" : `all rewards equal, ${text(n.dropped)} dropped`;
-    return {
-      title: "Idle groups",
-      value: text(n.zero_variance_groups),
-      more: isNumber(groups) ? ` of ${groups}` : "",
-      below,
-      state: share > 0.8 && n.accuracy < 0.95 ? "warn" : "",
-    };
-  },
+  (n, data) => (data.has("accuracy") ? { title: "Accuracy", value: percent(n.accuracy), below: "of training samples" } : null),
+  (n, data) =>
+    data.has("completion_tokens")
+      ? {
+          title: "Length",
+          value: text(n.completion_tokens),
+          more: " tokens",
+          below: isNumber(n.truncated) ? `${percent(n.truncated)} cut at the limit` : "mean of an answer",
+          state: n.truncated > 0.5 ? "warn" : "",
+        }
+      : null,
   (n) => {
     const stages = Object.entries(n).filter(([name]) => name.startsWith("seconds."));
     const [name, most] = stages.reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0]);
     const below = most > 0 ? `${percent(most / n.seconds)} ${name.slice(8)}` : "";
-    return { title: "Step time", value: duration(n.seconds), below };
+    return isNumber(n.seconds) ? { title: "A step", value: duration(n.seconds), below } : null;
   },
-  (n) => ({
-    title: "|Δ logprob|",
-    value: text(n["update.delta_logprob_current"]),
-    below: `sample size ${text(n["update.effective_sample_size"])}, staleness ${text(n.staleness)}`,
-    state: n.alarms > 0 ? "bad" : "",
-  }),
+  (n, data) => {
+    if (!data.has("zero_variance_groups")) return null;
+    const groups = data.facts?.config?.trainer?.batch_size;
+    const share = isNumber(groups) && isNumber(n.zero_variance_groups) ? n.zero_variance_groups / groups : null;
+    return {
+      title: "Groups of equal rewards",
+      value: text(n.zero_variance_groups),
+      more: isNumber(groups) ? ` of ${groups}` : "",
+      below: `no gradient; ${text(n.dropped)} groups dropped`,
+      state: share > 0.8 && !(n.accuracy >= 0.95) ? "warn" : "",
+    };
+  },
+  (n, data) =>
+    data.has("update.entropy")
+      ? {
+          title: "Entropy",
+          value: text(n["update.entropy"]),
+          more: " nats",
+          below: isNumber(n["update.clip_fraction"]) ? `clip fraction ${percent(n["update.clip_fraction"])}` : "per token",
+        }
+      : null,
+  (n, data) =>
+    data.has("update.delta_logprob_current")
+      ? {
+          title: "|Δ logprob|",
+          value: text(n["update.delta_logprob_current"]),
+          below: `sample size ${text(n["update.effective_sample_size"])}, staleness ${text(n.staleness)}`,
+          state: n.alarms > 0 ? "bad" : "",
+        }
+      : null,
 ];
+const AXES = { step: "steps", time: "hours", tokens: "tokens" };
+const SMOOTHINGS = [1, 5, 20, 100];
 
 export class Overview {
-  /** `record(data, step)` answers `{step, time, numbers, notes}` or null. */
-  constructor(element, record) {
-    this.record = record;
-    this.view = { runs: [], primary: null, step: null, from: 0, to: 1, zoomed: null, smoothing: 1, scheme: 0 };
+  /** `record(data, step)` answers `{step, time, numbers, notes}` or null, `csv(data)` all numbers of a run. */
+  constructor(element, record, csv) {
+    Object.assign(this, { record, csv });
+    this.view = { runs: [], primary: null, step: null, from: 0, to: 1, zoomed: null, smoothing: 1, axis: "step", scheme: 0 };
     this.view.choose = (step) => this.choose(step);
     this.view.zoom = (span) => this.zoom(span);
     this.callbacks = [];
@@ -80,11 +102,15 @@ export class Overview {
     const sections = GROUPS.map((group) => {
       const charts = group.charts.map((what) => new Chart(what, this.view));
       this.charts.push(...charts);
-      const section = el("section", { class: "group" }, el("h2", {}, group.title), el("div", { class: "charts" }, charts.map((chart) => chart.element)));
-      return { section, charts };
+      const place = el("div", { class: "charts" });
+      return { section: el("section", { class: group.charts[0].first ? "group first" : "group" }, el("h2", {}, group.title), place), place, charts };
     });
     this.sections = sections;
-    this.main = el("div", { class: "main" }, this.figures, this.scrubber(), sections.map((each) => each.section), this.note);
+    const place = el("div", { class: "charts" });
+    this.constant = { summary: el("summary", {}), place };
+    this.constant.section = el("details", { class: "group", id: "constant" }, this.constant.summary, place);
+    this.constant.section.addEventListener("toggle", () => this.draw()); // they had no width before
+    this.main = el("div", { class: "main" }, this.figures, this.scrubber(), sections.map((each) => each.section), this.constant.section, this.note);
     this.side = el("aside", { class: "side", "aria-label": "Services and the chosen step" }, this.details);
     element.append(this.verdict, el("div", { class: "columns" }, this.main, this.side));
     document.addEventListener("keydown", (event) => this.pressed(event));
@@ -98,12 +124,18 @@ export class Overview {
     this.number = el("output", { class: "number" });
     this.follow = button("newest", "Follow the newest step (L)", () => this.choose(null));
     this.reset = button("all steps", "Show all steps (0)", () => this.zoom(null));
-    const options = [1, 5, 20, 100].map((steps) => el("option", { value: steps }, steps === 1 ? "as it is" : `over ${steps} steps`));
-    const smoothing = el("select", { "aria-label": "Smoothing" }, options);
-    smoothing.addEventListener("change", () => {
-      this.view.smoothing = Number(smoothing.value);
-      this.draw();
-    });
+    const choice = (name, label, options) => {
+      const made = el("select", { "aria-label": label, name }, options.map(([value, said]) => el("option", { value }, said)));
+      made.addEventListener("change", () => {
+        address.set({ [name]: made.value === String(options[0][0]) ? "" : made.value });
+        this.restore();
+        this.draw();
+      });
+      return made;
+    };
+    this.axis = choice("x", "Horizontal axis", Object.entries(AXES).map(([name, said]) => [name, `by ${said}`]));
+    this.smoothing = choice("smooth", "Smoothing", SMOOTHINGS.map((steps) => [steps, steps === 1 ? "not smoothed" : `over ${steps} steps`]));
+    const download = button("CSV", "All numbers of this run as CSV", () => this.download());
     return el(
       "div",
       { class: "scrubber panel" },
@@ -112,7 +144,7 @@ export class Overview {
       el("span", { class: "track" }, this.slider, this.marks),
       this.follow,
       this.reset,
-      el("label", { class: "smoothing" }, "smooth ", smoothing),
+      el("span", { class: "buttons choices" }, this.axis, this.smoothing, download),
     );
   }
 
@@ -125,6 +157,32 @@ export class Overview {
     this.draw();
   }
 
+  /** Takes step, zoom, axis and smoothing from the address. */
+  restore() {
+    const [from, to, smoothing] = ["from", "to", "smooth"].map((name) => address.whole(name));
+    const zoomed = from !== null && to !== null && from < to ? [from, to] : null;
+    this.view.axis = address.get("x") in AXES ? address.get("x") : "step";
+    this.view.smoothing = SMOOTHINGS.includes(smoothing) ? smoothing : 1;
+    Object.assign(this.axis, { value: this.view.axis });
+    Object.assign(this.smoothing, { value: String(this.view.smoothing) });
+    const moved = JSON.stringify(zoomed) !== JSON.stringify(this.view.zoomed);
+    this.view.zoomed = zoomed;
+    if (moved) this.onZoom(zoomed);
+    const step = address.whole("step");
+    if (step === this.view.step) return;
+    this.view.step = step;
+    this.callbacks.forEach((callback) => callback(step));
+  }
+
+  /** Hands the numbers of the run to the person as a file. */
+  async download() {
+    const { primary } = this.view;
+    if (!primary) return;
+    const place = URL.createObjectURL(new Blob([await this.csv(primary)], { type: "text/csv" }));
+    el("a", { href: place, download: `${primary.name.replaceAll("/", "-")}.csv` }).click();
+    setTimeout(() => URL.revokeObjectURL(place), 10000);
+  }
+
   onStep(callback) {
     this.callbacks.push(callback);
   }
@@ -133,6 +191,7 @@ export class Overview {
     const steps = this.view.primary?.steps ?? [];
     if (step !== null && steps.length) step = Math.min(Math.max(step, steps[0]), this.view.primary.newest);
     this.view.step = step;
+    address.set({ step });
     this.callbacks.forEach((callback) => callback(step));
     this.charts.forEach((chart) => {
       chart.uplot?.redraw(false);
@@ -149,6 +208,7 @@ export class Overview {
 
   zoom(span) {
     this.view.zoomed = span;
+    address.set({ from: span?.[0], to: span?.[1] }, { push: true });
     this.draw();
     this.onZoom(span);
   }
@@ -170,17 +230,38 @@ export class Overview {
     const { runs, primary, zoomed } = this.view;
     const firsts = runs.flatMap((data) => [data.steps[0], data.evaluations[0]?.step]).filter(isNumber);
     const lasts = runs.flatMap((data) => [data.newest]).filter(isNumber);
-    [this.view.from, this.view.to] = zoomed ?? [Math.min(...firsts, 1), Math.max(...lasts, 2)];
+    const { axis } = this.view;
+    const span = zoomed ?? [Math.min(...firsts, 1), Math.max(...lasts, 2)];
+    const xs = runs.flatMap((data) => (data.steps.length ? span.map((step) => data.x(axis, step)) : []));
+    [this.view.from, this.view.to] = axis === "step" || !xs.length ? span : [Math.min(...xs), Math.max(...xs, Math.min(...xs) + 1e-6)];
     this.reset.hidden = zoomed === null;
-    for (const { section, charts } of this.sections) {
-      section.hidden = !charts.some((chart) => chart.isThere());
-      charts.forEach((chart) => chart.update());
-    }
+    const constant = this.arrange();
+    this.charts.forEach((chart) => {
+      if (this.constant.section.open || !constant.includes(chart)) chart.update();
+    });
     const absent = this.charts.filter((chart) => !chart.isThere() && !Object.keys(chart.what.columns ?? {}).some((name) => name.startsWith("critic.")));
     const names = absent.map((chart) => chart.what.title).join(", ");
     this.note.textContent = primary?.steps.length && names ? `Not recorded in this run directory: ${names}.` : "";
     this.scrub();
     this.look();
+  }
+
+  /** Puts every chart into its section, those that never change into a folded one; returns the latter. */
+  arrange() {
+    const constant = this.charts.filter((chart) => chart.isThere() && chart.isConstant());
+    const place = (parent, charts) => {
+      const elements = charts.map((chart) => chart.element);
+      if (elements.some((element, i) => parent.children[i] !== element) || parent.children.length !== elements.length) parent.replaceChildren(...elements);
+    };
+    for (const { section, place: parent, charts } of this.sections) {
+      const here = charts.filter((chart) => !constant.includes(chart));
+      place(parent, here);
+      section.hidden = !here.some((chart) => chart.isThere());
+    }
+    place(this.constant.place, constant);
+    this.constant.section.hidden = constant.length === 0;
+    this.constant.summary.textContent = `Constant: ${constant.map((chart) => chart.constant()).join(", ")}`;
+    return constant;
   }
 
   scrub() {
@@ -246,10 +327,13 @@ export class Overview {
     const data = this.view.primary;
     const numbers = record?.numbers ?? {};
     const step = record?.step ?? this.view.step ?? Infinity;
+    const figures = data ? FIGURES.map((figure) => figure(numbers, data, step)).filter(Boolean) : [];
+    this.figures.hidden = figures.length === 0;
+    this.figures.style.setProperty("--columns", figures.length > 5 ? Math.ceil(figures.length / 2) : figures.length);
+    this.figures.classList.toggle("uneven", figures.length > 5 && figures.length % 2 === 1);
     fill(
       this.figures,
-      FIGURES.map((figure) => {
-        const { title, value, more, below, state } = data ? figure(numbers, data, step) : { title: "", value: "" };
+      figures.map(({ title, value, more, below, state }) => {
         const value_ = el("span", { class: "value" }, value, el("small", {}, more ?? ""));
         return el("div", { class: `figure ${state ?? ""}` }, el("span", { class: "title" }, title), value_, el("span", { class: "below" }, below ?? ""));
       }),

@@ -3,6 +3,7 @@
 import { RunData } from "./data.js";
 import { el, fill, isNumber, percent, text } from "./dom.js";
 import { Overview, fromColumns } from "./overview.js";
+import { cost, result } from "./runs.js";
 import { showSettings } from "./settings.js";
 
 const content = JSON.parse(document.getElementById("data").textContent);
@@ -14,7 +15,36 @@ const look = async (data, step) => {
   const record = fromColumns(data, step);
   return { ...record, notes: content.notes.filter((note) => note.step === record.step) };
 };
-new Overview(place, look).show([report]);
+const overview = new Overview(place, look, csv);
+overview.restore();
+overview.show([report]);
+
+/** The numbers of the charts, for a table of one's own; the run directory has every step. */
+function csv({ steps, columns }) {
+  const names = Object.keys(columns).sort();
+  return [["step", ...names], ...steps.map((step, i) => [step, ...names.map((name) => columns[name][i] ?? "")])].map((row) => row.join(",")).join("\r\n");
+}
+
+/** What one would say about the run in a few lines. */
+function summary({ model, data, recipe, step, total_steps: total, state, note, changed, ...more }) {
+  const [first, newest] = [content.series.evaluations[0], content.series.evaluations.at(-1)];
+  const before = first && newest && first !== newest ? `${result(first)} → ${result(newest)}` : result({ ...more, reward: null });
+  const rows = [
+    ["Model", model ?? "–"],
+    ["Data", data ?? "–"],
+    ["Recipe", recipe ?? "–"],
+    ["Steps", step === null ? "none" : `${text(step)}${total ? ` of ${text(total)}` : ""}, ${state}`],
+    ["Held-out", before],
+    ["Reward", report.verdict.text || text(more.reward)],
+    ["Wall time", cost(more)],
+    ["Changed settings", Object.entries(changed).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join("\n") || "none"],
+    ...(note ? [["Note", note]] : []),
+  ];
+  const lines = rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+  return el("section", { class: "panel summary" }, el("h2", {}, "The run"), el("dl", {}, lines));
+}
+
+fill(document.getElementById("summary"), summary(content.run));
 
 /** A table with these titles; cells that are numbers stand right. */
 function grid(title, heads, rows) {
@@ -26,23 +56,25 @@ function grid(title, heads, rows) {
 
 const evaluations = report.evaluations.map((each) => [
   text(each.step),
-  `${percent(each.accuracy)}${isNumber(each.standard_error) ? ` ± ${(100 * each.standard_error).toFixed(1)}` : ""}`,
+  result({ ...each, reward: each.mean_reward }),
   text(each.num_samples),
   isNumber(each.pass_at_k) ? `${percent(each.pass_at_k)} of ${each.k}` : "–",
 ]);
-const verdict = (right) => (right ? "right" : "wrong");
+const verdict = (right) => ({ true: "\n[right]", false: "\n[wrong]" })[right] ?? "";
 const answers = content.answers.map((each) => [
   `${each.prompt}\n(${each.ground_truth})`,
-  `${each.before}\n[${verdict(each.was_right)}]`,
-  `${each.after}\n[${verdict(each.is_right)}]`,
+  `${each.before}${verdict(each.was_right)}`,
+  `${each.after}${verdict(each.is_right)}`,
 ]);
+const samples = content.samples.map((each) => [`${each.prompt}\n(${each.ground_truth})`, `${each.text}${verdict(each.correct)}`, text(each.reward)]);
 const notes = content.notes.map((note) => [text(note.step), note.kind, note.text]);
 
 fill(
   document.getElementById("tables"),
   content.problems.length ? el("ul", { class: "verdict warn problems" }, content.problems.map((problem) => el("li", {}, problem))) : null,
-  grid("Evaluations", ["step", "held-out accuracy", "problems", "pass@k"], evaluations),
+  grid("Evaluations", ["step", "held-out", "problems", "pass@k"], evaluations),
   grid("Answers before and after", ["problem", "first evaluation", "last evaluation"], answers),
+  grid(`Samples of step ${content.samples[0]?.step}`, ["problem", "completion", "reward"], samples),
   grid("What the trainer said", ["step", "", ""], notes),
 );
 showSettings(document.getElementById("settings"), [report]);

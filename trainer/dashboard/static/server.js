@@ -11,15 +11,26 @@ if (given) {
 }
 
 /** The JSON of `path` under `/dashboard/api/`; parameters that are empty are left out. Throws an Error with the server's reason. */
-export async function fetchJson(path, parameters = {}, patience = 20000) {
+export const fetchJson = async (path, parameters = {}, patience = 20000) => (await call(path, parameters, {}, patience)).json();
+
+/** The same as text. */
+export const fetchText = async (path, parameters) => (await call(path, parameters, {}, 60000)).text();
+
+/** Puts a JSON document there. */
+export function put(path, parameters, content) {
+  return call(path, parameters, { method: "PUT", body: JSON.stringify(content), headers: { "content-type": "application/json" } }, 20000);
+}
+
+async function call(path, parameters, options, patience) {
   const url = new URL(`api/${path.replace(/^\/?(dashboard\/)?(api\/)?/, "")}`, document.baseURI);
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
   }
   for (;;) {
     const token = sessionStorage.getItem(KEY);
-    const response = await fetch(url, { headers: token ? { authorization: `Bearer ${token}` } : {}, signal: AbortSignal.timeout(patience) });
-    if (response.ok) return response.json();
+    const headers = { ...options.headers, ...(token ? { authorization: `Bearer ${token}` } : {}) };
+    const response = await fetch(url, { ...options, headers, signal: AbortSignal.timeout(patience) });
+    if (response.ok) return response;
     if (response.status !== 401) throw await reason(response);
     await ask(token);
   }

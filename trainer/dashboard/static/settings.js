@@ -1,30 +1,34 @@
-// The settings of the runs that are shown; where they differ comes first.
+// The settings of the runs that are shown: where they differ first, then what was changed, all others on demand.
 
 import { el, fill } from "./dom.js";
 
 /** `{"trainer": {"port": 1}}` as [["trainer.port", "1"]]. */
-function flat(config, prefix = "") {
+function flat(config) {
   return Object.entries(config ?? {}).flatMap(([name, value]) =>
-    value !== null && typeof value === "object" && !Array.isArray(value) ? flat(value, `${prefix}${name}.`) : [[prefix + name, JSON.stringify(value)]],
+    value !== null && typeof value === "object" && !Array.isArray(value)
+      ? Object.entries(value).map(([part, item]) => [`${name}.${part}`, JSON.stringify(item)])
+      : [[name, JSON.stringify(value)]],
   );
 }
 
-/** Fills `element` with a table of all settings, a column for each run. */
+/** Fills `element` with tables of settings, a column for each run. */
 export function showSettings(element, runs) {
   const columns = runs.map((data) => new Map(flat(data.facts?.config)));
   const names = [...new Set(columns.flatMap((column) => [...column.keys()]))];
   const differs = (name) => new Set(columns.map((column) => column.get(name))).size > 1;
-  const rows = (chosen) =>
-    chosen.map((name) => el("tr", {}, el("th", { scope: "row" }, name), columns.map((column) => el("td", {}, column.get(name) ?? "–"))));
-  const table = (title, chosen) =>
-    chosen.length === 0
-      ? null
-      : el(
-          "section",
-          { class: "panel settings" },
-          el("h2", {}, title),
-          el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((data) => el("th", { scope: "col" }, data.name)))), el("tbody", {}, rows(chosen))),
-        );
+  const changed = (name) => runs.some((data) => name in (data.facts?.changed ?? {}));
+  const different = names.filter((name) => runs.length > 1 && differs(name));
+  const own = names.filter((name) => !different.includes(name) && changed(name));
+  const others = names.filter((name) => !different.includes(name) && !own.includes(name));
+  const table = (chosen) =>
+    el(
+      "table",
+      {},
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"), runs.map((data) => el("th", { scope: "col" }, data.name)))),
+      el("tbody", {}, chosen.map((name) => el("tr", {}, el("th", { scope: "row" }, name), columns.map((column) => el("td", {}, column.get(name) ?? "–"))))),
+    );
+  const section = (title, chosen) => (chosen.length ? el("section", { class: "panel settings" }, el("h2", {}, title), table(chosen)) : null);
+  const rest = others.length ? el("details", { class: "panel settings" }, el("summary", {}, `${others.length} settings at their defaults`), table(others)) : null;
   const missing = names.length ? null : el("p", { class: "missing" }, "No settings are known: config.json is missing or damaged.");
-  fill(element, table("Where these runs differ", names.filter(differs)), table("Settings", names.filter((name) => !differs(name))), missing);
+  fill(element, section("Where these runs differ", different), section("Changed from the defaults", own), rest, missing);
 }

@@ -1,176 +1,93 @@
-// The tab "Rollouts": groups of completions, searched, filtered and paged, and one of them in full.
+// The tab "Rollouts": groups of completions, searched, filtered and paged, and one of them to read.
 
-import { groupView } from "./viewer_group.js";
-import { el, short, visible } from "./viewer_text.js";
+import { address } from "./address.js";
+import { el, fill } from "./dom.js";
+import { Filters, question } from "./viewer_filters.js";
+import { GroupView } from "./viewer_group.js";
+import { short, visible } from "./viewer_text.js";
 
 const LIMIT = 50;
-const TYPING_MS = 250;
 const POLL_MS = 3000;
-const ERRORS = {
-  "": "All groups",
-  any: "Out of the ordinary",
-  none: "Nothing out of the ordinary",
-  dropped: "Dropped, for any reason",
-  generation: "Dropped: generation failed",
-  reward: "Dropped: not graded",
-  stale: "Dropped: too old",
-  zero_variance: "Dropped: equal rewards",
-  unparsable: "No answer found",
-  timeout: "Grader: timeout",
-  died: "Grader: died",
-  error: "Grader: error",
-  truncated: "Cut at the length limit",
-  aborted: "Aborted",
-  reused: "Reused",
-  waiting: "Waiting to be trained on",
-};
-const COLUMNS = [
-  { title: "Step", sort: "step", show: (row) => (row.step === null ? "waits" : String(row.step)) },
-  { title: "Prompt" },
-  { title: "Reward", sort: "reward", show: (row) => short(row.reward) },
-  { title: "Right", show: (row) => (row.completions === null ? "–" : `${short(row.correct)}/${row.completions}`) },
-  { title: "Longest", sort: "length", show: (row) => short(row.tokens), hint: "tokens of the longest completion" },
-  { title: "|Advantage|", sort: "advantage", show: (row) => short(row.advantage), hint: "mean over the tokens" },
-  { title: "|Δ logprob|", sort: "delta", show: (row) => short(row.delta), hint: "trainer − rollout, mean over the tokens" },
-  { title: "Weights", show: (row) => versions(row), hint: "versions that sampled" },
-  { title: "Marks", show: (row) => row.marks.join(", ") },
-];
-const FILTERS = [
-  { name: "prompt", label: "Prompt contains", type: "search", size: 24 },
-  { name: "step_from", label: "Step from", type: "number", min: 0, step: 1 },
-  { name: "step_to", label: "to", type: "number", min: 0, step: 1 },
-  { name: "reward_min", label: "Reward from", type: "number", step: "any" },
-  { name: "reward_max", label: "to", type: "number", step: "any" },
-  { name: "length_min", label: "Tokens from", type: "number", min: 0, step: 1 },
-  { name: "length_max", label: "to", type: "number", min: 0, step: 1 },
-];
+const MOST_SQUARES = 32;
 
-const versions = ({ oldest, newest }) => (newest === null || newest === oldest ? short(oldest) : `${oldest}–${newest}`);
 const keyOf = (row) => `${row.step}/${row.id}`;
+const isHere = (row) => row.id === address.get("group") && row.step === address.whole("at");
 
-/**
- * Fills `element`. `context` has `run()`, `fetchJson(path, params)`, `step()` and `onStep(callback)`; paths are below
- * `/dashboard/api/`.
- */
+/** Fills `element`. `context` has `run()`, `fetchJson(path, params)`, `step()` and `onStep(callback)`. Returns the viewer. */
 export function mount(element, context) {
   const viewer = new Viewer(element, context);
-  context.onStep?.(() => viewer.followStep());
-  const timer = setInterval(() => {
-    if (!element.isConnected) clearInterval(timer);
-    else if (!document.hidden && element.offsetParent !== null && !viewer.waiting) viewer.load();
+  context.onStep?.(() => viewer.filters.followStep());
+  setInterval(() => {
+    const idle = !document.hidden && viewer.list.offsetParent !== null && !viewer.waiting;
+    if (idle) viewer.load();
   }, POLL_MS);
-  viewer.load();
+  viewer.go();
+  return viewer;
 }
 
 class Viewer {
   constructor(element, context) {
-    Object.assign(this, { context, offset: 0, sort: "-step", total: 0, asked: 0, waiting: 0, shown: "" });
-    Object.assign(this, { run: context.run(), opened: null });
-    style();
-    this.form = this.makeForm();
+    Object.assign(this, { context, element, total: 0, offset: 0, asked: 0, waiting: 0, shown: "", rows: [], group: null, opening: "" });
+    this.run = context.run();
+    this.filters = new Filters(() => this.load(), () => context.step?.());
     this.alert = el("p", { role: "alert", class: "viewer-bad" });
     this.problems = el("ul", { class: "viewer-missing" });
-    this.body = el("tbody");
-    this.head = el("tr");
+    this.body = el("ol", { class: "viewer-rows" });
     this.count = el("span", { role: "status" });
+    this.searching = el("span", { class: "viewer-muted" });
     this.pager = this.makePager();
-    this.detail = el("div");
-    const caption = el("caption", { class: "viewer-muted" }, "Groups: a prompt and its completions");
-    const table = el("table", { class: "viewer-table" }, caption, el("thead", {}, this.head), this.body);
-    const list = el("div", { class: "viewer-list" }, table);
+    this.list = el("div", { class: "viewer-list" }, this.filters.element, this.problems, this.body, this.pager.element);
+    this.detail = el("div", { class: "viewer-detail" });
     element.classList.add("viewer");
-    element.replaceChildren(this.form, this.alert, this.problems, list, this.pager.element, this.detail);
-    this.makeHead();
+    element.replaceChildren(this.alert, this.list, this.detail);
     this.body.addEventListener("keydown", (event) => this.moveBetweenRows(event));
-  }
-
-  makeForm() {
-    const field = ({ name, label, ...input }) => el("label", {}, `${label} `, el("input", { name, ...input }));
-    const options = Object.entries(ERRORS).map(([value, label]) => el("option", { value }, label));
-    this.follow = el("input", { type: "checkbox", name: "follow" });
-    const form = el(
-      "form",
-      { class: "viewer-filters", role: "search", "aria-label": "Filter groups" },
-      FILTERS.map(field),
-      el("label", {}, "Show ", el("select", { name: "error" }, options)),
-      el("label", {}, this.follow, " only the step chosen above"),
-      el("button", { type: "reset" }, "Clear"),
-    );
-    let typing;
-    const changed = () => {
-      clearTimeout(typing);
-      typing = setTimeout(() => this.load(0), TYPING_MS);
-    };
-    this.follow.addEventListener("change", () => this.followStep());
-    form.addEventListener("input", changed);
-    form.addEventListener("reset", () => setTimeout(changed)); // the fields are empty only then
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.load(0);
-    });
-    return form;
-  }
-
-  makeHead() {
-    this.head.replaceChildren(
-      ...COLUMNS.map(({ title, sort, hint }) => {
-        if (!sort) return el("th", { scope: "col", title: hint }, title);
-        const state = { [sort]: "ascending", [`-${sort}`]: "descending" }[this.sort];
-        const mark = { ascending: " ▲", descending: " ▼" }[state] ?? "";
-        const button = el("button", { type: "button", "data-sort": sort, onclick: () => this.sortBy(sort) }, title + mark);
-        return el("th", { scope: "col", title: hint, "aria-sort": state }, button);
-      }),
-    );
+    document.addEventListener("keydown", (event) => this.pressed(event));
   }
 
   makePager() {
-    const go = (label, offset) => el("button", { type: "button", onclick: () => this.load(Math.max(0, offset())) }, label);
+    const go = (label, offset) => el("button", { type: "button", onclick: () => this.page(Math.max(0, offset())) }, label);
     const last = () => Math.floor(Math.max(0, this.total - 1) / LIMIT) * LIMIT;
     const back = [go("First", () => 0), go("Previous", () => this.offset - LIMIT)];
     const on = [go("Next", () => this.offset + LIMIT), go("Last", last)];
-    const element = el("nav", { class: "viewer-pager", "aria-label": "Pages of groups" }, back, this.count, on);
+    const element = el("div", { class: "viewer-pager", role: "group", "aria-label": "Pages of groups" }, back, this.count, on, this.searching);
     return { element, back, on };
   }
 
-  sortBy(column) {
-    this.sort = this.sort === `-${column}` ? column : `-${column}`;
-    this.makeHead();
-    this.head.querySelector(`[data-sort=${column}]`).focus();
-    this.load(0);
+  async page(offset) {
+    address.set({ offset: offset || "" }, { push: true });
+    await this.load();
+    this.element.scrollIntoView();
   }
 
-  /** Takes over the step that is chosen on the page, if it is to be followed. */
-  followStep() {
-    if (!this.follow.checked) return;
-    const step = this.context.step?.() ?? "";
-    this.form.elements.step_from.value = step;
-    this.form.elements.step_to.value = step;
-    this.load(0);
+  /** Shows what the address says, as after Back. */
+  async go() {
+    this.filters.read();
+    const loading = this.load(address.get("group") !== "");
+    if (address.get("group") === "") this.leave();
+    else if (this.opening === this.wanted()) this.group?.draw();
+    else await this.open({ id: address.get("group"), step: address.whole("at") }, false);
+    await loading;
+    this.sayPlace();
   }
 
-  question(offset) {
-    const question = { run: this.context.run(), offset, limit: LIMIT, sort: this.sort };
-    for (const name of [...FILTERS.map((filter) => filter.name), "error"]) {
-      const value = this.form.elements[name].value.trim();
-      if (value !== "") question[name] = value;
-    }
-    return question;
+  wanted() {
+    return `${this.context.run()} ${address.whole("at")}/${address.get("group")}`;
   }
 
-  /** Asks for the groups from `offset` on, and shows them if they are others than before. */
-  async load(offset = this.offset) {
+  /** Asks for the groups of the address, and shows them if they are others than before; `around`: the page of the open group. */
+  async load(around = false) {
     this.asked += 1;
     const mine = this.asked;
-    const same = this.run === this.context.run();
-    if (!same) this.changeRun();
-    const question = this.question(same ? offset : 0);
+    const run = this.context.run();
+    const at = around ? { around: address.get("group"), around_step: address.whole("at") } : {};
     this.waiting += 1;
     try {
-      const answer = await this.context.fetchJson("groups", question);
+      const answer = await this.context.fetchJson("groups", { run, offset: address.whole("offset") ?? 0, limit: LIMIT, ...question(), ...at });
       if (mine !== this.asked) return;
       this.alert.textContent = "";
-      this.offset = question.offset;
+      this.run = run;
       this.show(answer);
+      if (answer.searching || answer.reading) setTimeout(() => mine === this.asked && this.load(around), 50);
     } catch (error) {
       if (mine === this.asked) this.alert.textContent = error.message;
     } finally {
@@ -178,37 +95,53 @@ class Viewer {
     }
   }
 
-  changeRun() {
-    this.run = this.context.run();
-    this.offset = 0;
-    this.opened = null;
-    this.detail.replaceChildren();
-  }
-
   show(answer) {
-    const text = JSON.stringify([this.offset, answer]);
+    const text = JSON.stringify([this.run, answer]);
     if (text === this.shown) return;
     this.shown = text;
-    this.total = answer.total;
+    Object.assign(this, { total: answer.total, offset: answer.offset, rows: answer.groups });
     this.problems.replaceChildren(...answer.problems.map((each) => el("li", {}, visible(each))));
     const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.key : null;
     this.body.replaceChildren(...answer.groups.map((row) => this.row(row)));
     if (focused !== null) this.buttonOf(focused)?.focus();
     const end = this.offset + answer.groups.length;
-    const none = "no group is as asked for";
     const said = `${(this.offset + 1).toLocaleString("en")}–${end.toLocaleString("en")} of ${this.total.toLocaleString("en")}`;
-    this.count.textContent = answer.groups.length ? said : none;
+    this.count.textContent = answer.groups.length ? said : answer.searching || answer.reading ? "none yet" : "no group is as asked for";
+    const { searching, reading } = answer;
+    if (reading) this.searching.textContent = `reading the list: ${Math.floor((100 * reading.done) / reading.of)} %`;
+    else this.searching.textContent = searching ? `searching completions: ${searching.done} of ${searching.of} steps` : "";
     this.pager.back.forEach((button) => (button.disabled = this.offset === 0));
     this.pager.on.forEach((button) => (button.disabled = end >= this.total));
   }
 
   row(row) {
-    const prompt = row.prompt ?? row.prompt_id ?? row.id;
-    const button = el("button", { type: "button", class: "viewer-open", "data-key": keyOf(row) }, visible(prompt.replace(/\s+/g, " ")));
-    button.addEventListener("click", () => this.open(row));
-    const cells = COLUMNS.map(({ title, show }) => el("td", { "data-column": title }, show ? show(row) : button));
-    const here = this.opened !== null && keyOf(this.opened) === keyOf(row);
-    return el("tr", { class: row.reason ? "viewer-dropped" : null, "aria-current": here && "true" }, cells);
+    const prompt = (row.prompt ?? row.prompt_id ?? row.id).replace(/\s+/g, " ");
+    const { completion } = row;
+    const right = row.completions === null || row.correct === null ? null : `${short(row.correct)}/${row.completions}`;
+    const weights = row.newest === null || row.newest === row.oldest ? short(row.oldest) : `${row.oldest}–${row.newest}`;
+    const facts = [
+      row.tokens === null ? "" : `longest ${short(row.tokens)}`,
+      row.advantage === null ? "" : `|advantage| ${short(row.advantage)}`,
+      row.delta === null ? "" : `|Δ logprob| ${short(row.delta)}`,
+      `weights ${weights}`,
+    ];
+    const button = el(
+      "button",
+      { type: "button", class: "viewer-open", "data-key": keyOf(row), onclick: () => this.open(row, true, completion?.number) },
+      el("span", { class: "row-step" }, row.step === null ? "waits" : `step ${row.step.toLocaleString("en")}`),
+      el("span", { class: "row-prompt" }, visible(prompt)),
+      el("span", { class: "row-completion" }, this.beginning(completion)),
+      el("span", { class: "row-reward" }, el("b", {}, short(row.reward)), right && el("span", { class: "viewer-muted" }, ` ${right}`), squares(row.rewards)),
+      el("span", { class: "row-facts" }, facts.filter(Boolean).join(" · "), row.marks.length > 0 && el("b", {}, ` ${row.marks.join(", ").replaceAll("_", " ")}`)),
+    );
+    return el("li", { class: row.reason ? "viewer-dropped" : null }, button);
+  }
+
+  beginning(completion) {
+    if (!completion) return "";
+    const sign = { true: ["✓", "right: ", "viewer-good"], false: ["✗", "wrong: ", "viewer-bad"] }[completion.correct];
+    const mark = sign && el("span", { class: sign[2] }, el("span", { "aria-hidden": "true" }, `${sign[0]} `), el("span", { class: "unseen" }, sign[1]));
+    return [mark, highlighted(completion.text, address.get("text"))].flat();
   }
 
   buttonOf(key) {
@@ -216,62 +149,105 @@ class Viewer {
   }
 
   moveBetweenRows(event) {
-    const moves = { ArrowDown: 1, ArrowUp: -1 };
+    const moves = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 };
     if (!(event.key in moves)) return;
     event.preventDefault();
     const buttons = [...this.body.querySelectorAll(".viewer-open")];
     buttons[buttons.indexOf(document.activeElement) + moves[event.key]]?.focus();
   }
 
-  /** Shows a group of the list, or another one of its prompt. */
-  async open(row) {
-    const { fetchJson } = this.context;
+  pressed(event) {
+    const taken = event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || event.target.closest("input, select, textarea, dialog, [role=tab]");
+    if (taken || this.group === null || this.group.element.offsetParent === null) return;
+    if (this.group.pressed(event.key.length === 1 ? event.key.toLowerCase() : event.key)) event.preventDefault();
+  }
+
+  /** Shows a group of the list, or another one of its prompt; `push`: as a new view, with this completion. */
+  async open(row, push = true, completion = null) {
+    if (push) address.set({ group: row.id, at: row.step, completion: completion > 1 ? completion : "" }, { push: !isHere(row) });
+    const mine = (this.opening = this.wanted());
     const run = this.context.run();
-    this.opened = row;
-    this.markOpened();
     const step = row.step === null ? {} : { step: row.step };
-    const others = this.ofPrompt(row.prompt_id, run);
     try {
-      const group = await fetchJson(`groups/${encodeURIComponent(row.id)}`, { run, ...step });
-      const { view, title } = groupView(group, await others, (other) => this.open(other), () => this.close());
-      if (this.opened !== row) return;
-      this.detail.replaceChildren(view);
-      title.focus({ preventScroll: true });
-      this.detail.scrollIntoView();
+      const group = await this.context.fetchJson(`groups/${encodeURIComponent(row.id)}`, { run, ...step });
+      const history = await this.ofPrompt(group.prompt_id, run);
+      if (this.opening !== mine) return;
+      const move = (by) => this.move(by);
+      this.group = new GroupView(group, history, { open: (other) => this.open(other), close: () => this.close(), move });
+      this.enter(this.group.element);
+      this.group.title.focus({ preventScroll: true });
+      this.sayPlace();
     } catch (error) {
-      if (this.opened !== row) return;
+      if (this.opening !== mine) return;
+      this.group = null;
       const close = el("button", { type: "button", class: "viewer-close", onclick: () => this.close() }, "Close");
-      this.detail.replaceChildren(el("p", { role: "alert", class: "viewer-bad" }, visible(error.message), " ", close));
+      this.enter(el("p", { role: "alert", class: "viewer-bad" }, visible(error.message), " ", close));
     }
+  }
+
+  enter(content) {
+    this.list.hidden = true;
+    fill(this.detail, content);
+    if (this.element.getBoundingClientRect().top < 0) this.element.scrollIntoView();
   }
 
   /** The groups of a prompt; none where that cannot be had: the group itself is worth more. */
   async ofPrompt(id, run) {
-    if (id === null) return [];
     const path = `prompts/${encodeURIComponent(id)}`;
     return this.context.fetchJson(path, { run }).then((answer) => answer.groups, () => []);
   }
 
-  close() {
-    const row = this.opened;
-    this.opened = null;
-    this.detail.replaceChildren();
-    this.markOpened();
-    if (row) this.buttonOf(keyOf(row))?.focus();
+  /** Where the open group is in the list. */
+  sayPlace() {
+    const i = this.rows.findIndex(isHere);
+    if (this.group === null) return;
+    this.group.place.textContent = i < 0 ? "" : `${(this.offset + i + 1).toLocaleString("en")} of ${this.total.toLocaleString("en")}`;
   }
 
-  markOpened() {
-    for (const button of this.body.querySelectorAll(".viewer-open")) {
-      const here = this.opened !== null && button.dataset.key === keyOf(this.opened);
-      const line = button.closest("tr");
-      if (here) line.setAttribute("aria-current", "true");
-      else line.removeAttribute("aria-current");
+  /** Opens the group before (-1) or behind (1) the open one in the list. */
+  async move(by) {
+    const i = this.rows.findIndex(isHere);
+    if (i < 0) return;
+    let row = this.rows[i + by];
+    const offset = this.offset + by * LIMIT;
+    if (row === undefined && offset >= 0 && offset < this.total) {
+      address.set({ offset: offset || "" });
+      await this.load();
+      row = by > 0 ? this.rows[0] : this.rows.at(-1);
     }
+    if (row !== undefined) await this.open(row);
+  }
+
+  close() {
+    const key = `${address.whole("at")}/${address.get("group")}`;
+    address.set({ group: "", at: "", completion: "" }, { push: true });
+    this.leave();
+    this.load();
+    const button = this.buttonOf(key);
+    button?.focus({ preventScroll: true });
+    button?.scrollIntoView({ block: "center" });
+  }
+
+  leave() {
+    this.opening = "";
+    this.group = null;
+    this.detail.replaceChildren();
+    this.list.hidden = false;
   }
 }
 
-function style() {
-  const href = new URL("viewer.css", import.meta.url).href;
-  if ([...document.styleSheets].some((sheet) => sheet.href === href) || document.querySelector("link[data-viewer]")) return;
-  document.head.append(el("link", { rel: "stylesheet", href, "data-viewer": true }));
+/** A small square for the reward of every completion. */
+function squares(rewards) {
+  if (rewards.length === 0 || rewards.length > MOST_SQUARES) return null;
+  const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
+  const level = (reward) => (reward === null ? "unknown" : `level${Math.round((4 * (reward - low)) / (high - low))}`);
+  return el("span", { class: "squares", "aria-hidden": "true" }, rewards.map((reward) => el("i", { class: level(reward) })));
+}
+
+/** A text with what was searched for marked. */
+function highlighted(text, wanted) {
+  const at = wanted ? text.toLowerCase().indexOf(wanted.toLowerCase().replace(/\s+/g, " ")) : -1;
+  if (at < 0) return visible(text);
+  const end = at + wanted.replace(/\s+/g, " ").length;
+  return [...visible(text.slice(0, at)), el("mark", {}, visible(text.slice(at, end))), ...visible(text.slice(end))];
 }

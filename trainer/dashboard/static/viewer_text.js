@@ -1,22 +1,12 @@
 // What models wrote, as text: never markup, nothing invisible, tokens shaded by a number that is shown exactly on demand.
 
+import { el } from "./dom.js";
+
 const HIDDEN =
   /[\u0000-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\u{e0000}-\u{e0fff}]/gu;
-const FOLDED_CHARS = 2000;
-const FOLDED_TOKENS = 512;
+const FOLDED_CHARS = 20000;
+const FOLDED_TOKENS = 8192;
 const PAGE = 10;
-
-/** An element with properties, event listeners ("onclick") and children; strings become text. */
-export function el(name, properties = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) {
-    if (value === undefined || value === null || value === false) continue;
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else made.setAttribute(key, value === true ? "" : value);
-  }
-  made.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
-  return made;
-}
 
 /** A number for people; "–" where there is none. */
 export function short(value, digits = 3) {
@@ -37,11 +27,12 @@ function picture(character) {
   return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
-/** Nodes that show a text with its control characters; lines break where they do. */
-export function visible(text) {
+/** Nodes that show a text with its control characters; lines break where they do, with a sign for it if `breaks`. */
+export function visible(text, breaks = true) {
   const nodes = [];
   let end = 0;
   for (const match of text.matchAll(HIDDEN)) {
+    if (!breaks && (match[0] === "\n" || match[0] === "\t")) continue;
     if (match.index > end) nodes.push(text.slice(end, match.index));
     nodes.push(el("span", { class: "viewer-control" }, picture(match[0])));
     if (match[0] === "\n" || match[0] === "\t") nodes.push(match[0]);
@@ -98,6 +89,8 @@ function difference(completion, i) {
   return theirs === null || theirs === undefined ? null : theirs - completion.logprobs[i];
 }
 
+const masked = (completion, i) => completion.mask !== null && completion.mask[i] === 0;
+
 function shadeClass(shade, value) {
   if (value === null || value === undefined) return "viewer-unknown";
   const level = shade.scale.bounds.filter((bound) => shade.scale.size(value) > bound).length;
@@ -105,7 +98,7 @@ function shadeClass(shade, value) {
 }
 
 /** What the colours of a shade mean. */
-export function legend(name) {
+export function legend(name, hasMask) {
   const shade = SHADES[name];
   const kinds = shade.scale === surprise ? ["low"] : ["down", "up"];
   const items = kinds.flatMap((kind) => {
@@ -114,6 +107,7 @@ export function legend(name) {
     );
     return kind === "down" ? swatches.reverse() : swatches;
   });
+  if (hasMask) items.push(el("li", {}, el("span", { class: "viewer-swatch viewer-masked" }, "a"), " not trained"));
   if (name !== "none") items.push(el("li", {}, el("span", { class: "viewer-swatch viewer-unknown" }, "a"), " not known"));
   return el("ul", { class: "viewer-legend", "aria-label": "what the colours mean, in nats" }, items);
 }
@@ -125,6 +119,7 @@ function facts(completion, i) {
   return [
     `token ${i + 1} of ${completion.tokens.length}`,
     `id ${completion.token_ids[i]}`,
+    ...(masked(completion, i) ? ["not trained: of the template, a tool or the environment"] : []),
     `rollout ${exact(completion.logprobs[i])}`,
     `trainer ${exact(completion.trainer_logprobs?.[i])}`,
     `difference ${exact(difference(completion, i))}`,
@@ -149,7 +144,7 @@ export function tokens(completion, label, tell) {
     for (let i = spans.length; i < until; i += 1) {
       const text = completion.tokens[i];
       const span = el("span", { "data-token": i }, text === "" ? "·" : visible(text));
-      span.className = shadeClass(shade, shade.of(completion, i));
+      span.className = masked(completion, i) ? "viewer-masked" : shadeClass(shade, shade.of(completion, i));
       if (text === "") span.classList.add("viewer-part");
       spans.push(span);
       made.append(span);
@@ -204,7 +199,8 @@ export function tokens(completion, label, tell) {
       shade = SHADES[name];
       spans.forEach((span, i) => {
         const kept = ["viewer-current", "viewer-part"].filter((each) => span.classList.contains(each));
-        span.className = [shadeClass(shade, shade.of(completion, i)), ...kept].join(" ");
+        const how = masked(completion, i) ? "viewer-masked" : shadeClass(shade, shade.of(completion, i));
+        span.className = [how, ...kept].join(" ");
       });
     },
   };

@@ -1,0 +1,1 @@
+"""Benchmarks, and the check of a GPU (`rlhf-gpu-check`)."""

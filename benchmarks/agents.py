@@ -1,0 +1,253 @@
+"""What the environment-server costs: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART …]`.
+
+`calls`: 256 sessions of a program that calls the model over HTTP, each turn after the other, with an engine that takes two
+seconds a turn. What a call takes longer than the engine took, and the processor time of the server's process for 1,000 turns;
+the latter also for episodes whose turns the server plays itself, and, to compare, for as many requests that do nothing.
+`tools`: an engine of 32 sequences at a time, and tools that sleep for 1 to 30 seconds. The engine's tokens per second with as
+many episodes in flight as keep it busy, over those of episodes without tools.
+
+Server and engine are processes of their own; the engine computes nothing.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import psutil
+from aiohttp import web
+
+from benchmarks.processes import free_port, processes
+from common.environment_client import EnvironmentClient
+from common.observe import Metrics
+from common.rollout_client import RolloutClient
+from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
+from common.sections import EnvironmentSection
+from services.environment.app import create_environment_app
+from services.environment.service import EpisodeService
+from services.environment.template import Template
+from services.http.app import serve
+from tests.support.trap_models import letters, trap_tokenizer
+
+SESSIONS, TURNS, ANSWER_TOKENS, TURN_S = 256, 8, 128, 2.0
+SLOTS, TOOL_S, FLIGHT, WINDOW_S = 32, (1.0, 30.0), 512, 90.0
+_CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "a"}}\n</tool_call>'
+
+
+class Talks:
+    """An environment of eight turns without tools."""
+
+    def reset(self, prompt: str) -> None:
+        """Begins."""
+        self.turns = 0
+
+    async def step(self, messages: list[dict[str, Any]]) -> str | None:
+        """Goes on until all turns are made."""
+        self.turns += 1
+        return "And then? Tell me more about it." if self.turns < TURNS else None
+
+    def get_reward(self) -> float:
+        """Is the same for all."""
+        return 1.0
+
+
+class Slow(Talks):
+    """The same with a slow tool between two turns, which is no coroutine: it holds a thread."""
+
+    def look(self, what: str) -> str:
+        """Looks something up.
+
+        Args:
+            what: To be looked up.
+        """
+        time.sleep(random.uniform(*TOOL_S))
+        return "And then? Tell me more about it."
+
+
+def serve_environment(name: str, port: int, engine: int) -> None:
+    """Serves one of these environments, with the engine on another port."""
+    tokenizer = trap_tokenizer()
+    stop = tokenizer.eos_token_id
+    router, metrics = RolloutClient("rollout-server", f"http://127.0.0.1:{engine}"), Metrics("environment-server")
+    section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
+    service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
+    task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
+    for i in range(SESSIONS):  # programs that others have started
+        request = EpisodeRequest(request_id="r", task=task, sampling=sampling, limits=EpisodeLimits(turns=TURNS))
+        service._sessions[f"session-{i}"] = service.open_session(request)
+    serve(create_environment_app(service, 256 << 20, metrics), "127.0.0.1", port)
+
+
+def serve_engine(port: int, tools: bool) -> None:
+    """Answers after TURN_S, SLOTS requests at a time where there are tools."""
+    tokenizer = trap_tokenizer()
+    slots = asyncio.Semaphore(SLOTS if tools else SESSIONS)
+    text = "x" * (ANSWER_TOKENS - 1 - len(_CALL))
+    done = 0
+
+    def answer(turns: int) -> bytes:
+        ids = letters(tokenizer, text + (_CALL if tools and turns < TURNS else "y" * len(_CALL)))
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "1",
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        }
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta}).body  # type: ignore[return-value]
+
+    calling, ending = answer(0), answer(TURNS)
+    end = tokenizer.eos_token_id
+
+    async def generate(request: web.Request) -> web.Response:
+        nonlocal done
+        asked = (await request.json())["input_ids"].count(end)
+        async with slots:
+            await asyncio.sleep(TURN_S)
+        done += 1
+        return web.Response(body=calling if asked <= 2 * (TURNS - 1) else ending, content_type="application/json")
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response({"turns": done})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/generate", generate)
+    app.router.add_get("/health", health)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+@asynccontextmanager
+async def serving(environment: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
+    """URLs of server and engine, and the server's process."""
+    port, engine = free_port(), free_port()
+    words = [
+        ["benchmarks.agents", "--serve", environment, str(port), str(engine)],
+        ["benchmarks.agents", "--engine", str(engine), str(int(environment == "Slow"))],
+    ]
+    with processes(words) as (pid, _):
+        async with aiohttp.ClientSession() as http:
+            for url in (f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine}"):
+                while True:
+                    try:
+                        async with http.get(f"{url}/health") as answer:
+                            if answer.ok:
+                                break
+                    except aiohttp.ClientError:
+                        await asyncio.sleep(0.1)
+        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine}", psutil.Process(pid)
+
+
+def cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def calls() -> None:
+    """Prints what calls of programs, and turns of the server's own, cost."""
+    async with serving("Talks") as (url, _, process), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def program(i: int, took: list[float]) -> None:
+            await asyncio.sleep(TURN_S * i / SESSIONS)  # not all at once, as in training
+            chat: list[dict[str, Any]] = [{"role": "user", "content": f"Tell me the story of number {i}. " * 8}]
+            headers = {"authorization": f"Bearer session-{i}"}
+            for _ in range(TURNS):
+                began = time.perf_counter()
+                place = f"{url}/sessions/session-{i}/v1/chat/completions"
+                async with http.post(place, json={"model": "m", "messages": chat}, headers=headers) as answer:
+                    content = await answer.json()
+                took.append(time.perf_counter() - began)
+                chat += [content["choices"][0]["message"], {"role": "user", "content": "And then? Tell me more about it."}]
+
+        turns = SESSIONS * TURNS
+        took: list[float] = []
+        before = cpu(process)
+        await asyncio.gather(*(program(i, took) for i in range(SESSIONS)))
+        spent = cpu(process) - before
+        over = sorted(1000 * (each - TURN_S) for each in took)
+        shown = ", ".join(f"{over[int(share * turns)]:.1f} ms for {share:.0%}" for share in (0.05, 0.5, 0.95))
+        print(f"calls of programs: {turns} turns of {SESSIONS} sessions, over the engine at most {shown}")
+        print(f"  {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
+        before = cpu(process)
+        async with EnvironmentClient("environment-server", url) as client:
+            await asyncio.gather(*(client.episodes(episodes("Talks", i, 8)) for i in range(SESSIONS // 8)))
+        spent = cpu(process) - before
+        print(f"turns of the server's own: {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
+        before = cpu(process)
+
+        async def nothing() -> None:
+            for _ in range(TURNS):
+                async with http.get(f"{url}/environments") as answer:
+                    await answer.read()
+
+        await asyncio.gather(*(nothing() for _ in range(SESSIONS)))
+        print(f"requests that do nothing: {1000 * (cpu(process) - before) / turns:.2f} core-seconds for 1,000 of them")
+
+
+def episodes(environment: str, number: int, n: int) -> EpisodeRequest:
+    prompt = f"Tell me the story of number {number}. " * 8
+    return EpisodeRequest(
+        request_id=f"{environment}-{number}",
+        n=n,
+        task=EpisodeTask(env=f"python:benchmarks.agents:{environment}", prompt=prompt),
+        sampling=EpisodeSampling(max_new_tokens=ANSWER_TOKENS),
+    )
+
+
+async def rate(environment: str, flight: int) -> float:
+    """Turns a second of the engine, with so many episodes in flight, after they have spread out."""
+    async with serving(environment) as (url, engine, _), aiohttp.ClientSession() as http:
+
+        async def turns() -> int:
+            async with http.get(f"{engine}/health") as answer:
+                return int((await answer.json())["turns"])
+
+        async with EnvironmentClient("environment-server", url) as client:
+            numbers = iter(range(1 << 30))
+
+            async def slot() -> None:
+                while True:
+                    await client.episodes(episodes(environment, next(numbers), 1))
+
+            running = [asyncio.create_task(slot()) for _ in range(flight)]
+            await asyncio.sleep(WINDOW_S / 2)
+            before, began = await turns(), time.monotonic()
+            await asyncio.sleep(WINDOW_S)
+            found = (await turns() - before) / (time.monotonic() - began)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            return found
+
+
+async def tools() -> None:
+    """Prints the engine's throughput with slow tools over that without."""
+    without, slow = SLOTS / TURN_S, await rate("Slow", FLIGHT)
+    print(
+        f"tools of {TOOL_S[0]:g} to {TOOL_S[1]:g} s, {FLIGHT} episodes in flight: {slow:.1f} turns a second of an engine that"
+    )
+    print(f"  makes {without:.1f} at its {SLOTS} sequences, {slow / without:.0%}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the parts that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", help="calls, tools")
+    parser.add_argument("--serve", nargs=3)
+    parser.add_argument("--engine", nargs=2)
+    options = parser.parse_args(argv)
+    if options.serve:
+        return serve_environment(options.serve[0], *map(int, options.serve[1:]))
+    if options.engine:
+        return serve_engine(int(options.engine[0]), options.engine[1] == "1")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for name, part in (("calls", calls), ("tools", tools)):
+        if not options.parts or name in options.parts:
+            asyncio.run(part())
+    return None
+
+
+if __name__ == "__main__":
+    main()

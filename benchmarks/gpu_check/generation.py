@@ -1,0 +1,93 @@
+"""The embedded engine beside transformers' `generate`, and its log-probabilities beside the trainer's."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu_check.harness import Findings
+from benchmarks.gpu_check.setting import Setting
+from learning.layout import moved
+from services.engine.engine import Engine
+from services.engine.jobs import GenerationJob, SamplingParams, Sequence
+from services.engine.model import Model
+from trainer.policy.scorer import Scorer
+
+_FASTER = 1.2
+"""What `benchmarks.engine` claims on a CPU."""
+_WAIT_S = 120
+
+
+def speed(found: Findings, setting: Setting) -> None:
+    """32 prompts × 8 completions at once, ended by their length alone; the second of two rounds counts."""
+    rng = np.random.default_rng(0)
+    directory = setting.model("small" if setting.small else "0.5b")
+    count, samples, length, new = (4, 2, 12, 8) if setting.small else (32, 8, 64, 128)
+    model = Model(directory, length + new, setting.device, "bfloat16")
+    engine = Engine(model, max_running=count * samples)
+    prompts = rng.integers(10, model.vocab_size, (count, length)).tolist()
+    engine.start()
+    try:
+        _round(engine, prompts, samples, new)
+        ours, answers = _round(engine, prompts, samples, new)
+    finally:
+        engine.stop()
+    theirs = _generate(setting, directory, prompts, samples, new)
+    total = count * samples * new
+    found.figures = {"engine": total / ours, "generate": total / theirs}
+    text = f"the embedded engine beside `generate`, {count} × {samples} completions of {new} tokens"
+    measured = f"{total / ours:,.0f} and {total / theirs:,.0f} tokens/s, ratio {theirs / ours:.2f}"
+    found.claim(text, f"ratio ≥ {_FASTER}", measured, None if setting.small else theirs / ours >= _FASTER)
+    apart = (_scored(setting, model, prompts, answers) - _logprobs(answers)).abs()
+    found.at_most("the engine's log-probabilities beside the trainer's: mean |Δ|", float(apart.mean()), 0.02)
+    found.at_most("the engine's log-probabilities beside the trainer's: largest |Δ|", float(apart.max()), 0.5)
+
+
+def _round(engine: Engine, prompts: list[list[int]], samples: int, new: int) -> tuple[float, list[list[Sequence]]]:
+    """Returns seconds, and the answers to every prompt."""
+    jobs = [GenerationJob(str(i), prompt, SamplingParams(new, seed=i), samples) for i, prompt in enumerate(prompts)]
+    start = time.perf_counter()
+    engine.submit(jobs)
+    answers = [job.done.result(_WAIT_S) for job in jobs]
+    seconds = time.perf_counter() - start
+    assert all(len(answer.tokens) == new for group in answers for answer in group)
+    return seconds, answers
+
+
+def _generate(setting: Setting, directory: Any, prompts: list[list[int]], samples: int, new: int) -> float:
+    """Returns the seconds of the second `generate` on the same rows."""
+    kind = torch.bfloat16 if setting.on_gpu else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=kind).eval().to(setting.device)
+    model.generation_config.eos_token_id = None  # ignored on both sides
+    rows = torch.tensor([prompt for prompt in prompts for _ in range(samples)], device=setting.device)
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": new, "pad_token_id": 0}
+    seconds = 0.0
+    for _ in range(2):
+        setting.synchronize()
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(rows, attention_mask=torch.ones_like(rows), **options)
+        setting.synchronize()
+        seconds = time.perf_counter() - start
+        assert output.shape[1] == rows.shape[1] + new
+    return seconds
+
+
+def _scored(setting: Setting, model: Model, prompts: list[list[int]], answers: list[list[Sequence]]) -> torch.Tensor:
+    """Returns the trainer's log-probabilities of the same tokens, under the weights that the engine holds, in its precision."""
+    kind = torch.bfloat16 if setting.on_gpu else torch.float32
+    scorer = Scorer(AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).to(setting.device).train(), "on")
+    found = []
+    for prompt, group in zip(prompts, answers, strict=True):
+        completions = [np.array(answer.tokens, np.int32) for answer in group]
+        layout = moved(scorer.layout.of([np.array(prompt, np.int32)] * len(group), completions), setting.device)
+        targets = torch.from_numpy(np.concatenate(completions).astype(np.int64)).to(setting.device)
+        with torch.no_grad(), torch.autocast(setting.device.type, kind, enabled=setting.on_gpu):
+            found.append(scorer(layout, targets, 1.0).logprobs.float().cpu())
+    return torch.cat(found)
+
+
+def _logprobs(answers: list[list[Sequence]]) -> torch.Tensor:
+    return torch.tensor([value for group in answers for answer in group for value in answer.logprobs])

@@ -1,0 +1,167 @@
+"""Sections as processes: each has a limit, leaves one line of JSON, and counts as failed unless it does both in full."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_TAIL = 6
+"""Lines of a failed section's log that are shown."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said, what was found, and whether it holds; `holds` is None where nothing was predicted."""
+
+    text: str
+    predicted: str
+    measured: str
+    holds: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "**FAILS**", None: "measured"}[self.holds]
+
+
+@dataclass
+class Findings:
+    """What a section reports."""
+
+    claims: list[Claim] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Numbers for the table of updates, and for comparisons between sections."""
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)
+    """Further tables by title; the first row is the head."""
+
+    def claim(self, text: str, predicted: str, measured: str, holds: bool | None = None) -> None:
+        self.claims.append(Claim(text, predicted, measured, None if holds is None else bool(holds)))
+
+    def at_most(self, text: str, value: float, limit: float, unit: str = "") -> None:
+        """Claims that a value is at most `limit`; NaN is not."""
+        self.claim(text, f"≤ {limit:.4g}{unit}", f"{value:.4g}{unit}", value <= limit)
+
+    def at_least(self, text: str, value: float, limit: float, unit: str = "") -> None:
+        """Claims that a value is at least `limit`; NaN is not."""
+        self.claim(text, f"≥ {limit:.4g}{unit}", f"{value:.4g}{unit}", value >= limit)
+
+
+@dataclass
+class Outcome:
+    """How a section went."""
+
+    name: str
+    about: str
+    seconds: float = 0.0
+    error: str = ""
+    """Why it failed; empty when it ran to its end."""
+    findings: Findings = field(default_factory=Findings)
+
+    @property
+    def all_claims(self) -> list[Claim]:
+        """The section's claims, after a failed one where it did not run to its end."""
+        broken = [Claim(self.about, "runs to its end", self.error, False)] if self.error else []
+        return [*broken, *self.findings.claims]
+
+    def line(self) -> str:
+        """Returns one line of strict JSON; a number that is not finite is written as text."""
+        return json.dumps(_finite(asdict(self)), ensure_ascii=False, allow_nan=False)
+
+
+def run(name: str, about: str, command: Sequence[str], limit_s: float, directory: Path) -> Outcome:
+    """Runs `command`, which gets the path of its line as last argument, and kills it and its children after `limit_s`.
+
+    Output goes to `directory`/NAME.log. Whatever is not a complete line and exit status 0 is an error of the outcome.
+    """
+    line, log, start = directory / f"{name}.json", directory / f"{name}.log", time.perf_counter()
+    line.unlink(missing_ok=True)
+    outcome = Outcome(name, about)
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, str(line)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            outcome.error = f"still ran after its limit of {limit_s:.0f} s"
+        finally:  # also what the section has started and left behind, and on Ctrl-C
+            _kill_group(process)
+    outcome.seconds = time.perf_counter() - start
+    if not outcome.error and process.returncode:
+        outcome.error = _ending(process.returncode)
+    try:
+        found = json.loads(line.read_text(encoding="utf-8"))
+        claims = [Claim(**claim) for claim in found["claims"]]
+        outcome.findings = Findings(claims, found["figures"], found["tables"])
+        outcome.error = found["error"] or outcome.error
+    except OSError:
+        outcome.error = outcome.error or "ended without a result"
+    except (ValueError, KeyError, TypeError):
+        outcome.error = outcome.error or "left a result that cannot be read"
+    if outcome.error:
+        outcome.error += _log_tail(log)
+    return outcome
+
+
+def leave(path: Path, section: Callable[[Findings], None]) -> int:
+    """Runs a section in this process and writes its line, with what it found before an error; returns the exit status."""
+    error, findings = "", Findings()
+    try:
+        section(findings)
+    except MemoryError as caught:
+        error = f"out of memory: {caught}"
+    except Exception as caught:
+        import traceback
+
+        traceback.print_exc()
+        first = next(iter(str(caught).strip().splitlines()), "")
+        error = f"{type(caught).__name__}: {first}"
+    body = {"error": error, **asdict(findings)}
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(_finite(body), allow_nan=False))
+        file.flush()
+        os.fsync(file.fileno())
+    sys.stdout.flush()
+    return 1 if error else 0
+
+
+def peak_host_bytes() -> int:
+    """Returns the largest resident size of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:  # macOS says so of a group of which only the dead process is left
+        process.kill()
+    process.wait()
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"was ended by {name}" + (" (the kernel does that when memory is short)" if name == "SIGKILL" else "")
+
+
+def _log_tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
+    return "".join(f"\n{line[-300:]}" for line in lines)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,73 @@
+"""bfloat16 beside float32 on the same weights and tokens: scores, gradients and an optimiser step."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.harness import Findings
+from benchmarks.gpu_check.setting import Setting
+from benchmarks.gpu_check.updates import full_groups
+from learning.layout import moved
+from learning.optimizer import Optimizer
+from trainer.policy.scorer import Scorer, load_model
+
+_RATE = 1e-6
+
+
+def correctness(found: Findings, setting: Setting) -> None:
+    """Autocast to bfloat16 as an update on one GPU computes, and float32 with the same rows and kernels where there are any."""
+    shape, tokens = ("small", 512) if setting.small else ("0.5b", 4096)
+    config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
+    groups = full_groups(config)[:4]
+    rows = [(group.prompt_token_ids, completion.token_ids) for group in groups for completion in group.completions]
+    exact, low = (_scored(setting, config, rows, bfloat16) for bfloat16 in (False, True))
+    apart = (low["logprobs"] - exact["logprobs"]).abs()
+    found.at_most("bfloat16 beside float32: mean |Δ log-probability|", float(apart.mean()), 0.01)
+    found.at_most("bfloat16 beside float32: largest |Δ log-probability|", float(apart.max()), 0.15)
+    entropy = (low["entropy"] - exact["entropy"]).abs()
+    found.at_most("bfloat16 beside float32: mean |Δ entropy|", float(entropy.mean()), 0.01)
+    found.at_least("bfloat16 beside float32: cosine of the gradients", _cosine(low["gradients"], exact["gradients"]), 0.99)
+    worst = min((_cosine([a], [b]) for a, b in zip(low["gradients"], exact["gradients"], strict=True)), default=1.0)
+    found.claim("bfloat16 beside float32: smallest cosine of a tensor's gradient", "", f"{worst:.4f}")
+    found.at_least("an AdamW step: share of weights that move the same way", _agreement(low["moves"], exact["moves"]), 0.9)
+
+
+def _scored(setting: Setting, config: Any, rows: list[tuple[Any, Any]], bfloat16: bool) -> dict[str, Any]:
+    """Returns scores, gradients and the change of the weights by one step."""
+    model = load_model(config.model).to(setting.device).train()
+    scorer = Scorer(model, "on")
+    prompts, completions = [prompt for prompt, _ in rows], [completion for _, completion in rows]
+    layout = moved(scorer.layout.of(prompts, completions), setting.device)
+    targets = torch.from_numpy(np.concatenate(completions).astype(np.int64)).to(setting.device)
+    weights = torch.linspace(-1, 1, len(targets), device=setting.device) / len(targets)
+    with torch.autocast(setting.device.type, torch.bfloat16, enabled=bfloat16):
+        scores = scorer(layout, targets, 1.0)
+        (weights * scores.logprobs).sum().backward()
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    gradients, before = (
+        [states.detach().to("cpu", torch.float32, copy=True) for states in each]
+        for each in ([p.grad for p in parameters], parameters)
+    )
+    Optimizer(model, (0.9, 0.999), 0.0, 1.0).step(_RATE)
+    moves = [parameter.detach().float().cpu() - old for parameter, old in zip(parameters, before, strict=True)]
+    found = {"logprobs": scores.logprobs.detach().float().cpu(), "entropy": scores.entropy.detach().float().cpu()}
+    return {**found, "gradients": gradients, "moves": moves}
+
+
+def _cosine(one: list[Tensor], other: list[Tensor]) -> float:
+    dot, left, right = (
+        sum(float((a.double() * b.double()).sum()) for a, b in zip(x, y, strict=True))
+        for x, y in ((one, other), (one, one), (other, other))
+    )
+    return float(dot / (left * right) ** 0.5) if left * right > 0 else float("nan")
+
+
+def _agreement(one: list[Tensor], other: list[Tensor]) -> float:
+    """Returns the share of the exact step, by size of its gradient, that has the same sign in the other."""
+    same = sum(
+        float((other_part.abs() * (part.sign() == other_part.sign())).sum())
+        for part, other_part in zip(one, other, strict=True)
+    )
+    return same / sum(float(part.abs().sum()) for part in other)

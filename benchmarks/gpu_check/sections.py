@@ -1,0 +1,78 @@
+"""The sections, in the order of their worth: what there is no time for at the end is missed least.
+
+`python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH LINE` runs one in this process (`harness.run` starts it).
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu_check.harness import Findings, leave
+
+
+@dataclass(frozen=True)
+class Section:
+    """A function of a module of this package, and the seconds that it may take."""
+
+    about: str
+    module: str
+    function: str
+    limit_s: float
+    arguments: tuple[object, ...] = ()
+
+
+def _update(shape: str, tokens: int, words: str = "") -> Section:
+    about = f"update of {shape}, {tokens:,} tokens a micro-batch" + (f", {words}" if words else "")
+    return Section(about, "updates", "measure", 150, (shape, tokens, words))
+
+
+BASE, TORCH_HEAD = "update-0.5b-16k", "the head by torch's operators"
+VARIANTS = {
+    "packing-off": "--trainer.packing off",
+    "checkpointing": "--trainer.activation_checkpointing true",
+    "selective": "--trainer.activation_checkpointing selective",
+    "torch-head": TORCH_HEAD,
+    "bf16-head": "--model.fp32_head false",
+    "compile-off": "--trainer.compile false",
+    "offload": "--trainer.offload_optimizer true",
+    "lora": "--lora.rank 16",
+}
+"""Settings beside those of `BASE`. One GPU shards only to offload, and compiles and fuses the head without being told."""
+SECTIONS = {
+    "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
+    "varlen": Section("attention over packed rows beside float32", "varlen", "correctness", 60),
+    "precision": Section("bfloat16 beside float32", "precision", "correctness", 90),
+    BASE: _update("0.5b", 16_384),
+    "resume": Section("a checkpoint and its resume", "resume", "correctness", 60),
+    "engine": Section("the embedded engine beside `generate`", "generation", "speed", 90),
+    "demo": Section("the tiny demo in one process", "demo", "learns", 180),
+    "kernels": Section("the most costly kernels", "updates", "kernels", 90),
+    "update-1.5b-16k": _update("1.5b", 16_384),
+    "group": Section("a process group for CPU and GPU", "machine", "process_group", 60),
+    **{f"update-{name}": _update("0.5b", 16_384, words) for name, words in VARIANTS.items()},
+    "update-0.5b-4k": _update("0.5b", 4096),
+    "update-1.5b-4k": _update("1.5b", 4096),
+}
+
+
+def command(name: str, device: str, small: bool, scratch: Path) -> list[str]:
+    """Returns the command of a section; the path of its line is still to come."""
+    size = "small" if small else "full"
+    return [sys.executable, "-m", "benchmarks.gpu_check.sections", name, device, size, str(scratch)]
+
+
+def _run(name: str, device: str, size: str, scratch: str, found: Findings) -> None:
+    from benchmarks.gpu_check.setting import Setting  # imports torch: only in the process that computes
+
+    section = SECTIONS[name]
+    module = importlib.import_module(f"benchmarks.gpu_check.{section.module}")
+    function: Callable[..., None] = getattr(module, section.function)
+    function(found, Setting(device, size == "small", Path(scratch)), *section.arguments)
+
+
+if __name__ == "__main__":
+    name, device, size, scratch, path = sys.argv[1:]
+    sys.exit(leave(Path(path), partial(_run, name, device, size, scratch)))

@@ -1,0 +1,71 @@
+"""What all sections share: the device, how large their work is, and random models of real shapes."""
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.update import make_model
+from common.config import Config, load
+from common.sections import TrainerSection
+from learning.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The choices that hold for every section."""
+
+    device_kind: str
+    """`cuda` or `cpu`."""
+    small: bool
+    """Tiny shapes: to see that the code runs, not how fast."""
+    scratch: Path
+    """For models and runs; removed at the end."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device_kind == "cuda"
+
+    def synchronize(self) -> None:
+        """Waits for the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def model(self, shape: str) -> Path:
+        """Returns a random model of this shape of `benchmarks.update`, which the first section to need it makes."""
+        directory = self.scratch / f"model-{shape}"
+        if not directory.exists():
+            partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+            make_model(shape, partial, self.device)
+            shutil.move(partial, directory)
+        return directory
+
+    def config(self, model: Path, *words: str) -> Config:
+        """Returns the configuration of updates of `model` on the device, with these settings beside."""
+        fixed = ("--model.name", str(model), "--trainer.device", self.device_kind, "--trainer.warmup_steps", "0")
+        return load([*fixed, "--algorithm.advantage", "group_centred", *words], {})
+
+    def ranks(self, settings: TrainerSection) -> Ranks:
+        """Returns this process as the one rank."""
+        return Ranks.alone(settings)
+
+
+def seconds(work: Callable[[], object], setting: Setting, times: int) -> float:
+    """Returns the median time of `work`, after one run that is not counted."""
+    found = []
+    for _ in range(times + 1):
+        setting.synchronize()
+        start = time.perf_counter()
+        work()
+        setting.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])

@@ -1,0 +1,180 @@
+"""The update at real shapes: seconds, share of the arithmetic, memory beside its estimates, and where the time goes."""
+
+import itertools
+import json
+import statistics
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_check.harness import Findings, peak_host_bytes
+from benchmarks.gpu_check.sections import TORCH_HEAD
+from benchmarks.gpu_check.setting import Setting
+from benchmarks.update import learn, peak, required_flops
+from common.config import Config
+from common.errors import ConfigError
+from common.memory import ModelShape, trainer_memory
+from common.schemas import Completion, Group
+from trainer.policy import logprobs
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
+
+_PROMPT, _GROUPS, _SIZE, _MICRO_BATCHES = 200, 4, 8, 2
+"""Tokens of a prompt, groups of a micro-batch, completions of a group, and micro-batches of an update."""
+_REPEATS, _TOP = 3, 20
+_LEAST = 0.7
+"""The estimate may be too high by so much that this share of it is used."""
+_GOALS = {("0.5b", 16_384): 0.40}
+"""MFU that is aimed at on an H100 (`benchmarks/roofline.py` predicts more), by shape and tokens of a micro-batch."""
+
+
+def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: str = "") -> None:
+    """Updates of full micro-batches of `tokens`, with the settings `words` beside."""
+    if setting.small:
+        shape, tokens = "small", 512
+    if "offload_optimizer" in words and not setting.on_gpu:
+        found.claim("offloading", "needs a GPU", "not run")
+        return
+    without = patch.object(logprobs, "_kernels", lambda _: None) if words == TORCH_HEAD else nullcontext()
+    settings = () if words == TORCH_HEAD else words.split()
+    config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens), *settings)
+    groups = full_groups(config)
+    with without, setting.ranks(config.trainer) as ranks:
+        policy = Policy(config, ranks)
+        reference, flops = Reference(policy), required_flops(groups, policy.model)
+        first, metrics = learn(policy, reference, groups, config)
+        if setting.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        times = [learn(policy, reference, groups, config)[0] for _ in range(1 if setting.small else _REPEATS)]
+        seconds, counted = statistics.median(times), sum(len(c.token_ids) for group in groups for c in group.completions)
+        counted += _SIZE * sum(len(group.prompt_token_ids) for group in groups)
+        found.figures = {
+            **{"shape": shape, "tokens": tokens, "settings": words, "seconds": seconds, "first_seconds": first},
+            **{"tokens_per_second": counted / seconds, "loss": metrics.loss, "grad_norm": metrics.grad_norm},
+            "sharded": ranks.sharded,
+        }
+        finite = bool(np.isfinite([metrics.loss, metrics.grad_norm]).all()) and metrics.grad_norm > 0
+        found.claim("loss and gradient are finite", "finite", f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}", finite)
+    _utilisation(found, setting, flops, words)
+    _memory(found, setting, config)
+
+
+def full_groups(config: Config) -> list[Group]:
+    """Returns groups that fill their micro-batches to the last token, of random tokens and a heavy tail of lengths."""
+    rng = np.random.default_rng(0)
+    vocabulary = _shape_of(config)["vocab_size"]
+    tokens = config.trainer.micro_batch_tokens // _GROUPS
+    prompt = min(_PROMPT, tokens // 4)
+    shares = rng.lognormal(0.0, 0.8, _SIZE)
+    lengths = 1 + (shares / shares.sum() * (tokens - prompt - _SIZE)).astype(int)  # computed: the last token is not
+    lengths[-1] += tokens - prompt - lengths.sum()
+    groups = []
+    for number in range(_MICRO_BATCHES * _GROUPS):
+        completions = [
+            Completion(
+                token_ids=rng.integers(10, vocabulary, length + 1).astype(np.int32),
+                logprobs=np.full(length + 1, -np.log(vocabulary), np.float32),
+                text="",
+                finish_reason="stop",
+                weight_versions=[(0, 0, int(length) + 1)],
+                reward=float(i % 2),
+                correct=bool(i % 2),
+            )
+            for i, length in enumerate(lengths.tolist())
+        ]
+        name, ids = str(number), rng.integers(10, vocabulary, prompt).astype(np.int32)
+        groups.append(Group(id=name, prompt_id=name, prompt="", ground_truth="", prompt_token_ids=ids, completions=completions))
+    return groups
+
+
+def _shape_of(config: Config) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _utilisation(found: Findings, setting: Setting, flops: float, words: str) -> None:
+    figures = found.figures
+    rate = flops / figures["seconds"]
+    try:
+        share = rate / peak(setting.device)
+    except ConfigError:
+        found.claim("arithmetic of the update", "this GPU's peak is not known", f"{rate / 1e12:.1f} TFLOP/s")
+        return
+    figures["mfu"], goal = share, _GOALS.get((figures["shape"], figures["tokens"]))
+    if setting.on_gpu and goal and not words:
+        found.at_least("MFU of the update", share, goal)
+
+
+def _memory(found: Findings, setting: Setting, config: Config) -> None:
+    """The peak beside `common/memory.py` and beside the rehearsal on fake tensors."""
+    figures, about = found.figures, f"update of {found.figures['shape']}, {found.figures['tokens']:,} tokens"
+    estimate = trainer_memory(ModelShape.of(_shape_of(config)), config, 1)
+    figures["estimate"] = estimate.total - estimate.overhead
+    figures["allocated"] = torch.cuda.max_memory_allocated() if setting.on_gpu else peak_host_bytes()
+    figures["reserved"] = torch.cuda.max_memory_reserved() if setting.on_gpu else 0
+    worth = not figures["settings"] or "checkpointing" in figures["settings"]  # ten seconds each
+    figures["rehearsed"] = rehearsed_peak(found, config) if worth else None
+    if not setting.on_gpu:
+        return
+    least, most = _LEAST * figures["estimate"], figures["estimate"]
+    holds = least <= figures["allocated"] <= most
+    predicted, measured = (f"{number / 1e9:.2f} GB" for number in (most, figures["allocated"]))
+    found.claim(f"{about}: allocated at the peak, at least 70 % of the estimate", f"≤ {predicted}", measured, holds)
+    limit = estimate.total
+    reserved, most_reserved = f"{figures['reserved'] / 1e9:.2f} GB", f"≤ {limit / 1e9:.2f} GB"
+    found.claim(
+        f"{about}: reserved, within the estimate and its flat part", most_reserved, reserved, figures["reserved"] <= limit
+    )
+    if figures["rehearsed"]:
+        apart = figures["allocated"] / figures["rehearsed"] - 1
+        found.claim(f"{about}: allocated beside the rehearsal", "within 10 %", f"{apart:+.1%}", abs(apart) <= 0.1)
+
+
+def rehearsed_peak(found: Findings, config: Config) -> int | None:
+    """Returns the bytes that `benchmarks.rehearsal` counts; None where it refuses these settings.
+
+    That it breaks is a failed claim of its own: what was measured stands.
+    """
+    from benchmarks.rehearsal import rehearse
+
+    try:
+        return rehearse(config, 1).peak
+    except ConfigError:
+        return None
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        found.claim("the rehearsal of this update", "runs", f"{type(error).__name__}: {first}", False)
+        return None
+
+
+def kernels(found: Findings, setting: Setting) -> None:
+    """The twenty most costly kernels of an update (of operators on a CPU)."""
+    shape, tokens = ("small", 512) if setting.small else ("0.5b", 16_384)
+    config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
+    groups = full_groups(config)
+    with setting.ranks(config.trainer) as ranks:
+        policy = Policy(config, ranks)
+        reference = Reference(policy)
+        learn(policy, reference, groups, config)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
+        with profile(activities=activities) as recorded:
+            learn(policy, reference, groups, config)
+    kind = "device" if setting.on_gpu else "cpu"
+    events = [(getattr(event, f"self_{kind}_time_total"), event) for event in recorded.key_averages()]
+    events = [
+        (time, event) for time, event in events if time > 0 and (not setting.on_gpu or str(event.device_type).endswith("CUDA"))
+    ]
+    events.sort(key=lambda pair: -pair[0])
+    total = sum(time for time, _ in events)
+    rows = [["kernel", "calls", "ms", "share", "sum"]]
+    running = itertools.accumulate(time for time, _ in events)
+    for (time, event), so_far in itertools.islice(zip(events, running, strict=True), _TOP):
+        name = str(event.key).replace("|", "/")[:100]
+        rows.append([f"`{name}`", str(event.count), f"{time / 1e3:.2f}", f"{time / total:.1%}", f"{so_far / total:.1%}"])
+    found.tables[f"The {_TOP} most costly kernels of an update ({shape}, {tokens:,} tokens a micro-batch)"] = rows
+    found.claim("the profile of an update names kernels", "some", str(len(events)), len(events) > 0)

@@ -1,0 +1,392 @@
+"""A rehearsal: one update of the real policy at true size, without a GPU and without computing anything.
+
+torch's fake tensors have shapes, types and lifetimes but no contents, and FSDP2 shards over the `fake` process group, which
+talks to nobody. So bytes and FLOPs are those of one rank of any number, found in seconds by one process; times are a
+roofline, no measurement. Fake CPU tensors stand for those of a GPU, and the code takes the GPU's paths. The device of the
+host and that of the rank are one here, so settings that offload cannot be rehearsed: without them, what is held (weights,
+gradients, optimiser) is what they move to the host.
+
+    .venv/bin/python -m benchmarks.rehearsal MODEL --ranks 8 --profile --trainer.activation_checkpointing true
+
+MODEL is a directory with a `config.json`. All settings of a run follow the other options.
+"""
+
+import json
+import sys
+import weakref
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from common.config import Config, fail, load
+from common.errors import ConfigError
+from common.memory import ModelShape, trainer_memory
+from common.schemas import Completion, Group
+from learning import attention, head
+from learning.loading import Pretrained, materialise
+from learning.ranks import Ranks
+from learning.sharding import local
+from trainer.algorithms.batch import Batch, TrainingGroup
+from trainer.policy import logprobs
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
+
+_BLOCK = 512
+"""Bytes that CUDA's allocator rounds up to."""
+BANDWIDTH, PEAK, GEMM, LAUNCH_S = 3.0e12, 989e12, 0.7, 4e-6
+"""An H100: bytes a second with an allowance, FLOPs a second by its data sheet, the share of these that matrix products
+reach, and the seconds of a kernel's launch."""
+_PROMPT, _GROUPS, _MICRO_BATCHES = 200, 4, 2
+"""Tokens of a prompt, groups of a micro-batch, and micro-batches of a rank."""
+_FREE = ("empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift", "new_empty", "is_same_size")
+"""Operations without a kernel that torch does not call views."""
+
+
+@dataclass
+class Cost:
+    """What some kernels need."""
+
+    calls: int = 0
+    bytes: float = 0.0
+    """Read and written."""
+    flops: float = 0.0
+    seconds: float = 0.0
+    """By the roofline: the slower of bandwidth and arithmetic, for every call."""
+
+    def add(self, size: float, flops: float = 0.0, launch: float = LAUNCH_S, times: float = 1, share: float = GEMM) -> None:
+        """Adds a kernel that runs `times`, takes `launch` seconds at least and does its FLOPs at this `share` of the peak."""
+        self.calls += int(times)
+        self.bytes += times * size
+        self.flops += times * flops
+        self.seconds += times * max(size / BANDWIDTH, flops / (share * PEAK), launch)
+
+    def __iadd__(self, other: "Cost") -> "Cost":
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        return self
+
+
+@dataclass
+class Rehearsal:
+    """Bytes and operations of one rank."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    reference: int = 0
+    beside: int = 0
+    """Bytes kept after the update beside these: step counters and buffers."""
+    unknown: int = 0
+    """Bytes kept that belong to none of these: more than a few hundred are a leak."""
+    peak: int = 0
+    """Bytes allocated at the worst moment, rounded as CUDA's allocator does."""
+    costs: dict[tuple[str, str], Cost] = field(default_factory=lambda: defaultdict(Cost))
+    """By part of the update and operation."""
+    messages: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
+    """Collective operations, by name."""
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+
+class _Rank(Ranks):
+    """A rank with a GPU, as far as the policy can tell, that hears from nobody and reads no files."""
+
+    on_gpu = property(lambda _: True)
+    device = property(lambda _: torch.device("cpu"), lambda *_: None)
+    first = property(lambda _: False)
+
+    def broadcast(self, body: bytes) -> bytes:
+        return body
+
+    def all_say(self, body: bytes) -> bool:
+        return False
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def barrier(self) -> None: ...
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
+    """Follows every storage from its first to its last use, and on request every operation."""
+
+    def __init__(self, vocabulary: int, pair_flops: float, profile: bool) -> None:
+        super().__init__()
+        self.found, self.phase = Rehearsal(), ""
+        """Nothing is counted in the phase ""."""
+        self._vocabulary, self._pair_flops, self._profile = vocabulary, pair_flops, profile
+        self._live: dict[int, tuple[int, int]] = {}
+        """Bytes of the storages that exist, exact and rounded."""
+        self._now = 0
+
+    @property
+    def exact(self) -> int:
+        """Bytes of all tensors that exist."""
+        return sum(size for size, _ in self._live.values())
+
+    def start(self) -> None:
+        """Begins to count, with what exists now."""
+        self.phase, self.found.peak = "layers", self._now
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # the most frequent call of all
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # a loss or a norm: any number will do
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        if self._profile and self.phase:
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage._cdata not in self._live and tensor.device.type != "meta":
+            self._live[storage._cdata] = 0, 0
+            self._resize(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._drop, storage._cdata)
+
+    def resized(self, storage: Any) -> None:
+        """FSDP2 frees and allocates gathered weights this way."""
+        if storage._cdata in self._live:
+            self._resize(storage._cdata, storage.nbytes())
+
+    def _resize(self, key: int, size: int) -> None:
+        rounded = -(-size // _BLOCK) * _BLOCK
+        self._now += rounded - self._live[key][1]
+        self._live[key] = size, rounded
+        self.found.peak = max(self.found.peak, self._now)
+
+    def _drop(self, key: int) -> None:
+        self._now -= self._live.pop(key)[1]
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+        if func.is_view or name.startswith(_FREE) or name.startswith("prim::") or not tensors:
+            return
+        size = sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values())
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self.found.messages[name.partition("::")[2]].add(size)
+            return
+        backward = torch._C._current_graph_task_id() != -1
+        if "_varlen_attn" in name:
+            flops = self._pair_flops * (2.5 if "backward" in name else 1)
+        else:
+            counter = flop_registry.get(func._overloadpacket)
+            flops = counter(*args, **kwargs, out_val=out) if counter else 0.0
+        at_head = self.phase == "layers" and any(self._vocabulary in tensor.shape for tensor in tensors)
+        largest = max(tensors, key=torch.Tensor.numel)
+        if name in ("embedding", "gather", "scatter_add_"):  # they touch a row of a matrix, not all of it
+            size = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.shape != largest.shape)
+        phase = f"{'head' if at_head else self.phase}, {'backward' if backward else 'forward'}"
+        self.found.costs[self.phase if self.phase == "optimiser" else phase, name].add(size, flops)
+
+
+def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
+    """Rehearses an update of two full micro-batches on one of `ranks` GPUs, after an earlier one.
+
+    `config.model.name` is a directory with a `config.json`. Raises ConfigError for settings that cannot be rehearsed.
+    """
+    settings = config.trainer
+    for name in ("offload_optimizer", "offload_reference"):
+        if value := getattr(settings, name):
+            raise ConfigError(
+                "offloading cannot be rehearsed",
+                field=f"trainer.{name}",
+                value=value,
+                remedy="leave it out, and subtract what is held",
+            )
+    shape = json.loads((Path(config.model.name) / "config.json").read_text())
+    batch, pairs = _batch(config, ranks)
+    width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    recorder = _Recorder(shape["vocab_size"], 4.0 * pairs * shape["num_attention_heads"] * width, profile)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh_of = _Rank(0, ranks, shard_size=settings.shard_size)
+        mesh_of.mesh()  # of real tensors
+        with _gpu_paths(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+            policy = Policy(config, mesh_of)
+            reference = Reference(policy)
+            names = [f"{name}.{key}" for name in policy.optimizer._named for key in ("exp_avg", "exp_avg_sq", "step")]
+            policy.optimizer.load_state_dict(policy.optimizer.empty_state(names))
+            recorder.start()
+            with patch.object(policy.optimizer, "step", _within(recorder, "optimiser", policy.optimizer.step)):
+                policy.update(batch)
+            recorder.phase = ""
+            _sort(recorder, policy, reference)
+    finally:
+        dist.destroy_process_group()
+    return recorder.found
+
+
+def _sort(recorder: _Recorder, policy: Policy, reference: Reference) -> None:
+    """Counts what is held, by kind."""
+    found, parameters = recorder.found, list(policy.model.parameters())
+    state = policy.optimizer.state_dict().values()
+    found.weights = _bytes(parameters)
+    found.gradients = _bytes([each.grad for each in parameters if each.grad is not None])
+    found.optimizer = _bytes([tensor for tensor in state if tensor.ndim])
+    apart = reference.scorer is not None and reference.scorer.model is not policy.model
+    found.reference = _bytes(list(reference.scorer.model.parameters())) if apart and reference.scorer else 0
+    models = [policy.model, *([reference.scorer.model] if apart and reference.scorer else [])]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    found.beside = _bytes([*(tensor for tensor in state if not tensor.ndim), *buffers])
+    found.unknown = recorder.exact - found.held - found.beside
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def _within(recorder: _Recorder, phase: str, work: Any) -> Any:
+    def run(*arguments: Any) -> Any:
+        before, recorder.phase = recorder.phase, phase
+        try:
+            return work(*arguments)
+        finally:
+            recorder.phase = before
+
+    return run
+
+
+@contextmanager
+def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
+    """Lets fake CPU tensors take the paths of a GPU's, and reports storages that are resized."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.resized(storage)
+        return result
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return torch.mm(left, right, **({} if left.dtype == torch.float32 else {"out_dtype": torch.float32}))
+
+    with (
+        patch.object(attention, "_has_kernel", lambda _: True),
+        patch.object(logprobs, "_CPU_CHUNK", sys.maxsize),
+        patch.object(logprobs, "_kernels", lambda _: _Kernels),
+        patch.object(logprobs, "float32_product", product),
+        patch.object(head, "float32_product", product),
+        patch.object(Pretrained, "whole", _whole),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+    ):
+        yield
+
+
+class _Kernels:
+    """The interface of `trainer/policy/fused_head.py`, whose kernels allocate nothing."""
+
+    @staticmethod
+    def statistics(*_: object) -> None: ...
+
+    @staticmethod
+    def gradient(*_: object) -> None: ...
+
+
+def _whole(pretrained: Pretrained) -> Any:
+    """Makes the model that one GPU does not shard, which has no files."""
+    model, device = pretrained.empty(), torch.device("cpu")
+    materialise(model, device, device)
+    pretrained.fill_added(model)
+    model.to = lambda _device: model  # fake parameters cannot be moved, and are where they should be
+    return model
+
+
+def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
+    """Makes a batch of full micro-batches for every rank; returns it and the pairs of tokens that attend in a micro-batch."""
+    rng, size = np.random.default_rng(0), config.sampling.group_size
+    tokens = config.trainer.micro_batch_tokens // _GROUPS
+    prompt_length = min(_PROMPT, tokens // 2)
+    left = tokens - prompt_length - size
+    shares = rng.lognormal(0.0, 0.8, size)
+    lengths = 1 + (shares / shares.sum() * left).astype(int)  # computed tokens; the last of a completion is not
+    lengths[-1] += tokens - prompt_length - lengths.sum()
+    groups = []
+    for number in range(ranks * _MICRO_BATCHES * _GROUPS):
+        completions = [
+            Completion(
+                token_ids=np.zeros(length + 1, np.int32),
+                logprobs=np.zeros(length + 1, np.float32),
+                text="",
+                finish_reason="stop",
+                weight_versions=[(0, 0, int(length) + 1)],
+                reward=0.0,
+                correct=False,
+            )
+            for length in lengths.tolist()
+        ]
+        prompt, name = np.full(prompt_length, number, np.int32), str(number)
+        group = Group(id=name, prompt_id=name, prompt="", ground_truth="", prompt_token_ids=prompt, completions=completions)
+        groups.append(TrainingGroup(group))
+    batch = Batch.of(groups, config)
+    ones = [np.ones(len(row.completion_ids), np.float32) for row in batch.rows]
+    batch.advantages = batch.old_logprobs = batch.ref_logprobs = ones
+    pairs = prompt_length**2 // 2 + int((lengths * prompt_length + lengths**2 // 2).sum())
+    return batch, _GROUPS * pairs
+
+
+def main() -> None:
+    summary, *details = (__doc__ or "").split("\n\n")
+    parser = ArgumentParser("python -m benchmarks.rehearsal", description=summary, epilog="\n\n".join(details))
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a directory with a config.json")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)")
+    parser.add_argument("--profile", action="store_true", help="bytes, FLOPs and roofline milliseconds by operation")
+    options, words = parser.parse_known_args()
+    try:
+        config = load(["--model.name", str(options.model), "--trainer.warmup_steps", "0", *words], {})
+        shape = ModelShape.of(json.loads((options.model / "config.json").read_text()))
+        estimate = trainer_memory(shape, config, options.ranks)
+        found = rehearse(config, options.ranks, options.profile)
+    except (ConfigError, OSError) as error:
+        fail(error if isinstance(error, ConfigError) else ConfigError(str(error), field="MODEL", value=str(options.model)))
+    table = Table("GB on a GPU", "rehearsed", "estimated")
+    for name in ("weights", "gradients", "optimizer", "reference", "held"):
+        table.add_row(name, f"{getattr(found, name) / 1e9:.3f}", f"{getattr(estimate, name) / 1e9:.3f}")
+    table.add_row("peak, without CUDA's own", f"{found.peak / 1e9:.3f}", f"{(estimate.total - estimate.overhead) / 1e9:.3f}")
+    Console().print(table)
+    if options.profile:
+        _print_profile(found)
+
+
+def _print_profile(found: Rehearsal) -> None:
+    table = Table("part", "operation", "calls", "GB", "TFLOP", "ms by roofline")
+    parts: dict[str, Cost] = defaultdict(Cost)
+    for (part, _), cost in found.costs.items():
+        parts[part] += cost
+        parts["update"] += cost
+    rows = [((part, "all"), cost) for part, cost in parts.items()]
+    rows += sorted(found.costs.items(), key=lambda item: -item[1].seconds)[:40]
+    rows += [(("messages", name), cost) for name, cost in found.messages.items()]
+    for (part, name), cost in rows:
+        time = "" if part == "messages" else f"{cost.seconds * 1e3:.2f}"
+        table.add_row(part, name, f"{cost.calls:,}", f"{cost.bytes / 1e9:.2f}", f"{cost.flops / 1e12:.2f}", time)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

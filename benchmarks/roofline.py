@@ -1,0 +1,285 @@
+"""A roofline of the update: what an H100 needs at least, by counting bytes and FLOPs of every operation on fake tensors.
+
+    python -m benchmarks.roofline
+
+One decoder layer of transformers runs forward and backward on tensors without contents, at true size and with the packed
+layout of `--tokens` prompt and completion tokens. In eager mode every operation of torch is a kernel that reads its inputs and
+writes its outputs; compiled, a kernel is what Inductor's scheduler fuses into one. Head, optimiser and FSDP are counted by
+hand, from `trainer/policy/logprobs.py` and torch. A kernel takes the longer of its bytes at 3 TB/s and its FLOPs at 70 % of
+989 TFLOP/s, and 4 µs at least in eager mode; transfers between GPUs are assumed to be hidden behind it. MFU counts what
+`benchmarks.update` counts: 6 FLOPs per parameter and token (the head for completion tokens alone) and the attention.
+
+It is a prediction. No GPU has run it.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._guards import detect_fake_mode
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.rehearsal import PEAK, Cost
+from benchmarks.update import SHAPES
+from common.sections import TrainerSection
+from learning import attention, sharding
+from learning.layout import Packed, layout_for
+
+FLASH = {"2": 0.35, "3": 0.65}
+"""Share of the peak that FlashAttention's generations reach on Hopper, as their papers say."""
+SHAPE_7B = {
+    **{"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28},
+    **{"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+}
+_NO_KERNEL: tuple[str, ...] = (
+    "detach",
+    "t.",
+    "view",
+    "_unsafe_view",
+    "transpose",
+    "expand",
+    "split",
+    "slice",
+    "select",
+    "unsqueeze",
+    "empty",
+)
+_NO_KERNEL += ("as_strided", "alias", "permute", "squeeze", "unbind", "_reshape_alias", "lift", "new_empty", "device")
+
+
+class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
+    """Counts every operation as a kernel of its own, but attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost = Cost()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).partition(".")[2]
+        if "varlen" not in name and not func.is_view and not name.startswith(_NO_KERNEL):
+            tensors = {id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
+            formula = flop_registry.get(func._overloadpacket)
+            flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
+            self.cost.add(sum(t.numel() * t.element_size() for t in tensors.values()), flops)
+        return result
+
+
+@contextmanager
+def compiled(forward_passes: int) -> Iterator[Cost]:
+    """Makes `torch.compile` count what Inductor fuses, instead of generating code."""
+    from torch._inductor.compile_fx import compile_fx, record_original_output_strides
+
+    cost = Cost()
+
+    def count(graph_module: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
+        record_original_output_strides(graph_module)
+        graph = GraphLowering(graph_module)
+        times = 1 if options.get("is_backward") else forward_passes
+        with V.set_fake_mode(detect_fake_mode(inputs)), V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+            graph.run(*inputs)
+            graph._update_scheduler()
+            for node in graph.scheduler.nodes:
+                origins = [str(origin.target) for origin in (node.node.origins if node.node is not None else ())]
+                if not any("varlen" in origin for origin in origins):
+                    cost.add(node.get_read_write_buffers_sizes(), node.estimate_flops() or 0, launch=0.0, times=times)
+        return make_boxed_func(graph_module.forward)  # type: ignore[no-any-return]
+
+    def backend(module: Any, inputs: Any) -> Any:
+        return compile_fx(module, inputs, inner_compile=count)
+
+    real = torch.compile
+    with patch.object(torch, "compile", lambda function, **_options: real(function, backend=backend, dynamic=False)):
+        yield cost
+
+
+def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
+    """Counts the head, forward and backward, for this many completion tokens.
+
+    `fused`: with the kernels of `trainer/policy/fused_head.py`. Otherwise as it was: with torch's operators, on 256 MiB of
+    logits at a time, which were rounded to bfloat16.
+    """
+    cost, logits, weight = Cost(), tokens * vocabulary, vocabulary * width
+    product = 2.0 * logits * width
+    parts = math.ceil(4 * logits / ((1 << 30) if fused else (256 << 20)))
+    for size in (4, 4, 2) if fused else ():  # statistics read; gradient reads and writes
+        cost.add(size * logits)
+    if fused:  # logits, gradient by the states, gradient by the weights
+        cost.add((4 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
+        cost.add(2 * logits + 2 * weight, product)
+        cost.add(2 * logits + 8 * weight, product)
+        return cost
+    for _ in range(2):  # forward, and again in the backward pass
+        cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
+        cost.add((2 + 4) * logits / parts, times=parts)  # to float32
+        cost.add((4 + 4) * logits / parts, times=parts)  # log_softmax
+        cost.add((4 + 4) * logits / parts, times=parts)  # exp
+    cost.add((4 + 4 + 4 + 4) * logits / parts, times=parts)  # entropy: times p in place, and its sum
+    cost.add((4 + 2) * logits / parts, times=parts)  # to bfloat16
+    cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
+    cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
+    cost.add((2 + 4 + 4) * weight, times=parts)  # the gradient by the weights, added in float32
+    return cost
+
+
+def attention_pairs(prompts: list[Any], completions: list[Any]) -> float:
+    """Returns how many pairs of tokens attend to each other in the packed layout."""
+    pairs = 0.0
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if i == 0 or prompt is not prompts[i - 1]:
+            pairs += len(prompt) ** 2 / 2
+        pairs += (len(completion) - 1) * (len(prompt) + len(completion) / 2)
+    return pairs
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table."""
+
+    name: str
+    settings: TrainerSection
+    sharded: bool
+    fused_head: bool
+
+
+def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batches: int = 2) -> dict[str, float]:
+    """Returns milliseconds of a micro-batch by part, and MFU."""
+    prompts, completions = rows(tokens, 8, 200, 400)
+    layout = Packed.of(prompts, completions)
+    length, scored = layout.input_ids.shape[1], len(layout.predicts)
+    layers, width = config.num_hidden_layers, config.hidden_size
+    one = config.__class__(**{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None, "vocab_size": 100})
+    layer = layer_cost(one, layout, variant.settings)
+    with torch.device("meta"):
+        layer_size = sum(p.numel() for p in Qwen2ForCausalLM(one).model.layers.parameters())
+    matrix = config.vocab_size * width
+    outer = matrix * (1 if config.tie_word_embeddings else 2)
+    parameters = layers * layer_size + outer
+    attention_flops = 4.0 * width * attention_pairs(prompts, completions)
+    attend, copies, optimizer = Cost(), Cost(), Cost()
+    again = variant.settings.activation_checkpointing is True
+    attend.add(0, attention_flops * (1 + again), times=layers, share=FLASH["2"])
+    attend.add(0, 2.5 * attention_flops, times=layers, share=FLASH["2"])
+    if variant.sharded:  # a rank casts its share, copies what was gathered, and copies, casts and adds gradients
+        copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=2)
+        copies.add((2 + 4) * parameters + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
+    else:  # autocast casts once; gradients are cast and added
+        copies.add((4 + 2) * parameters)
+        copies.add((2 + 4 + 12) * parameters)
+    copies.add(16 * matrix)  # the gradient of the embedding
+    optimizer.add(40 * parameters / ranks / micro_batches)
+    parts = {
+        "layers": layers * layer.seconds,
+        "attention": attend.seconds,
+        "head": head_cost(scored, width, config.vocab_size, variant.fused_head).seconds,
+        "copies": copies.seconds,
+        "AdamW": optimizer.seconds,
+    }
+    flops = 6.0 * layers * layer_size * length + 6.0 * matrix * scored + 3 * layers * attention_flops
+    total = sum(parts.values())
+    return {name: 1e3 * seconds for name, seconds in parts.items()} | {"total": 1e3 * total, "MFU": flops / total / PEAK}
+
+
+def rows(tokens: int, group: int, prompt: int, completion: int) -> tuple[list[Any], list[Any]]:
+    """Prompts and completions of about `tokens` tokens: groups with a heavy tail of lengths, as `benchmarks.update` has."""
+    rng, total = np.random.default_rng(0), 0
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    while True:
+        ids = rng.integers(0, 1000, prompt).astype(np.int32)
+        lengths = np.clip((rng.lognormal(-0.32, 0.8, group) * completion).astype(int), 16, 8 * completion)
+        if total + prompt + (lengths - 1).sum() > tokens:
+            return prompts, completions
+        total += prompt + int((lengths - 1).sum())
+        prompts += [ids] * group
+        completions += [rng.integers(0, 1000, length).astype(np.int32) for length in lengths]
+
+
+def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
+    """Counts one decoder layer, forward and backward, in bfloat16."""
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    layout_for(model, "on")
+    layer = model.model.layers[0].train()
+    with FakeTensorMode(allow_non_fake_inputs=True), compiled(1 + (settings.activation_checkpointing is True)) as fused:
+        sharding.prepare(model, settings, trained=True, device=torch.device("cpu"))
+        layer.to_empty(device="cpu")
+        length = layout.input_ids.shape[1]
+        states = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        cos = torch.empty(1, length, config.hidden_size // config.num_attention_heads, dtype=torch.bfloat16)
+        tensors = {
+            name: value
+            for name, value in ((field.name, getattr(layout.segments, field.name)) for field in fields(layout.segments))
+            if isinstance(value, Tensor)
+        }
+        segments = replace(layout.segments, **{name: torch.empty_like(value) for name, value in tensors.items()})
+        options = {"attention_mask": segments.mask, "position_embeddings": (cos, cos), "segments": segments}
+        if settings.compile:
+            layer.forward(states, **options).backward(torch.empty_like(states))
+            return fused
+        with Eager() as eager:
+            layer.forward(states, **options).backward(torch.empty_like(states))
+        counted: Cost = eager.cost
+        return counted
+
+
+def shapes() -> dict[str, tuple[Any, int]]:
+    """The models, and the GPUs that share them."""
+    tied = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+    small = Qwen2Config(**SHAPES["0.5b"], **tied, max_position_embeddings=32_768)
+    return {"0.5B": (small, 1), "7B": (Qwen2Config(**SHAPE_7B, max_position_embeddings=32_768), 8)}
+
+
+def variants(sharded: bool) -> list[Variant]:
+    """What is compared; a model of several GPUs is checkpointed and stays sharded."""
+    eager = TrainerSection(compile=False, activation_checkpointing=sharded)
+    fused = TrainerSection(compile=True, activation_checkpointing=sharded)
+    found = [
+        Variant("before", eager, True, False),
+        Variant("fused head", eager, True, True),
+        Variant("fused head, compiled", fused, True, True),
+    ]
+    if not sharded:
+        return [*found, Variant("fused head, compiled, no FSDP", fused, False, True)]
+    selective = TrainerSection(compile=True, activation_checkpointing="selective")
+    return [*found, Variant("fused head, compiled, selective checkpointing", selective, True, True)]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch")
+    parser.add_argument("--models", nargs="*", default=["0.5B", "7B"], choices=["0.5B", "7B"])
+    arguments = parser.parse_args()
+    table = Table(title="predicted, not run: milliseconds of a micro-batch on an H100")
+    names = ("layers", "attention", "head", "copies", "AdamW", "total")
+    for column in ("model", "variant", *names, "MFU"):
+        table.add_column(column, justify="left" if column in ("model", "variant") else "right")
+    with patch.object(attention, "_has_kernel", lambda _query: True):
+        for model in arguments.models:
+            config, ranks = shapes()[model]
+            for variant in variants(sharded=ranks > 1):
+                found = predicted(config, ranks, arguments.tokens, variant)
+                cells = [f"{found[name]:.1f}" for name in names]
+                table.add_row(f"{model} × {ranks}", variant.name, *cells, f"{100 * found['MFU']:.0f} %")
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A file as the difference to another of the same size, for new weights, of which few 16-bit words differ from the last ones.
+
+A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of entries, bytes of the payload),
+then the payload, deflated: for each entry the gap to the one before, in a byte, then for each the difference of the words,
+in two. A gap beyond a byte is bridged by entries of difference 0. Nothing here is trusted: whoever applies a delta compares
+the checksum of the whole result.
+"""
+
+import struct
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import spares
+from common.checksums import Hasher
+
+_WORDS = 1 << 20
+_HEADER = struct.Struct("<II")
+_LARGEST = 4
+"""A delta is given up when it is more than one part in so many of the file."""
+_TRIED = 16
+"""Blocks before one is given up, and places that are looked at before it is begun."""
+_LOOK = 1 << 16
+_GAP = 256
+
+
+class BadDelta(ValueError):
+    """These bytes are not a delta of that file."""
+
+
+def write_delta(old: Path, new: Path, target: Path) -> int | None:
+    """Writes the delta from `old` to `new` and returns its size; None, without a file, when it would not be worth it."""
+    size = new.stat().st_size
+    if old.stat().st_size != size or _is_dense(old, new, size):
+        return None
+    written = 0
+    with old.open("rb") as before, new.open("rb") as after, target.open("xb") as stream:
+        for done in range(0, size, 2 * _WORDS):
+            was, now = map(_words, (before, after))
+            written += stream.write(_encode(was, now))
+            seen = min(size, done + 2 * _WORDS)
+            if written * _LARGEST > seen and seen >= min(size, 2 * _WORDS * _TRIED):
+                break
+        else:
+            return written
+    target.unlink()
+    return None
+
+
+def _is_dense(old: Path, new: Path, size: int) -> bool:
+    """Whether so many bytes differ that a delta is not worth it, by a look at a few places."""
+    if size <= 2 * _WORDS:
+        return False
+    before, after = (np.memmap(path, np.uint8, "r") for path in (old, new))
+    starts = range(0, size, max(_LOOK, size // _TRIED))
+    differ = [np.mean(before[start : start + _LOOK] != after[start : start + _LOOK]) for start in starts]
+    return float(np.mean(differ)) * _LARGEST > 1
+
+
+def apply_delta(old: Path, delta: Path, target: Path) -> str:
+    """Writes the file that `delta` makes of `old` to `target`, which must not exist; returns its checksum.
+
+    Raises BadDelta when `delta` is damaged.
+    """
+    left, digest = old.stat().st_size, Hasher()
+    with old.open("rb") as before, delta.open("rb") as changes, spares.written(target, left) as stream:
+        while left > 0:
+            words = _words(before)
+            _patch(words, changes)
+            content = words.view(np.uint8).data[: min(left, words.nbytes)]
+            digest.update(content)
+            stream.write(content)
+            left -= len(content)
+    return digest.hexdigest()
+
+
+def _words(stream: BinaryIO) -> NDArray[np.uint16]:
+    """Reads the next words of a file; a last odd byte is followed by a zero."""
+    found = np.fromfile(stream, np.uint8, 2 * _WORDS)
+    return (found if len(found) % 2 == 0 else np.append(found, np.uint8(0))).view("<u2")
+
+
+def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
+    at = np.flatnonzero(was != now)
+    gaps = np.diff(at, prepend=-1) - 1
+    bridges = gaps // _GAP
+    if bridges.any():  # a bridge is an entry 256 words after the one before it
+        last = np.cumsum(bridges + 1) - 1
+        steps = np.full(int(last[-1]) + 1, _GAP - 1)
+        steps[last] = gaps % _GAP
+        changes = np.zeros(len(steps), np.uint16)
+        changes[last] = now[at] - was[at]
+    else:
+        steps, changes = gaps, now[at] - was[at]
+    # The two bytes of a difference, which is mostly 1 or -1, compress better apart.
+    halves = changes.view(np.uint8).reshape(-1, 2).T.tobytes()
+    payload = zlib.compress(steps.astype(np.uint8).tobytes() + halves, 1)
+    return _HEADER.pack(len(steps), len(payload)) + payload
+
+
+def _patch(words: NDArray[np.uint16], changes: BinaryIO) -> None:
+    """Adds the next block of `changes` to `words`."""
+    head = changes.read(_HEADER.size)
+    if len(head) < _HEADER.size:
+        raise BadDelta("a block is missing")
+    count, size = _HEADER.unpack(head)
+    inflater = zlib.decompressobj()
+    try:
+        payload = inflater.decompress(changes.read(min(size, 4 * words.nbytes + 64)), 3 * count + 1)
+    except zlib.error as error:
+        raise BadDelta(str(error)) from None
+    if count > len(words) or len(payload) != 3 * count or not inflater.eof:
+        raise BadDelta(f"a block of {count} entries has {len(payload)} bytes")
+    if count == 0:
+        return
+    steps, halves = np.frombuffer(payload, np.uint8, count), np.frombuffer(payload, np.uint8, 2 * count, count)
+    at = np.cumsum(steps.astype(np.int64) + 1) - 1
+    if at[-1] >= len(words):
+        raise BadDelta("an entry is beyond the end of its block")
+    words[at] += halves.reshape(2, -1).T.copy().view("<u2").reshape(-1)

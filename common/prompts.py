@@ -1,0 +1,192 @@
+"""Problems as the model gets them: the only place where a row of the data becomes the text and the tokens of a prompt.
+
+    problem ──data.prompt_template──► text ──the chat template, if one is used──► prompt ──sampling.prefill──► token ids
+
+Training, evaluation, the Python API and supervised fine-tuning all call `prompt_text` or `prompt_ids`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from jinja2 import TemplateError
+
+from common.chat_templates import variables
+from common.config import Config
+from common.errors import ConfigError
+from common.explain import did_you_mean
+from common.pacing import THINK, Pace
+from common.prompt_templates import filled
+from common.schemas import Prompt
+from common.sections import SamplingSection
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """The settings by which problems become prompts."""
+
+    template: str = ""
+    """`data.prompt_template`, as a text with `{question}`. Empty: the problem alone."""
+    chat: bool | None = None
+    """Whether a chat template is applied. None: where the tokenizer has one."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
+    system_prompt: str = ""
+    prefill: str = ""
+    """Start of every answer, as part of the prompt."""
+    thinks: bool = False
+    """Whether thinking has a budget, and so has to be there."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Returns the style of a run: `data.prompt_template` takes the place of a chat template that is not asked for."""
+        template, sampling = config.data.prompt_template, config.sampling
+        chat = True if config.model.chat_template else False if template else None
+        own = (sampling.chat_template_kwargs, sampling.system_prompt, sampling.prefill)
+        return cls(template, chat, *own, thinks=sampling.max_thinking_tokens is not None)
+
+    def is_chat(self, tokenizer: Any) -> bool:
+        """Whether prompts of this tokenizer are chats."""
+        return bool(tokenizer.chat_template) if self.chat is None else self.chat
+
+    def check(self, tokenizer: Any) -> None:
+        """Raises ConfigError for settings that this tokenizer cannot obey."""
+        source = tokenizer.chat_template if self.is_chat(tokenizer) else self.template
+        if self.thinks and THINK not in f"{source}{self.prefill}":
+            raise ConfigError(
+                f"neither the template of the prompts nor sampling.prefill has {THINK}",
+                field="sampling.max_thinking_tokens",
+                remedy=f"leave it out, take a model that thinks, or set sampling.prefill {THINK}",
+            )
+        if not self.is_chat(tokenizer):
+            unread = {"sampling.system_prompt": self.system_prompt, "sampling.chat_template_kwargs": self.chat_template_kwargs}
+            for name, value in unread.items():
+                if value:
+                    raise ConfigError(
+                        "the model has no chat template, in which it would stand",
+                        field=name,
+                        value=value,
+                        remedy="leave it out and put the text into data.prompt_template, set model.chat_template, or take an "
+                        "instruct model",
+                    )
+            return
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the model has no chat template of its own",
+                field="model.chat_template",
+                value="own",
+                remedy="give one: a file or a text in Jinja",
+            )
+        if isinstance(tokenizer.chat_template, str) and self.chat_template_kwargs:
+            known = variables(tokenizer.chat_template)
+            for name, value in self.chat_template_kwargs.items():
+                if name not in known:
+                    hint = did_you_mean(name, [], known)
+                    raise ConfigError(
+                        f"the chat template does not read {name}",
+                        field="sampling.chat_template_kwargs",
+                        value={name: value},
+                        remedy=f"{hint} it reads {', '.join(sorted(known))}".strip(),
+                    )
+
+
+def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
+    """Returns the text of a prompt, the start of the answer included. Raises ConfigError that names the setting or problem."""
+    text = filled(style.template, prompt)
+    if style.is_chat(tokenizer):
+        return _rendered(conversation(prompt, style.system_prompt, text), style, tokenizer) + style.prefill
+    if prompt.chat:
+        raise ConfigError(
+            "a problem is a chat, and no chat template is used",
+            field="model.chat_template",
+            value=tokenizer.name_or_path,
+            remedy="set it, take an instruct model, or give problems as text",
+        )
+    return text + style.prefill
+
+
+def prompt_ids(prompts: Sequence[Prompt], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
+    """Returns the token ids of prompts: one call of the tokenizer costs hardly more than that of one prompt.
+
+    The text of a chat has its special tokens. Any other text gets those that the tokenizer puts before a text, unless it
+    begins with them, and none behind.
+    """
+    return text_ids([prompt_text(prompt, style, tokenizer) for prompt in prompts], style, tokenizer)
+
+
+def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
+    """Returns the token ids of texts that begin with a prompt; see `prompt_ids`."""
+    plain: list[list[int]] = tokenizer(texts, add_special_tokens=False).input_ids
+    if style.is_chat(tokenizer):
+        return plain
+    whole: list[list[int]] = tokenizer(texts).input_ids
+    return [_without_end(marked, bare) for marked, bare in zip(whole, plain, strict=True)]
+
+
+def answered_text(prompt: Prompt, answer: str, style: PromptStyle, tokenizer: Any) -> tuple[str, str]:
+    """Returns the text of a prompt, and that of an answer as the model would go on, with what its template writes behind it."""
+    before = prompt_text(prompt, style, tokenizer)
+    if style.is_chat(tokenizer):
+        chat = conversation(prompt, style.system_prompt, filled(style.template, prompt))
+        whole = _rendered([*chat, {"role": "assistant", "content": answer}], style, tokenizer, open_end=False)
+        if whole.startswith(before):
+            return before, whole[len(before) :]
+    return before, answer.removeprefix(style.prefill)
+
+
+def conversation(prompt: Prompt, system_prompt: str, text: str) -> list[dict[str, str]]:
+    """Returns the messages that the model continues, of which the last one says `text`."""
+    chat = [*prompt.chat[:-1], {"role": "user", "content": text}]
+    if not system_prompt or chat[0]["role"] == "system":
+        return chat
+    return [{"role": "system", "content": system_prompt}, *chat]
+
+
+@dataclass
+class Prompter:
+    """The prompts of a run: a tokenizer, a style, and the tokens that end an answer.
+
+    Raises ConfigError for a style that does not fit the tokenizer.
+    """
+
+    tokenizer: Any
+    style: PromptStyle
+    stop_token_ids: list[int]
+
+    def __post_init__(self) -> None:
+        self.style.check(self.tokenizer)
+
+    def pace(self, sampling: SamplingSection) -> Pace | None:
+        """Returns the limits of a completion that take several requests; None without any."""
+        timeout_s, thinking = sampling.completion_timeout_s, sampling.max_thinking_tokens
+        return Pace(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Returns the token ids of a prompt; see `prompt_text`."""
+        return self.all_token_ids([prompt])[0]
+
+    def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Returns `token_ids` of several prompts."""
+        return prompt_ids(prompts, self.style, self.tokenizer)
+
+
+def _rendered(chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, open_end: bool = True) -> str:
+    options = {"tokenize": False, "add_generation_prompt": open_end}
+    try:
+        return str(tokenizer.apply_chat_template(chat, **style.chat_template_kwargs, **options))
+    except (TemplateError, TypeError, ValueError) as error:  # a template may refuse a role, or a value of its variables
+        raise ConfigError(
+            f"the chat template cannot be applied to the messages {', '.join(message['role'] for message in chat)}: {error}",
+            field="model.chat_template",
+            value=tokenizer.name_or_path,
+            remedy="leave out what it does not take (a system prompt, chat_template_kwargs), or set another template",
+        ) from None
+
+
+def _without_end(marked: list[int], bare: list[int]) -> list[int]:
+    """Returns `marked` without the special tokens after `bare`, and without those before it that `bare` begins with."""
+    for start in range(len(marked) - len(bare) + 1):
+        if marked[start : start + len(bare)] == bare:
+            before = marked[:start]
+            return bare if before and bare[: len(before)] == before else before + bare
+    return marked

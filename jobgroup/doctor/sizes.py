@@ -1,0 +1,110 @@
+"""`--plan MODEL`: what a model takes on GPUs of every size, as trainer and as engine, and what to change where it is too much.
+
+By the estimates of `common.memory`; the model's files are not needed, nor is a GPU.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from common.config import Config, load
+from common.errors import ConfigError
+from common.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
+from jobgroup.doctor.memory import PROMPT, STATIC
+from jobgroup.doctor.report import Result, State, expect, fits, gb
+
+SIZES = (24, 40, 48, 80, 141, 180)
+"""GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
+_NODE = 8
+"""GPUs of a node."""
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {"trainer.activation_checkpointing": True},
+    {"trainer.activation_checkpointing": True, "trainer.micro_batch_tokens": 4096},
+    {"trainer.activation_checkpointing": True, "trainer.micro_batch_tokens": 4096, "trainer.offload_optimizer": True},
+)
+"""From the cheapest on. The first that suffices is named."""
+_LORA = {"lora.rank": 16, "trainer.activation_checkpointing": True}
+
+
+def predict(model: Path, gpus: int, env: Mapping[str, str], only_gb: float | None) -> Iterator[Result]:
+    """Yields the prediction for `gpus` GPUs of the trainer, for every usual size or `only_gb`, with the settings in `env`.
+
+    Raises ConfigError for a model that cannot be read or estimated, and for settings that are wrong.
+    """
+    config, shape = load([], env), ModelShape.of(_read(model))
+    estimate = trainer_memory(shape, config, gpus)
+    held = ("weights", "gradients", "optimizer", "reference", "critic")
+    parts = {field.name: gb(size) for field in fields(estimate) if (size := getattr(estimate, field.name))}
+    yield Result("model", "ok", f"{shape.parameters:,} parameters ({model})")
+    kept = ", ".join(f"{name} {parts[name]}" for name in held if name in parts) or "nothing"
+    yield Result("held", "ok", f"{gb(estimate.held)} on each of {gpus} GPUs between updates: {kept}")
+    more = ", ".join(f"{name} {size}" for name, size in parts.items() if name not in held)
+    tokens = f"{config.trainer.micro_batch_tokens:,} tokens"
+    yield Result("peak", "ok", f"{gb(estimate.total)} in an update, in micro-batches of {tokens}: beside that, {more}")
+    node = min(gpus, _NODE)
+    host = gb(trainer_host_bytes(shape, config, gpus, node))
+    yield Result("CPU memory", "ok", f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied")
+    for size in (only_gb,) if only_gb else SIZES:
+        room = int(size * 1e9)
+        result = fits(f"trainer on {size:g} GB", gb(estimate.total), estimate.total, room, "")
+        yield result if result.state == "ok" else replace(result, fix=_changes(shape, config, gpus, room))
+        yield _engine(shape, config, size)
+
+
+def _engine(shape: ModelShape, config: Config, size: float) -> Result:
+    engine, ranks = engine_memory(shape, config, int(size * 1e9), STATIC), config.rollout.tensor_parallel_size
+    one, tokens = PROMPT + config.sampling.max_new_tokens, engine.kv_tokens
+    found = (
+        f"weights {gb(engine.weights)} on each of {ranks} GPUs, {gb(tokens * engine.kv_bytes_per_token)} left for the KV "
+        f"cache: {tokens:,} tokens, {tokens // one:,} completions of {one:,}"
+    )
+    fix = "raise RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE, lower RLHF_SAMPLING__MAX_NEW_TOKENS, or take a smaller model"
+    otherwise: State = "warn" if tokens >= one else "fail"
+    return expect(f"engine on {size:g} GB", tokens >= one * config.sampling.group_size, found, fix, otherwise)
+
+
+def _changes(shape: ModelShape, config: Config, gpus: int, room: int) -> str:
+    """Returns the settings, and the number of GPUs, with which the trainer fits."""
+
+    def needed(changes: Mapping[str, Any], ranks: int) -> int:
+        return trainer_memory(shape, _changed(config, changes), ranks).total
+
+    found = []
+    saving = next((changes for changes in _SAVINGS if needed(changes, gpus) <= room), None)
+    for changes in (saving, _LORA if needed(_LORA, gpus) <= room else None):
+        if changes:
+            found.append(f"{_words(changes)} ({gb(needed(changes, gpus))})")
+    counts = [gpus << doubled for doubled in range(1, 10)]
+    more = [(count, changes) for changes in ({}, _SAVINGS[0]) for count in counts if needed(changes, count) <= room]
+    if more:
+        count, changes = more[0]
+        found.append(f"{' '.join([f'--gpus {count}', *([_words(changes)] if changes else [])])} ({gb(needed(changes, count))})")
+    return "; or ".join(found) or "a larger GPU, or a smaller model"
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Returns the configuration with other settings; a number of tokens is never raised."""
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        old = getattr(config, section)
+        value = min(value, old.micro_batch_tokens) if key == "micro_batch_tokens" else value
+        config = config.model_copy(update={section: old.model_copy(update={key: value})})
+    return config
+
+
+def _words(changes: Mapping[str, Any]) -> str:
+    names = {name: f"RLHF_{name.replace('.', '__').upper()}" for name in changes}
+    return " ".join(f"--env {names[name]}={str(value).lower()}" for name, value in changes.items())
+
+
+def _read(model: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((model / "config.json" if model.is_dir() else model).read_text())
+        if not isinstance(found, dict):
+            raise ValueError("its configuration is no JSON object")
+    except (OSError, ValueError) as error:
+        remedy = "name a directory with a model's config.json, or that file"
+        raise ConfigError(f"this is no model: {error}", field="--plan", value=str(model), remedy=remedy) from None
+    return found

@@ -1,0 +1,72 @@
+"""The device of a process: one rule for the trainer, the critic, the embedded engine and reward models."""
+
+import ctypes
+import os
+from typing import Any, Literal
+
+import torch
+
+from common.errors import ConfigError
+from common.topology import assigned_gpus, hidden_gpus
+
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
+def choose_device(
+    kind: DeviceKind, field: str, *, value: Any = None, on_cpu: str = "set it to cpu to compute there", rank: int = 0
+) -> torch.device:
+    """Returns the device: the CPU for `cpu`, else GPU number `rank`; `auto` is the CPU where no GPU is there or assigned.
+
+    Raises ConfigError with the reason when a GPU is asked for or assigned and none can be used: no run that was given GPUs
+    computes on the CPU unnoticed. `field` and `value` (`kind` when None) name the setting, `on_cpu` how to do without a GPU.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    assigned = assigned_gpus()
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if 0 < count <= rank:
+            given = f", and {assigned}" if assigned else ""
+            reason = f"torch finds {count} GPUs for {rank + 1} or more processes of this node{given}"
+            remedy = "one process per GPU: compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node"
+            raise ConfigError(reason, field=field, value=value or kind, remedy=remedy)
+        return torch.device("cuda", rank)
+    if kind == "cuda" or assigned:
+        reason, remedy = _why_none()
+        given = f"torch finds no GPU, but {assigned}" if assigned else "torch finds no GPU"
+        raise ConfigError(f"{given}: {reason}", field=field, value=value or kind, remedy=f"{remedy}; or {on_cpu}")
+    return torch.device("cpu")
+
+
+def dtype_on(device: torch.device, name: str) -> torch.dtype:
+    """Returns the precision `model.dtype` names for a GPU; a CPU computes in float32."""
+    return torch.float32 if device.type == "cpu" else getattr(torch, name)
+
+
+def _why_none() -> tuple[str, str]:
+    """Returns why torch finds no GPU, and what to do about it."""
+    version = torch.version.cuda
+    if version is None and torch.version.hip is None:
+        remedy = "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does where nvidia-smi is)"
+        return f"torch {torch.__version__} is a build for CPUs", remedy
+    if hidden_gpus():
+        found = os.environ["CUDA_VISIBLE_DEVICES"]
+        return f"CUDA_VISIBLE_DEVICES is {found!r}, which hides every GPU", "unset it, or name GPUs in it: 0,1"
+    if (driver := _driver()) is None:
+        remedy = "install NVIDIA's driver; in a container, start it with GPUs (--gpus all, or nvidia.com/gpu in its limits)"
+        return "there is no NVIDIA driver (libcuda.so.1)", remedy
+    if version is not None and driver and driver // 1000 < int(version.partition(".")[0]):
+        supported = f"{driver // 1000}.{driver % 1000 // 10}"
+        remedy = "update the driver (CUDA 13 needs the 580 series), or install a torch for that CUDA"
+        return f"the driver supports CUDA {supported}, and torch {torch.__version__} needs {version}", remedy
+    return "the driver is there, and gives this process no GPU", "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the kernel's log"
+
+
+def _driver() -> int | None:
+    """Returns the newest CUDA that the driver supports as 13000 for 13.0, 0 if it does not say; None without a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    found = ctypes.c_int(0)
+    return found.value if library.cuDriverGetVersion(ctypes.byref(found)) == 0 else 0

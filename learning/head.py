@@ -1,0 +1,30 @@
+"""Matrix products whose result is float32 whatever precision a model computes in."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left [M, K] times right [K, N] as float32 that was never rounded to less.
+
+    Products of two bfloat16 numbers are exact in float32, so two programs differ by the order of their sums alone.
+    """
+    if left.is_cuda and left.dtype == torch.bfloat16 and torch.version.hip is None:  # no other device has it
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns the logits [..., V] of hidden [..., H] under a linear head with weight [V, H]."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = float32_product(hidden.flatten(0, -2), weight.t())
+    return (logits if bias is None else logits.add_(bias.float())).unflatten(0, hidden.shape[:-1])
+
+
+def make_float32_logits(model: Any) -> None:
+    """Lets the plain linear head of a transformers model return float32 logits."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear:
+        head.forward = lambda hidden: float32_logits(hidden, head.weight, head.bias)

@@ -1,0 +1,95 @@
+"""The names and shapes that a model's tensors have in its files, on the hub and for engines.
+
+transformers renames tensors when it loads a model, and stacks or splits some: the experts of a mixture become one tensor. It
+keeps the conversions that a model's files needed in `_weight_conversions`, and reverses them in `save_pretrained`. Here they
+are reversed for one tensor at a time, as publishing and checkpoints gather them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+
+def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Gives a model that `from_pretrained` did not load the conversions that files with these `names` need.
+
+    `own` are the model's tensors by its own names.
+    """
+    conversions = get_model_conversion_mapping(model)
+    for name in sorted(names, key=dot_natural_key):
+        rename_source_key(name, *_by_kind(conversions), model.base_model_prefix, own)  # it notes which conversions apply
+    model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+
+
+def stacks(model: Any) -> bool:
+    """Whether tensors of the model are made of several in its files, or of parts."""
+    return bool(_by_kind(_conversions(model))[1])
+
+
+def to_hub(model: Any, named: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors as they are in the model's files. `names` are those of all of `named`."""
+    conversions = _conversions(model)
+    if not conversions:
+        yield from named
+        return
+    converters = [each.reverse_transform() for each in _by_kind(conversions)[1][::-1]]
+    lacking = Counter(rename_source_key(name, [], converters)[0] for name in names)
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        key = rename_source_key(name, [], converters)[0]
+        held.setdefault(key, {})[name] = tensor
+        lacking[key] -= 1
+        if lacking[key] == 0:  # some tensors of the files are made of several of the model's
+            yield from revert_weight_conversion(model, held.pop(key)).items()
+
+
+def hub_shapes(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors without memory, of the shapes and dtypes in the model's files, by their names there."""
+    empty = ((name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in own.items())
+    return dict(to_hub(model, empty, own))
+
+
+def from_hub(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Converts tensors as they are in the model's files to the model's own; what is made of several needs all of them."""
+    conversions = _conversions(model)
+    if not conversions:
+        return dict(tensors)
+    own, (renamings, converters) = model.state_dict(), _by_kind(conversions)
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    work: dict[str, Any] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if pattern is None:
+            made = work[target] = WeightRenaming(name, target)
+        else:
+            made = work.setdefault(target, deepcopy(converter_of[pattern]))
+        made.add_tensor(target, name, pattern or name, tensors[name])
+    found: dict[str, Tensor] = {}
+    for target, conversion in work.items():
+        for name, tensor in conversion.convert(target, model=model, config=model.config).items():
+            found[name] = tensor[0] if isinstance(tensor, list) else tensor
+    return found
+
+
+def _conversions(model: Any) -> list[Any]:
+    return getattr(model, "_weight_conversions", None) or []
+
+
+def _by_kind(conversions: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the conversions that rename, and those that change tensors."""
+    every = list(conversions)
+    return [each for each in every if isinstance(each, WeightRenaming)], [
+        each for each in every if isinstance(each, WeightConverter)
+    ]

@@ -1,0 +1,22 @@
+"""Whether GPU kernels can be compiled here, as `torch.compile` and the project's own Triton kernels need."""
+
+import importlib.util
+import logging
+import os
+import shutil
+from functools import cache
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def has_triton(device_type: str) -> bool:
+    """Whether Triton compiles for this kind of device: on a GPU, with the package and a C compiler for its launchers."""
+    if device_type != "cuda":
+        return False
+    missing = [] if importlib.util.find_spec("triton") else ["the package triton"]
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler")
+    if missing:
+        log.warning("there is no %s: updates run without compiled kernels, at about half the speed", " and no ".join(missing))
+    return not missing

@@ -1,0 +1,80 @@
+"""Parks tensors in host memory while another process, or another part of this one, needs their device."""
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from learning.sharding import local
+
+_BLOCK_BYTES = 64 << 20
+"""Pinned memory comes in powers of two: blocks of this size waste nothing."""
+
+
+class Parking:
+    """Moves the storage of tensors on `device` to host memory and back.
+
+    The tensors stay the same objects, and so do views and shares of them, such as those that FSDP2 keeps. While parked they
+    must not be used. The host memory (pinned for a GPU) is kept for the next time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._blocks = device, list[Tensor]()
+        self._parked: list[tuple[UntypedStorage, int]] = []
+
+    @property
+    def occupied(self) -> bool:
+        """Whether tensors are parked."""
+        return bool(self._parked)
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copies the tensors' storages to host memory and frees them; those elsewhere, or of a fixed size, stay."""
+        self._parked = [(storage, storage.nbytes()) for storage in storages(tensors, self._device)]
+        for there, here in self._pieces():
+            here.copy_(there, non_blocking=True)
+        self._wait()
+        for storage, _ in self._parked:
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Brings back what is parked."""
+        for storage, size in self._parked:
+            storage.resize_(size)
+        for there, here in self._pieces():
+            there.copy_(here, non_blocking=True)
+        self._wait()
+        self._parked = []
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the bytes of every storage beside those of their places in the blocks, piece by piece."""
+        start = 0
+        for storage, size in self._parked:
+            flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            end = start + size
+            cuts = [start, *range((start // _BLOCK_BYTES + 1) * _BLOCK_BYTES, end, _BLOCK_BYTES), end]
+            for first, last in pairwise(cuts):
+                index, place = divmod(first, _BLOCK_BYTES)
+                yield flat[first - start : last - start], self._block(index)[place : place + last - first]
+            start = end
+
+    def _block(self, index: int) -> Tensor:
+        if index == len(self._blocks):
+            self._blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
+        return self._blocks[index]
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def storages(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
+    """Returns the storages on `device`, each once, whose size may change."""
+    found: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        storage = local(tensor).untyped_storage()
+        if storage.device.type == device.type and storage.nbytes() and storage.resizable():
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())

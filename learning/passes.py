@@ -1,0 +1,26 @@
+"""The forward and backward passes of one update, on every rank."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from learning.batching import Indices, Sizes, micro_batches
+from learning.ranks import Ranks
+from learning.sharding import sum_gradients_after
+
+
+def passes(
+    model: nn.Module, ranks: Ranks, sizes: Sizes, rows: Indices, max_tokens: int, max_rows: int | None = None
+) -> Iterator[tuple[Indices, bool]]:
+    """Yields the rows of each pass of this rank, and whether they count; the caller computes their gradient before the next.
+
+    Sharded models need equally many passes of every rank. One without rows of its own gets the first row, and multiplies its
+    loss by 0.
+    """
+    parts = micro_batches(sizes, rows, ranks, max_tokens, max_rows)
+    for number, indices in enumerate(parts, 1):
+        sum_gradients_after(model, ranks, last=number == len(parts))
+        if len(indices):
+            yield indices, True
+        elif ranks.sharded:
+            yield rows[:1], False

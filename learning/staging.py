@@ -1,0 +1,123 @@
+"""Copies between a device and the host's memory through two pinned buffers, on one stream, whatever the sizes.
+
+A copy to pageable memory stops the thread that asks for it, and pinned memory for a whole model would be taken from the host
+for good. On a CPU the same code runs without streams.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BUFFER_BYTES = 64 << 20
+
+
+class Staging:
+    """Copies tensors of `device`, in order, while the caller goes on. For one thread at a time."""
+
+    def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        self.device, self._size = device, buffer_bytes
+        self._streams: Any = torch.get_device_module(device)
+        self._stream: Any = self._streams.Stream()
+        """The stream of all copies."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._work: list[Future[Any]] = []
+        self._buffers: deque[tuple[Tensor, Callable[[], Any]]] = deque()
+        """The pinned buffers, and how to wait until each may be overwritten; the next one first."""
+
+    def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns a copy in the host's memory, `out` if given, which is complete after `wait`.
+
+        `tensor` must keep its contents until then.
+        """
+        if out is None:
+            out = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._stream.wait_stream(self._streams.current_stream())  # which makes the tensor
+        for piece, place in zip(self._pieces(tensor.detach().contiguous()), self._pieces(out), strict=True):
+            buffer = self._free()
+            copied = self._copy(buffer[: len(piece)], piece)
+            self._buffers.append((buffer, self.then(partial(_land, piece, copied, buffer, place)).result))
+        return out
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Returns a copy on the device, for `on_stream`."""
+        with self._streams.stream(self._stream):
+            there = torch.empty_like(tensor, device=self.device)
+        for piece, place in zip(self._pieces(tensor), self._pieces(there), strict=True):
+            buffer = self._free()
+            buffer[: len(piece)].copy_(piece)
+            self._buffers.append((buffer, self._copy(place, buffer[: len(piece)]).synchronize))
+        return there
+
+    def on_stream(self, work: Callable[[], Any]) -> None:
+        """Runs `work` on the device after the copies to it, and waits for it."""
+        with self._streams.stream(self._stream):
+            work()
+        self._mark().synchronize()
+
+    def then(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Calls `work` in another thread after the copies so far, unless one of them failed."""
+        before = self._work[-1].result if self._work else _nothing
+        self._work.append(self._thread.submit(lambda: (before(), work())))
+        return self._work[-1]
+
+    def wait(self) -> None:
+        """Waits for all copies and work. Raises the first error."""
+        work, self._work = self._work, []
+        for each in work:
+            each.result()
+
+    def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Splits the bytes of a contiguous tensor."""
+        flat: Tensor = tensor.reshape(-1).view(torch.uint8)
+        return flat.split(self._size) if flat.numel() else ()
+
+    def _copy(self, to: Tensor, source: Tensor) -> Any:
+        """Copies on the stream; returns the event of its end."""
+        with self._streams.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        return self._mark()
+
+    def _mark(self) -> Any:
+        """Returns the event of the end of what is on the stream."""
+        event = self._streams.Event()
+        event.record(self._stream)
+        return event
+
+    def _free(self) -> Tensor:
+        """Takes the next buffer, when its last use is over."""
+        if not self._buffers:
+            pinned = self.device.type == "cuda"
+            self._buffers += [(torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned), _nothing) for _ in range(2)]
+        buffer, wait = self._buffers.popleft()
+        wait()
+        return buffer
+
+
+def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns tensors by name in the host's memory, contiguous; those that are there are not copied."""
+    copies: dict[torch.device, Staging] = {}
+    found = {}
+    for name, tensor in named:
+        if tensor.device.type == "cpu":
+            found[name] = tensor.detach().contiguous()
+        else:
+            if tensor.device not in copies:
+                copies[tensor.device] = Staging(tensor.device)
+            found[name] = copies[tensor.device].to_host(tensor)
+    for each in copies.values():
+        each.wait()
+    return found
+
+
+def _land(_source: Tensor, copied: Any, buffer: Tensor, place: Tensor) -> None:
+    """Copies from a buffer when the copy into it is done; holds its source until then."""
+    copied.synchronize()
+    place.copy_(buffer[: len(place)])
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,88 @@
+"""What truncated sampling and a shortest length leave of the vocabulary, applied to logits again in the trainer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.schemas import Completion, Group, Int32
+
+_NOTHING = -1e30
+"""A logit whose probability is 0 and that no sum turns into NaN, as infinity would."""
+_Array = NDArray[np.int64]
+
+
+class Sampled(NamedTuple):
+    """What one completion of L tokens was sampled from."""
+
+    kept_tokens: Int32
+    kept_counts: Int32
+    """As in `Completion`."""
+    barred: Int32
+    """Tokens that the first `min_new_tokens` ones were sampled without."""
+    min_new_tokens: int
+
+    @classmethod
+    def of(cls, group: Group, completion: Completion) -> "Sampled | None":
+        """Returns it for a completion of a group; None where it was sampled from the whole vocabulary."""
+        if len(completion.kept_counts) or (group.min_new_tokens and len(group.barred)):
+            return cls(completion.kept_tokens, completion.kept_counts, group.barred, group.min_new_tokens)
+        return None
+
+    def lists(self, length: int) -> "tuple[_Array, _Array, NDArray[np.bool_]]":
+        """Returns, for completion tokens 0..length-1, the sizes of their lists, these, and whether a list is all there was."""
+        counts = self.kept_counts.astype(np.int64) if len(self.kept_counts) else np.zeros(length, np.int64)
+        only = counts > 0
+        barred = ~only & (np.arange(length) < self.min_new_tokens)
+        if not barred.any():
+            return counts, self.kept_tokens.astype(np.int64), only
+        kept = np.split(self.kept_tokens, np.cumsum(counts)[:-1])
+        chosen = [self.barred if bar else own for bar, own in zip(barred.tolist(), kept, strict=True)]
+        return np.where(barred, len(self.barred), counts), np.concatenate(chosen).astype(np.int64), only
+
+
+@dataclass(slots=True)
+class Support:
+    """The tokens from which each of C completion tokens was sampled.
+
+    `rows` and `tokens` [K] are pairs, row after row, and `ends` [C + 1] their number before each row. A row in `only` was
+    sampled from the tokens of its pairs, any other from all but these.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    only: Tensor
+    """[C], bool"""
+    ends: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampled | None], lengths: Sequence[int]) -> "Support | None":
+        """Returns that of completions of `lengths`; None where all were sampled from the whole vocabulary."""
+        if not any(rows):
+            return None
+        counts, tokens, only = [], [], []
+        for row, length in zip(rows, lengths, strict=True):
+            nothing = np.zeros(length, np.int64)
+            count, listed, alone = row.lists(length) if row else (nothing, nothing[:0], nothing > 0)
+            counts.append(count)
+            tokens.append(listed)
+            only.append(alone)
+        flat: _Array = np.concatenate(counts)
+        pairs = np.repeat(np.arange(len(flat)), flat)
+        ends = [0, *np.cumsum(flat).tolist()]
+        joined = [torch.from_numpy(np.concatenate(part)) for part in ([pairs], tokens, only)]
+        return cls(joined[0], joined[1], joined[2], ends)
+
+    def apply(self, logits: Tensor, first: int) -> Tensor:
+        """Lowers the logits [N, V] of what rows `first` and up could not sample, in place."""
+        pairs = slice(self.ends[first], self.ends[first + len(logits)])
+        rows, tokens, only = self.rows[pairs] - first, self.tokens[pairs], self.only[first : first + len(logits)]
+        inside = only[rows]
+        values = torch.where(inside, logits[rows, tokens], _NOTHING)
+        logits.masked_fill_(only[:, None], _NOTHING)
+        logits[rows, tokens] = values
+        return logits

@@ -1,0 +1,126 @@
+"""Worked answers, from which a model learns by imitation: a `Prompt` whose chat ends with the answer to learn.
+
+The data sets are those of `services.data.loaders`. Training from rewards reads the final answer alone; these loaders keep
+the whole one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import Config
+from common.imports import import_callable
+from common.schemas import Prompt
+from common.sections import DataSection
+from services.data import tiny
+from services.data.loaders import Loader, TinyLoader, load_split, loader_of
+from services.data.loaders_base import RowLoader
+from services.data.loaders_custom import MapRow, mapped
+from services.data.loaders_math import GSM8KLoader, MATHLoader
+from services.data.rows import further_columns, id_of, read_chat, stop_at, text_of
+
+_ROLES = ("system", "user", "assistant")
+Message = dict[str, str]
+
+
+def example(id: str, chat: list[Message], columns: Mapping[str, Any] | None = None) -> Prompt:
+    """Returns the example of a chat whose assistant's messages are to be learned. Its prompt is all that precedes the last."""
+    text = "\n\n".join(message["content"] for message in chat[:-1])
+    return Prompt(id=id, prompt=text, ground_truth="", chat=chat, columns=dict(columns or {}))
+
+
+def answered(id: str, question: str, answer: str) -> Prompt:
+    """Returns the example of one question and its answer."""
+    return example(id, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+
+
+class WorkedLoader(RowLoader):
+    """Rows with chats (`messages_field`), or with a prompt and an answer, each a text or a list of messages."""
+
+    def __init__(self, data: DataSection) -> None:
+        super().__init__(data.source, data.hub_config)
+        self._data = data
+        self._map: MapRow | None = import_callable(data.map, "data.map") if data.map else None
+
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
+        changed = row if self._map is None else mapped(self._map, row, where)
+        if changed is None:
+            return None
+        data = self._data
+        if data.messages_field:
+            chat, named = _messages(changed, data.messages_field, "", where), data.messages_field
+        else:
+            chat, named = _messages(changed, data.prompt_field, "user", where, "--data.prompt_field"), data.answer_field
+            chat += _messages(changed, named, "assistant", where, "--data.answer_field")
+        _check(chat, named, where)
+        used = {data.messages_field or data.prompt_field, "id"}
+        columns = further_columns(changed, used, where) if data.prompt_template else {}
+        return example(id_of(changed, where, default_id), chat, columns)
+
+
+def _messages(row: Mapping[str, Any], column: str, role: str, where: str, setting: str = "") -> list[Message]:
+    """Returns the messages in a column; a text is one message of `role`, if there is one."""
+    if role and not isinstance(row.get(column), list | tuple):
+        setting += "; of chats, --data.messages_field" if column not in row else ""
+        return [{"role": role, "content": text_of(row, column, where, setting)}]
+    return [{"role": role, "content": content} for role, content in read_chat(row, column, where)]
+
+
+def _check(chat: list[Message], column: str, where: str) -> None:
+    """Raises ConfigError for a chat that nothing can be learned from."""
+    roles = [message["role"] for message in chat]
+    unasked = any(role == "assistant" and before != "user" for before, role in zip(["", *roles], roles, strict=False))
+    if not {*roles} <= {*_ROLES} or roles[-1] != "assistant" or unasked:
+        stop_at(
+            where,
+            f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must end with the "
+            f"assistant's answer, and every answer must follow a user's message; known roles are {', '.join(_ROLES)}",
+            "turn the row into such a chat, or leave it out, with data.map",
+        )
+
+
+class _WorkedGSM8K(GSM8KLoader):
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
+        found = super()._prompt(row, where, default_id)
+        return answered(found.id, found.prompt, text_of(row, "answer", where, "another source"))
+
+
+class _WorkedMATH(MATHLoader):
+    def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
+        found = super()._prompt(row, where, default_id)
+        return found and answered(found.id, found.prompt, text_of(row, "solution", where, "another source"))
+
+
+class _WorkedTiny(TinyLoader):
+    def _load(self, split: str) -> list[Prompt]:
+        name: tiny.Split = "train" if split == "train" else "test"
+        pairs = zip(super()._load(split), tiny.problems(name), strict=False)  # the second has no end
+        return [answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs]
+
+
+def worked_loader(data: DataSection) -> Loader:
+    """Returns the loader of the worked answers of `data.source`. Raises ConfigError as `loader_of` does."""
+    plain = loader_of(data)
+    if data.source == "tiny":
+        return _WorkedTiny()
+    if isinstance(plain, GSM8KLoader):
+        return _WorkedGSM8K()
+    if isinstance(plain, MATHLoader):
+        return _WorkedMATH(data.levels or None, data.subjects or None, plain.source, data.hub_config)
+    return WorkedLoader(data)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a run learns from, and what it is evaluated on."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    """Empty: no evaluation."""
+
+
+def load_examples(config: Config) -> Examples:
+    """Returns the examples of `config.data`. Raises ConfigError when they do not load."""
+    data, count = config.data, config.trainer.eval_samples
+    train = load_split(data, "train", config.seed, worked_loader)
+    return Examples(train, load_split(data, "eval", config.seed, worked_loader)[:count] if count else [])

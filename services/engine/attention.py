@@ -1,0 +1,105 @@
+"""Attention over the slots of the KV cache, for transformers' models."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from common.errors import ConfigError
+from services.engine.cache import SlotCache
+
+_NAME = "rollout_slots"
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
+    """Makes `module` attend by `_attend`; returns False, and changes nothing, where transformers does not allow that.
+
+    Raises ConfigError for attention that the engine does not have.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - _KNOWN_LAYERS:
+        reason = "the embedded engine has full and sliding-window attention"
+        raise ConfigError(reason, field="layer_types", value=sorted(kinds), remedy="rollout.engine sglang")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError("the model looks ahead", field="use_bidirectional_attention", remedy="take a causal language model")
+    if getattr(module, "_supports_attention_backend", False) and module._can_set_attn_implementation():
+        module.set_attn_implementation(_NAME)
+        return True
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < max_context_tokens:
+        reason = "the model's attention window is shorter than the context, and its attention cannot be exchanged"
+        remedy = f"at most {window} with this model"
+        raise ConfigError(reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy)
+    return False
+
+
+def _attend(
+    _: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    __: Tensor | None,
+    *,
+    slots: SlotCache,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Returns [B, T, heads, D] from [B, heads, T, D], as transformers calls it; T > 1 is a causal prefill.
+
+    Keys and values may have fewer heads (GQA). `softcap` caps scores (Gemma 2), `s_aux` [heads] are sinks (GPT-OSS).
+    """
+    if options.get("position_bias") is not None:
+        raise RuntimeError("the embedded engine has no attention with a position bias")
+    heads, length, size = query.shape[1:]
+    shared = heads // key.shape[1]
+    scale, mask = size**-0.5 if scaling is None else scaling, slots.mask(sliding_window)
+    # One query by plain products takes half the time of the fused kernel on a CPU.
+    if softcap is not None or s_aux is not None or (length == 1 and query.device.type == "cpu"):
+        if length > 1 and mask is None:
+            mask = slots.causal_mask()
+        return _by_products(query, key, value, scale, mask, softcap, s_aux), None
+    if length == 1:
+        return _fused(query, key, value, scale, mask), None
+    grouped = shared > 1
+    if mask is not None and grouped:  # no kernel of a GPU has both a mask and shared keys
+        key, value, grouped = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), False
+    found = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return found.transpose(1, 2), None
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """Returns [B, 1, heads, D] of one query per row: heads that share a key are queries of one head, which needs no copies."""
+    batch, heads, _, size = query.shape
+    packed = query.reshape(batch, key.shape[1], -1, size)
+    return scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale).reshape(batch, 1, heads, -1)
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Returns [B, T, heads, D]. `mask` broadcasts to [B, heads, T, L]."""
+    batch, heads, length, size = query.shape
+    kv_heads, columns = key.shape[1], key.shape[2]
+    # Heads that share a key are rows of one product, so keys and values need no copies.
+    packed = (query * scale).reshape(batch, kv_heads, heads // kv_heads * length, size)
+    scores = (packed @ key.transpose(2, 3)).view(batch, heads, length, columns)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:  # a column that takes weight and gives no value
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)), -1)
+    weights = torch.softmax(scores, -1)[..., :columns]
+    found = weights.reshape(batch, kv_heads, -1, columns) @ value
+    return found.view(batch, heads, length, -1).transpose(1, 2)
+
+
+AttentionInterface.register(_NAME, _attend)

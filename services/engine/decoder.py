@@ -1,0 +1,159 @@
+"""The computing part of a model on one device: prefills, and decode steps of one token for all running rows.
+
+The state of the rows is on the host. A step uploads it in one copy, and the only wait is for the sampled tokens.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, UntypedStorage
+
+from common.errors import ConfigError
+from learning.parking import storages
+from services.engine.attention import exchange
+from services.engine.cache import SlotCache
+from services.engine.graphs import StepGraphs, recorder
+from services.engine.sampling import Inputs, sample
+
+log = logging.getLogger(__name__)
+_KV_SHARE = 0.3
+"""Share of a GPU's free memory that the KV cache may take: a trainer in the same memory needs the rest."""
+_ALIGNED = 64
+"""Columns are a multiple of this: fused kernels copy a mask that is not aligned."""
+
+
+class Decoder:
+    """A causal language model of transformers with its KV cache, on the device of its weights.
+
+    On a GPU the cache is made once (`reserve`), and decode steps are CUDA graphs.
+    """
+
+    def __init__(self, module: Any, max_context_tokens: int) -> None:
+        self.module, self.max_context_tokens = module, max_context_tokens
+        self.config = module.config.get_text_config()
+        weight = module.get_input_embeddings().weight
+        self.device: torch.device = weight.device
+        self.cache = SlotCache(self.config.num_hidden_layers, self.device, weight.dtype)
+        self.graphs = StepGraphs(self._step, recorder(), self.device) if self.device.type == "cuda" else None
+        self._exchanged = exchange(module, self.config, max_context_tokens)
+        self._last: Tensor | None = None
+        module.get_output_embeddings().register_forward_pre_hook(self._only_last)
+
+    def _only_last(self, _: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Passes only the last position of each prompt to lm_head (prompts of one batch differ in length)."""
+        if self._last is None:
+            return None
+        hidden, *rest = arguments
+        return (hidden[torch.arange(len(hidden), device=self.device), self._last][:, None], *rest)
+
+    def reserve(self, rows: int) -> int:
+        """Makes the KV cache of a GPU for as many of `rows` rows as fit, and returns their number; on a CPU the cache grows.
+
+        Raises ConfigError when the model does not run, or not one row fits.
+        """
+        try:
+            with torch.inference_mode():
+                self.prefill([[0]], [0], 0)
+                return rows if self.device.type == "cpu" else self._allocate(rows)
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+            reason = f"the embedded engine cannot run this model: {error}"
+            raise ConfigError(
+                reason, field="--model-path", value=self.config.model_type, remedy="rollout.engine sglang"
+            ) from error
+
+    def _allocate(self, rows: int) -> int:
+        columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
+        per_row, (free, _) = self.cache.bytes_per_token() * columns, torch.cuda.mem_get_info(self.device)
+        fitting = min(rows, int(_KV_SHARE * free) // max(1, per_row))
+        size = f"{self.max_context_tokens} tokens at {per_row / 1e6:.1f} MB"
+        if not fitting:
+            reason = f"the KV cache of one completion of {size} does not fit into {_KV_SHARE:.0%} of {free / 1e9:.1f} GB free"
+            remedy = "a shorter context, a smaller model, or a GPU with more free memory"
+            raise ConfigError(reason, field="--max-context-tokens", value=self.max_context_tokens, remedy=remedy)
+        self.cache.allocate(fitting, columns)
+        log.info("the KV cache holds %d completions of %s each, on %s", fitting, size, self.device)
+        return fitting
+
+    def storages(self, kind: str) -> list[UntypedStorage]:
+        """Returns the storages of the KV cache or of the weights. A cache that grows is empty then, and has none."""
+        if kind == "weights":
+            return storages(self.module.state_dict().values(), self.device)
+        self.cache.release()
+        return storages(self.cache.tensors(), self.device)
+
+    def forget(self) -> None:
+        """Forgets recorded steps, which know addresses, and returns free memory to the device."""
+        if self.graphs is not None:
+            self.graphs = StepGraphs(self._step, recorder(), self.device)
+            torch.cuda.empty_cache()
+
+    def prefill(self, prompts: Sequence[Sequence[int]], owners: Sequence[int], first: int) -> Tensor:
+        """Computes prompts, and fills rows `first` and up with those of `owners`. Returns the logits [owners, V] after them."""
+        lengths = [len(prompt) for prompt in prompts]
+        # Padding is on the right, where causal attention never looks: no mask is needed, which is the fastest kernel.
+        self.cache.begin_prefill(lengths, first, owners)
+        self._last = torch.tensor(lengths, device=self.device) - 1
+        try:
+            logits = self._forward(self._padded(prompts), None, None)
+        finally:
+            self._last = None
+        return logits[torch.tensor(owners, device=self.device)]
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the log-probabilities of the tokens of each prompt but its first, at temperature 1. Running rows stay."""
+        cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
+        cache.begin_prefill([len(prompt) for prompt in prompts], 0, [])  # nothing is kept
+        padded = self._padded(prompts)
+        logits, found = self._logits(padded, None, None, cache), []
+        for row, tokens, prompt in zip(logits, padded, prompts, strict=True):
+            scores = row[: len(prompt) - 1].float()
+            targets = tokens[1 : len(prompt), None]
+            found.append((scores.gather(1, targets)[:, 0] - scores.logsumexp(1)).tolist())
+        return found
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return torch.from_numpy(padded).to(self.device)
+
+    def decode(self, inputs: Inputs) -> NDArray[np.float64]:
+        """Computes and samples one more token of rows 0..B-1; returns what `sample` does."""
+        columns = int(inputs.state[1].max()) + 1
+        if self.graphs is None:
+            found = self._step(torch.from_numpy(inputs.state), columns, inputs.plain, inputs.kept)
+        else:
+            found = self.graphs(inputs, columns, (self.cache.rows, self.cache.columns))
+        return _read(found)[:, : inputs.state.shape[1]]
+
+    def sample(self, logits: Tensor, inputs: Inputs) -> NDArray[np.float64]:
+        """Samples a token for every row of logits [B, V]; see `services.engine.sampling.sample`."""
+        return _read(sample(logits, torch.from_numpy(inputs.state).to(self.device), inputs.plain, inputs.kept))
+
+    def _step(self, state: Tensor, columns: int, plain: bool, kept: int = 0) -> Tensor:
+        """One step without a wait: the same operations for the same shapes, so that a CUDA graph can replay it."""
+        tokens, positions = state[0].long(), state[1].long()
+        self.cache.begin_decode(positions, columns)
+        mask = None if self._exchanged else self.cache.mask(None)
+        return sample(self._forward(tokens[:, None], positions[:, None], mask), state, plain, kept)
+
+    def _forward(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        return self._logits(tokens, positions, mask, self.cache)[:, 0].float()
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache) -> Tensor:
+        slots = {}
+        if self._exchanged:  # a mask of four dimensions stands for a finished one, so that the model makes none
+            mask, slots = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool), {"slots": cache}
+        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+        logits: Tensor = self.module(input_ids=tokens, **options, **slots).logits
+        return logits
+
+
+def _read(found: Tensor) -> NDArray[np.float64]:
+    """Waits for the device."""
+    read: NDArray[np.float64] = found.cpu().numpy()
+    return read

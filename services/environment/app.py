@@ -1,0 +1,124 @@
+"""HTTP API of the environment-server: episodes for the trainer, and the gateway for programs that talk to a model."""
+
+import hashlib
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from common import wire
+from common.errors import InvalidInput, Unauthorized
+from common.schemas import EpisodeRequest, Episodes
+from services.environment.dialects import DIALECTS, Dialect, read_call
+from services.environment.outcome import EpisodeFailed, parse_reward
+from services.environment.service import MAX_EPISODES, EpisodeService
+from services.http.app import create_app, read_json
+from services.http.openapi import JSON, OBJECT, described, struct_schema
+
+SESSIONS = "/sessions/"
+EVENTS = "text/event-stream"
+_NUMBER = {"type": "number"}
+_REWARD = {"anyOf": [_NUMBER, OBJECT | {"additionalProperties": _NUMBER, "minProperties": 1}]}
+MAX_CALLS = 4096
+"""Calls of the gateway at once."""
+
+
+def create_environment_app(
+    service: EpisodeService, max_body_bytes: int = 256 << 20, metrics: Any = None, nodes: int = 1
+) -> FastAPI:
+    """Creates the environment-server over `service`, which ends with it. It is one of so many nodes."""
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = create_app(
+        "environment-server",
+        lifespan=lifespan,
+        metrics=metrics,
+        max_body_bytes=max_body_bytes,
+        max_requests=MAX_EPISODES + MAX_CALLS,
+        keyed_path=SESSIONS,
+    )
+
+    @app.post("/episodes", **described(answer=struct_schema(Episodes), writes=(JSON, wire.MSGPACK), fails=(409,)))
+    async def episodes(body: EpisodeRequest, request: Request) -> Response:
+        """Runs n episodes of a task; a request sent again gets the same ones. In msgpack with `Accept: application/msgpack`."""
+        found = Episodes(await service.episodes(body))
+        if wire.MSGPACK in request.headers.get("accept", ""):
+            return Response(wire.encode(found), media_type=wire.MSGPACK)
+        return Response(orjson.dumps(wire.plain(found)), media_type=JSON)
+
+    @app.delete("/episodes/{request_id}", **described(fails=(404,)))
+    async def delete(request_id: str) -> dict[str, str]:
+        """Ends the episodes of a request, and forgets it."""
+        service.delete(request_id)
+        return {"status": "deleted"}
+
+    @app.get("/environments")
+    async def environments() -> list[dict[str, Any]]:
+        """The environments that are served, and their tools."""
+        return service.environments()
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        """Episodes so far by status, what runs now, and how many nodes the environment-server has."""
+        return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
+
+    for dialect in DIALECTS:
+        _gateway_route(app, service, dialect)
+
+    @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
+    async def reward(session: str, request: Request) -> Response:
+        """Takes the reward of the program whose episode this is, a number or a mapping of its parts, and ends the session."""
+        _check_key(session, request)
+        found, given = service.session(session), await read_json(request)
+        try:
+            parse_reward(given, "the reward is")
+        except EpisodeFailed as error:
+            raise InvalidInput(str(error), field="body", value=given, remedy='send 1.0 or {"part": 1.0}') from None
+        found.grade(given)
+        return Response(orjson.dumps({"status": "graded"}), media_type=JSON)
+
+    return app
+
+
+def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
+    """Adds the route of one API that a session speaks."""
+
+    @app.post(
+        f"{SESSIONS}{{session}}/v1/{dialect.path}",
+        **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
+    )
+    async def call(session: str, request: Request) -> Response:
+        """Answers a call of the program whose episode this is. The session's key is its name."""
+        _check_key(session, request)
+        found = service.session(session)
+        body = await read_json(request)
+        parsed = read_call(body, dialect)
+        content = dialect.path.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+        key = hashlib.blake2b(content, digest_size=16).hexdigest()
+        service.calls.labels(dialect.path).inc()
+        answer = await found.call(parsed.messages, parsed.tools, key)
+        written = dialect.write(answer, parsed, key)
+        if parsed.streams:
+            return StreamingResponse(dialect.events(written), media_type=EVENTS)
+        return Response(orjson.dumps(written), media_type=JSON)
+
+
+def _check_key(session: str, request: Request) -> None:
+    """Raises Unauthorized unless the caller has the session's key, as OpenAI's or Anthropic's clients send it."""
+    bearer = request.headers.get("authorization", "").partition(" ")[2]
+    sent = request.headers.get("x-api-key") or bearer
+    if not hmac.compare_digest(sent.encode(), session.encode()):
+        raise Unauthorized(
+            "the key is not this session's",
+            remedy="set OPENAI_API_KEY (or ANTHROPIC_API_KEY) as the episode was started with",
+        )

@@ -1,0 +1,375 @@
+"""The three APIs that programs speak to models: OpenAI's chat completions and responses, Anthropic's messages.
+
+Each reads a request as messages and tools, and writes a complete answer as one body or as events. What a request says about
+sampling has no effect: it is the run's.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from common.errors import InvalidInput
+from services.environment.messages import ROLES, Message, parse_messages, parse_tools, text_of
+from services.environment.session import Answer
+
+Json = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """A request in any dialect."""
+
+    messages: list[Message]
+    tools: list[Json]
+    model: str
+    streams: bool
+
+
+class Dialect(NamedTuple):
+    """One API."""
+
+    path: str
+    body: Json
+    """JSON schema of what is read of a request; the rest is ignored."""
+    read: Callable[[Json], Call]
+    write: Callable[[Answer, Call, str], Json]
+    events: Callable[[Json], Iterator[str]]
+
+
+def read_call(body: Any, dialect: Dialect) -> Call:
+    """Reads a request. Raises InvalidInput that names the field."""
+    if not isinstance(body, dict):
+        raise InvalidInput("the body is a mapping", field="body", value=body)
+    if body.get("n") not in (None, 1):
+        remedy = "make as many calls, each with another `seed`"
+        raise InvalidInput("a call has one answer", field="n", value=body["n"], remedy=remedy)
+    return dialect.read(body)
+
+
+def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
+    return Call(messages, tools, str(body.get("model") or "policy"), bool(body.get("stream")))
+
+
+def _listed(body: Json, name: str) -> list[Any]:
+    """Returns a list of the body, empty where it has none. Raises InvalidInput for anything else."""
+    found = body.get(name)
+    if found is not None and not isinstance(found, list):
+        raise InvalidInput(f"{name} are a list", field=name, value=found)
+    return found or []
+
+
+def _event(content: Json, named: bool = True) -> str:
+    head = f"event: {content['type']}\n" if named else ""
+    return f"{head}data: {json.dumps(content)}\n\n"
+
+
+def _arguments(call: Json) -> str:
+    return json.dumps(call["function"]["arguments"])
+
+
+# OpenAI's chat completions
+
+
+def _read_chat(body: Json) -> Call:
+    return _call(body, parse_messages(body.get("messages")), parse_tools(body.get("tools")))
+
+
+def _write_chat(answer: Answer, call: Call, identifier: str) -> Json:
+    message: Json = {"role": "assistant", "content": answer.message.content or None, "refusal": None}
+    if answer.message.reasoning:
+        message["reasoning_content"] = answer.message.reasoning
+    if answer.message.calls:
+        message["tool_calls"] = [
+            {
+                "id": each["id"],
+                "type": "function",
+                "function": {"name": each["function"]["name"], "arguments": _arguments(each)},
+            }
+            for each in answer.message.calls
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
+    finish = "tool_calls" if answer.message.calls and answer.finish_reason == "stop" else answer.finish_reason
+    return {
+        "id": f"chatcmpl-{identifier}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": call.model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish}],
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.sampled_tokens,
+            "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+        },
+    }
+
+
+def _chat_events(body: Json) -> Iterator[str]:
+    choice = body["choices"][0]
+    common = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    message = {name: value for name, value in choice["message"].items() if name != "refusal"}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
+    for delta, finish in ((message, None), ({}, choice["finish_reason"])):
+        yield _event(common | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}, named=False)
+    yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
+    yield "data: [DONE]\n\n"
+
+
+# OpenAI's responses
+
+
+def _read_responses(body: Json) -> Call:
+    if body.get("previous_response_id"):
+        remedy = "send the whole conversation as `input`"
+        raise InvalidInput("answers are not stored", field="previous_response_id", value="…", remedy=remedy)
+    chat: list[Json] = []
+    if body.get("instructions"):
+        chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
+    content = body.get("input")
+    if isinstance(content, str):
+        chat.append({"role": "user", "content": content})
+    elif isinstance(content, list):
+        for i, item in enumerate(content):
+            _add_item(chat, item, f"input[{i}]")
+    else:
+        raise InvalidInput("the input is a text or a list of items", field="input", value=content)
+    tools = [
+        {"type": "function", "function": {name: value for name, value in tool.items() if name not in ("type", "strict")}}
+        if isinstance(tool, dict) and tool.get("type") == "function"
+        else tool
+        for tool in _listed(body, "tools")
+    ]
+    return _call(body, parse_messages(chat, "input"), parse_tools(tools))
+
+
+def _add_item(chat: list[Json], item: Any, where: str) -> None:
+    """Adds an item of `input`; the thoughts and tool calls of one answer are one message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        role, text = item.get("role"), text_of(item.get("content"), f"{where}.content")
+        if role == "assistant" and _open(chat) and not chat[-1]["content"]:
+            chat[-1]["content"] = text
+        else:
+            chat.append({"role": role, "content": text})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        chat.append({"role": "assistant", "content": "", "reasoning_content": text_of(parts, f"{where}.content")})
+    elif kind == "function_call":
+        if not _open(chat):
+            chat.append({"role": "assistant", "content": ""})
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        chat[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    elif kind == "function_call_output":
+        content = text_of(item.get("output"), f"{where}.output")
+        chat.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
+    else:
+        known = "message, reasoning, function_call, function_call_output"
+        raise InvalidInput("there is no such item", field=f"{where}.type", value=kind, remedy=f"one of {known}")
+
+
+def _open(chat: list[Json]) -> bool:
+    return bool(chat) and chat[-1]["role"] == "assistant"
+
+
+def _write_responses(answer: Answer, call: Call, identifier: str) -> Json:
+    message, output = answer.message, list[Json]()
+    if message.reasoning:
+        thought = [{"type": "reasoning_text", "text": message.reasoning}]
+        output.append({"type": "reasoning", "id": f"rs_{identifier}", "summary": [], "content": thought})
+    if message.content or not message.calls:
+        part = {"type": "output_text", "text": message.content, "annotations": []}
+        ending = {"role": "assistant", "status": "completed", "content": [part]}
+        output.append({"type": "message", "id": f"msg_{identifier}", **ending})
+    for i, each in enumerate(message.calls):
+        named = {"name": each["function"]["name"], "arguments": _arguments(each), "status": "completed"}
+        output.append({"type": "function_call", "id": f"fc_{identifier}_{i}", "call_id": each["id"], **named})
+    cut = answer.finish_reason != "stop"
+    return {
+        "id": f"resp_{identifier}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": None,
+        "metadata": {},
+        "model": call.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": answer.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
+        },
+    }
+
+
+def _responses_events(body: Json) -> Iterator[str]:
+    number = iter(range(1 << 30))
+
+    def event(kind: str, **content: Any) -> str:
+        return _event({"type": kind, "sequence_number": next(number), **content})
+
+    begun = body | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for i, item in enumerate(body["output"]):
+        at = {"output_index": i, "item_id": item["id"]}
+        empty = {"content": [], "status": "in_progress"} if item["type"] == "message" else {}
+        empty |= {"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {}
+        yield event("response.output_item.added", output_index=i, item=item | empty)
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield event("response.content_part.added", **at, content_index=0, part=part | {"text": ""})
+            yield event("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, content_index=0, part=part)
+        elif item["type"] == "function_call":
+            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+        yield event("response.output_item.done", output_index=i, item=item)
+    yield event("response.incomplete" if body["incomplete_details"] else "response.completed", response=body)
+
+
+# Anthropic's messages
+
+
+def _read_messages(body: Json) -> Call:
+    chat: list[Json] = []
+    if body.get("system"):
+        chat.append({"role": "system", "content": text_of(body["system"], "system")})
+    for i, message in enumerate(_listed(body, "messages")):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise InvalidInput("a message is a mapping with role and content", field=where, value=message)
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise InvalidInput("a content is a text or a list of blocks", field=f"{where}.content", value=content)
+        chat += _from_blocks(str(message.get("role")), blocks, where)
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description") or "",
+                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+            },
+        }
+        if isinstance(tool, dict)
+        else tool
+        for tool in _listed(body, "tools")
+    ]
+    return _call(body, parse_messages(chat), parse_tools(tools))
+
+
+def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
+    """Returns the messages of one message of Anthropic's: results of tools are messages of their own."""
+    results: list[Json] = []
+    message: Json = {"role": role, "content": []}
+    for i, block in enumerate(blocks):
+        kind, at = block.get("type"), f"{where}.content[{i}]"
+        if kind == "text":
+            message["content"].append(block)
+        elif kind == "thinking" and role == "assistant":
+            message["reasoning_content"] = block.get("thinking")
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            message.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = text_of(block.get("content"), f"{at}.content")
+            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+        else:
+            remedy = "one of text, thinking, tool_use, tool_result"
+            raise InvalidInput(f"the {role} has no such block", field=f"{at}.type", value=kind, remedy=remedy)
+    return results if results and not message["content"] else [*results, message]
+
+
+def _write_messages(answer: Answer, call: Call, identifier: str) -> Json:
+    message, content = answer.message, list[Json]()
+    if message.reasoning:
+        content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content or not message.calls:
+        content.append({"type": "text", "text": message.content})
+    for each in message.calls:
+        function = each["function"]
+        content.append({"type": "tool_use", "id": each["id"], "name": function["name"], "input": function["arguments"]})
+    reason = "max_tokens" if answer.finish_reason != "stop" else "tool_use" if message.calls else "end_turn"
+    return {
+        "id": f"msg_{identifier}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
+    }
+
+
+def _messages_events(body: Json) -> Iterator[str]:
+    yield _event({"type": "message_start", "message": body | {"content": [], "stop_reason": None}})
+    for i, block in enumerate(body["content"]):
+        if block["type"] == "tool_use":
+            begun: Json = block | {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        else:
+            name = block["type"]
+            begun, delta = block | {name: ""}, {"type": f"{name}_delta", name: block[name]}
+        yield _event({"type": "content_block_start", "index": i, "content_block": begun})
+        yield _event({"type": "content_block_delta", "index": i, "delta": delta})
+        yield _event({"type": "content_block_stop", "index": i})
+    ending = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    yield _event({"type": "message_delta", "delta": ending, "usage": body["usage"]})
+    yield _event({"type": "message_stop"})
+
+
+def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = False) -> Json:
+    """Returns the schema of a request whose conversation is the list `field`, or a text."""
+    conversation: Json = {"type": "array", "items": items, "minItems": 1}
+    properties = {
+        field: {"anyOf": [{"type": "string"}, conversation]} if text else conversation,
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "model": {"type": "string"},
+        "stream": {"type": "boolean"},
+        **{name: {"type": "string"} for name in others},
+    }
+    return {"type": "object", "properties": properties, "required": [field]}
+
+
+def _message_schema(roles: Iterable[str], kinds: tuple[str, ...]) -> Json:
+    """Returns the schema of a message whose content is a text or a list of parts of these kinds."""
+    part = {"type": "object", "properties": {"type": {"enum": kinds}, "text": {"type": "string"}}, "required": ["type"]}
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    return {
+        "type": "object",
+        "properties": {"role": {"enum": list(roles)}, "content": content},
+        "required": ["role", "content"],
+    }
+
+
+_CHAT = _message_schema(ROLES, ("text",))
+_CHAT["properties"]["tool_calls"] = {"type": "array", "items": {"type": "object"}}
+_CHAT["properties"]["tool_call_id"] = {"type": "string"}
+_ITEM = _message_schema(ROLES, ("input_text", "output_text"))
+_ITEM["properties"]["type"] = {"enum": ("message", "reasoning", "function_call", "function_call_output")}
+_ITEM["properties"] |= {name: {"type": "string"} for name in ("call_id", "name", "arguments", "output")}
+_BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
+DIALECTS = (
+    Dialect("chat/completions", _body("messages", _CHAT), _read_chat, _write_chat, _chat_events),
+    Dialect(
+        "responses",
+        _body("input", _ITEM, ("instructions",), text=True),
+        _read_responses,
+        _write_responses,
+        _responses_events,
+    ),
+    Dialect("messages", _body("messages", _BLOCKS, ("system",)), _read_messages, _write_messages, _messages_events),
+)

@@ -1,0 +1,93 @@
+"""Environments: classes of the user's, as TRL's `environment_factory` takes them, or with a form of several turns.
+
+    reset(**columns) -> str | None      begins; the text is added to the last message of the user
+    any other public method             is a tool, with a type and a description of every argument
+    step(messages) -> ... | None        called when an answer has no tool call: a text or messages to go on with, None to end
+    get_reward() -> float | dict        at the end; a mapping holds the parts, whose sum is the reward
+    get_turn_rewards() -> list          at the end: a number for every answer of the model, added to the reward
+    close()                             always called
+
+All but `reset` are optional. Without `get_reward` the last answer is graded by the run's reward functions.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import ConfigError
+from common.imports import import_callable
+
+FIELD = "environment.name"
+BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}
+_RESERVED = frozenset({"reset", "step", "get_reward", "get_turn_rewards", "close"})
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A class of environments, checked."""
+
+    name: str
+    make: Callable[[], Any]
+    columns: frozenset[str] | None
+    """Columns that `reset` takes; None for all."""
+    tools: dict[str, Any] = field(default_factory=dict)
+    """The functions offered to the model in OpenAI's format, by name."""
+    has_steps: bool = False
+    has_reward: bool | None = False
+    """None: it may have none, and the answer is then graded by the run's reward functions."""
+    tool: Callable[[Any, str], Callable[..., Any]] = getattr
+    """Returns the function of a tool, from what `make` returned and its name."""
+    is_done: Callable[[Any], bool] = lambda _: False
+    """Whether a tool has ended the episode."""
+
+    @classmethod
+    def load(cls, name: str) -> "Environment":
+        """Imports the environment of a setting: `python` or `python:package.module:Class`.
+
+        Raises ConfigError for one that does not exist or does not keep the contract.
+        """
+        path = name.partition(":")[2]
+        if path and ":" not in path:
+            module, _, leaf = path.rpartition(".")
+            path = f"{module}:{leaf}"
+        found = import_callable(path or BUILT_IN["python"], FIELD)
+        return cls.of(found, name)
+
+    @classmethod
+    def of(cls, made: Callable[[], Any], name: str) -> "Environment":
+        """Checks a class. Raises ConfigError."""
+        if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
+            remedy = "name a class with reset(**columns); its other public methods are tools"
+            raise ConfigError(f"{name} is no class of environments", field=FIELD, value=name, remedy=remedy)
+        parameters = inspect.signature(getattr(made, "reset", made)).parameters.values()
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        methods = {key: value for key, value in inspect.getmembers(made, inspect.isfunction) if not key.startswith("_")}
+        return cls(
+            name,
+            made,
+            None if takes_all else frozenset(each.name for each in parameters),
+            {key: _schema(method, name) for key, method in methods.items() if key not in _RESERVED},
+            "step" in methods,
+            "get_reward" in methods,
+        )
+
+    def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the columns of a row that `reset` takes."""
+        return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
+
+
+def _schema(method: types.FunctionType, name: str) -> Any:
+    """Returns what a model is told about a tool, from the method's types and docstring. Raises ConfigError."""
+    from transformers.utils import get_json_schema  # slow to import
+
+    try:
+        return get_json_schema(types.MethodType(method, object()))
+    except Exception as error:
+        raise ConfigError(
+            f"the tool {method.__name__} of {name} cannot be described: {error}",
+            field=FIELD,
+            value=f"{name}.{method.__name__}",
+            remedy="give every argument a type and a line in the docstring's `Args:`, or begin its name with _",
+        ) from None

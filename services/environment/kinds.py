@@ -1,0 +1,59 @@
+"""What an episode can be: the kinds of `environment.name`."""
+
+import shlex
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.errors import ConfigError
+from common.schemas import EpisodeLimits, EpisodeTask
+from common.sections import EnvironmentSection
+from services.environment.agent import Agent
+from services.environment.environments import FIELD, Environment
+from services.environment.openenv import OpenEnv
+from services.environment.outcome import Outcome
+from services.environment.runner import ClassEpisodes
+from services.environment.session import Session
+
+_THREADS = 1024
+_PROGRAMS = 64
+_VERIFIERS = Path(__file__).with_name("verifiers_program.py")
+_VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
+
+
+class Kind(Protocol):
+    """Runs episodes of one environment."""
+
+    name: str
+    tools: dict[str, Any]
+    """The functions offered to the model, as far as they are known before an episode."""
+    has_steps: bool
+    has_reward: bool | None
+    """None: known once an episode had one."""
+
+    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
+        """Returns how an episode ended; never raises, except when it is cancelled."""
+
+    async def close(self) -> None:
+        """Ends what runs between episodes."""
+
+
+def needs_gateway(config: EnvironmentSection) -> bool:
+    """Whether episodes are programs that reach the model over HTTP."""
+    return config.name.partition(":")[0] in ("agent", "verifiers")
+
+
+def load_kind(config: EnvironmentSection, gateway: str) -> Kind:
+    """Returns what the settings name; programs reach this server at `gateway`. Raises ConfigError when it cannot work here."""
+    kind, _, target = config.name.partition(":")
+    if kind == "python":
+        return ClassEpisodes(Environment.load(config.name), config.workers or _THREADS)
+    if kind == "agent":
+        return Agent(config.name, target, config.workers or _PROGRAMS, gateway)
+    if kind == "openenv":
+        return OpenEnv(config.name, target, config.workers or _PROGRAMS)
+    if kind == "verifiers":
+        python, _, identifier = target.strip().rpartition(" ")
+        command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
+        return Agent(config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True)
+    remedy = "one of python, python:package.module:Class, agent:COMMAND or URL, openenv:COMMAND or URL, verifiers:ID"
+    raise ConfigError(f"there is no environment {config.name}", field=FIELD, value=config.name, remedy=remedy)

@@ -1,0 +1,164 @@
+"""Messages of OpenAI's chat format, as the chat template gets them and as the gateway compares them."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from common.errors import InvalidInput
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_REASONING = ("reasoning_content", "reasoning")
+MAX_CHARS = 1_000_000
+"""Limit of the text of one message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. `fields` is what the chat template gets; arguments of tool calls are mappings there."""
+
+    fields: dict[str, Any]
+
+    @property
+    def role(self) -> str:
+        return str(self.fields["role"])
+
+    @property
+    def content(self) -> str:
+        return str(self.fields["content"])
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The tool calls, each with `id`, `type` and `function`."""
+        found: list[dict[str, Any]] = self.fields.get("tool_calls", [])
+        return found
+
+    @property
+    def reasoning(self) -> str:
+        return str(self.fields.get("reasoning_content", ""))
+
+    @cached_property
+    def key(self) -> str:
+        """What two records of one message have in common.
+
+        Ids are left out, since programs make their own, and so are thoughts, which most programs do not send back.
+        """
+        calls = [call["function"] for call in self.calls]
+        compared = {"role": self.role, "content": self.content, "name": self.fields.get("name"), "calls": calls}
+        return json.dumps(_numbers(compared), sort_keys=True)
+
+    def is_sent(self, sent: "Message") -> bool:
+        """Whether `sent` is this recorded message, perhaps without its thoughts."""
+        return self.key == sent.key and sent.reasoning.strip() in ("", self.reasoning.strip())
+
+
+def parse_messages(content: Any, where: str = "messages") -> list[Message]:
+    """Returns the messages of a request. Raises InvalidInput that names the first field that is wrong."""
+    if not isinstance(content, list) or not content:
+        raise InvalidInput("a conversation is a list of messages", field=where, value=content, remedy="send at least one")
+    return [_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
+
+
+def _message(content: Any, where: str) -> Message:
+    if not isinstance(content, dict):
+        raise InvalidInput("a message is a mapping with role and content", field=where, value=content)
+    role = ROLES.get(content.get("role", "")) if isinstance(content.get("role"), str) else None
+    if role is None:
+        known = ", ".join(ROLES)
+        raise InvalidInput("there is no such role", field=f"{where}.role", value=content.get("role"), remedy=f"one of {known}")
+    fields: dict[str, Any] = {"role": role, "content": text_of(content.get("content"), f"{where}.content")}
+    if role == "assistant":
+        calls = content.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise InvalidInput("tool calls are a list", field=f"{where}.tool_calls", value=calls)
+        if calls:
+            fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        thought = next((content[name] for name in _REASONING if isinstance(content.get(name), str) and content[name]), "")
+        if thought:
+            fields["reasoning_content"] = thought
+    for name in ("name", "tool_call_id"):
+        value = content.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidInput(f"{name} is a text", field=f"{where}.{name}", value=value)
+        if value:
+            fields[name] = value
+    return Message(fields)
+
+
+def text_of(content: Any, where: str) -> str:
+    """Returns the text of a content: a text, or a list of parts that are texts. Raises InvalidInput for anything else."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        parts = []
+        for i, part in enumerate(content):
+            text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+            if not isinstance(text, str):
+                reason, remedy = "only text can be sent to this model", "leave out images, audio and files"
+                raise InvalidInput(reason, field=f"{where}[{i}]", value=part, remedy=remedy)
+            parts.append(text)
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise InvalidInput("a content is a text or a list of texts", field=where, value=content)
+    if len(content) > MAX_CHARS:
+        reason = f"a message has at most {MAX_CHARS} characters"
+        raise InvalidInput(reason, field=where, value=len(content), remedy="shorten what the tool returns")
+    return content
+
+
+def _call(content: Any, where: str) -> dict[str, Any]:
+    function = content.get("function") if isinstance(content, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        remedy = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
+        raise InvalidInput("this is not a tool call", field=where, value=content, remedy=remedy)
+    arguments = parsed_arguments(function.get("arguments"))
+    return {
+        "id": str(content.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Returns the arguments of a tool call as a mapping; as they are where they are not JSON."""
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments, parse_constant=_not_json) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return arguments
+    return {} if arguments is None else arguments
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _numbers(value: Any) -> Any:
+    """Writes whole numbers one way: JavaScript sends 1.0 back as 1."""
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _numbers(item) for name, item in value.items()}
+    return [_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_tools(content: Any, where: str = "tools") -> list[dict[str, Any]]:
+    """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for anything else."""
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        raise InvalidInput("tools are a list of functions", field=where, value=content)
+    for i, tool in enumerate(content):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            reason = "only functions can be tools here"
+            remedy = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
+            raise InvalidInput(reason, field=f"{where}[{i}]", value=tool, remedy=remedy)
+    return content
+
+
+def tools_key(tools: Sequence[dict[str, Any]]) -> str:
+    """Returns a text that is the same for the same tools."""
+    return json.dumps(list(tools), sort_keys=True)

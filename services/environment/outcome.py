@@ -1,0 +1,66 @@
+"""How an episode ends, whatever runs it."""
+
+import asyncio
+import math
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import InvalidInput, ServiceError, shorten
+from common.schemas import EpisodeLimits, EpisodeStatus, StopReason
+from services.environment.session import Session
+
+
+@dataclass
+class Outcome:
+    """How an episode ended."""
+
+    status: EpisodeStatus = "ok"
+    stop_reason: StopReason = "done"
+    reward: float | None = None
+    components: dict[str, float | None] = field(default_factory=dict)
+    answer: str = ""
+    detail: str = ""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    tool_seconds: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    """One for every answer; empty where the environment gives none."""
+
+
+class EpisodeFailed(Exception):
+    """The environment or the program raised, or returned what it must not."""
+
+
+class EnvironmentLost(Exception):
+    """What an environment runs on was lost: its episode is tried again, and has no reward."""
+
+
+async def settle(outcome: Outcome, session: Session, limits: EpisodeLimits, playing: Awaitable[None]) -> None:
+    """Waits for an episode and writes how it ended into `outcome`; never raises, except when it is cancelled."""
+    try:
+        async with asyncio.timeout(limits.deadline_s):
+            await playing
+    except TimeoutError:
+        outcome.status, outcome.stop_reason = "timeout", "deadline"
+        outcome.detail = f"it took longer than {limits.deadline_s:g} s; the longest call may hang"
+    except EnvironmentLost as error:
+        outcome.status, outcome.detail = "died", str(error)
+    except (EpisodeFailed, InvalidInput) as error:
+        outcome.status, outcome.detail = "error", str(error)
+    except ServiceError as error:
+        outcome.status, outcome.detail = "died", f"the engines did not answer: {error}"
+    finally:
+        session.close()
+
+
+def parse_reward(found: Any, where: str) -> tuple[float, dict[str, float | None]]:
+    """Returns a reward and its parts. Raises EpisodeFailed for what is no finite number, and no mapping of such."""
+    parts = found if isinstance(found, dict) else {"reward": found}
+    try:
+        numbers = {str(name): float(value) for name, value in parts.items()}
+        if not numbers or not all(map(math.isfinite, numbers.values())):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise EpisodeFailed(f"{where} {shorten(found)}: a finite number, or a mapping of them") from None
+    return sum(numbers.values()), dict(numbers)

@@ -1,0 +1,64 @@
+"""Reads thoughts and tool calls out of an answer: `<think>…</think>` and `<tool_call>{…}</tool_call>` (Hermes, Qwen)."""
+
+import json
+import re
+import uuid
+from typing import Any, NamedTuple
+
+from services.environment.messages import Message, parsed_arguments
+
+_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class Parsed(NamedTuple):
+    """An answer as a message, and why a tool call in it cannot be read; empty where all can."""
+
+    message: Message
+    problem: str
+
+
+def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
+    """Returns the answer as a message; without `tools` no tool call is looked for.
+
+    A tool call that is not JSON stays in the content, all others with it, so that nothing that was sampled is lost.
+    """
+    fields: dict[str, Any] = {"role": "assistant"}
+    thought, content = _split(text)
+    if thought is not None:
+        fields["reasoning_content"], content = thought.strip(), content.lstrip()
+    calls: list[dict[str, Any]] = []
+    problem = ""
+    for number, match in enumerate(_CALL.finditer(content) if tools else ()):
+        name, arguments, problem = _call(match[1])
+        if problem:
+            calls = []
+            break
+        identifier = f"call_{id_prefix}_{number}" if id_prefix else f"call_{uuid.uuid4().hex[:24]}"
+        calls.append({"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}})
+    if calls:
+        fields["tool_calls"], content = calls, _CALL.sub("", content).strip()
+    return Parsed(Message(fields | {"content": content}), problem)
+
+
+def _split(text: str) -> tuple[str | None, str]:
+    """Parts the thoughts from the rest. Thoughts that never end are all there is."""
+    if match := _THOUGHT.match(text):
+        return match[1], text[match.end() :]
+    if text.lstrip().startswith("<think>"):
+        return text.lstrip().removeprefix("<think>"), ""
+    return None, text
+
+
+def _call(text: str) -> tuple[str, Any, str]:
+    """Returns name and arguments of a tool call, and what is wrong with it."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return "", {}, f"the tool call is not JSON: {error}"
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
+        return "", {}, "the tool call has no name"
+    arguments = parsed_arguments(content.get("arguments", content.get("parameters")))
+    if not isinstance(arguments, dict):
+        return "", {}, "the arguments of the tool call are no mapping"
+    return content["name"], arguments, ""

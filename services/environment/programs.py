@@ -1,0 +1,132 @@
+"""Programs that this server starts: without its secrets, each in a process group that ends with it."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common import child
+from common.errors import ConfigError
+from common.security import SecretRedactor, tls
+from services.environment.outcome import EnvironmentLost, EpisodeFailed
+
+_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""What a program gets of this server's variables: the others may be secrets."""
+_SCARCE = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+_TAIL_BYTES = 4000
+_SCANS = 20
+
+
+def words_of(command: str, field: str) -> list[str]:
+    """Returns the words of a command line. Raises ConfigError when it is no command that can be run here."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"this is no command: {error}", field=field, value=command, remedy="close every quote") from None
+    if not words or not shutil.which(words[0]):
+        reason = f"there is no program {words[0]}" if words else "there is no command"
+        remedy = "name a program on the PATH of the environment-server, or its path from the working directory"
+        raise ConfigError(reason, field=field, value=command, remedy=remedy)
+    return words
+
+
+def free_port() -> int:
+    """Returns a port of this machine on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Program:
+    """A process group, made by `start`. `mark` is a text that its environment variables alone have."""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
+        self._process, self._mark, self._tail = process, mark.encode(), b""
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, words: Sequence[str], env: Mapping[str, str], mark: str, home: Path, stdin: bytes = b"") -> "Program":
+        """Starts a program in the server's working directory, with `home` for its own files.
+
+        Raises EpisodeFailed for one that cannot be run, EnvironmentLost when this machine has no room for it.
+        """
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        if authority := tls().authority:
+            inherited |= dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"), authority)
+        own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
+        try:
+            with tempfile.TemporaryFile(dir=home) as given:  # a file without a name: a pipe could fill up
+                given.write(stdin)
+                given.seek(0)
+                process = await asyncio.create_subprocess_exec(
+                    *child.command(words, given.fileno()),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env={**inherited, **own, **env},
+                    pass_fds=(given.fileno(),),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            if error.errno in _SCARCE:
+                raise EnvironmentLost(f"{words[0]} could not be started: {error.strerror}") from error
+            raise EpisodeFailed(f"{words[0]} could not be started: {error.strerror}") from error
+        except ValueError as error:
+            raise EpisodeFailed(f"{words[0]} could not be started: {error}") from error
+        return cls(process, mark)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> int:
+        """Returns the exit status, 128 + n when signal n ended it.
+
+        It polls, because asyncio's own `wait` may last until the last grandchild has closed the output.
+        """
+        while (status := self._process.returncode) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return status if status >= 0 else 128 - status
+
+    async def kill(self) -> str:
+        """Kills what is left of it, also what left its group; returns the end of its output."""
+        self._kill_group()
+        await asyncio.shield(asyncio.to_thread(_kill_marked, self._mark))
+        await self.wait()
+        with contextlib.suppress(TimeoutError):  # a process that cannot be found may still hold the pipe
+            await asyncio.wait_for(self._reading, 2)
+        return SecretRedactor().redact(self._tail.decode("utf-8", "replace")).strip()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, only zombies left
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while data := await self._process.stdout.read(65536):
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kills the processes with `mark` among their variables, such as those that began a session of their own (Linux only)."""
+    if sys.platform != "linux":
+        return
+    for _ in range(_SCANS):  # one that is found may have started another meanwhile
+        found = False
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal():
+                continue
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes():  # empty for one that has ended
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return

@@ -1,0 +1,245 @@
+"""The episodes and sessions of an environment-server. Knows nothing of HTTP."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from common.errors import ConfigError, Conflict, InvalidInput, NotFound, NotReady, Overloaded
+from common.observe import Metrics
+from common.rollout_client import RolloutClient, completion_from_answer
+from common.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
+from common.sections import EnvironmentSection
+from services.environment.kinds import load_kind
+from services.environment.session import Session, SessionSettings, session_closed
+from services.environment.template import Template
+
+MAX_EPISODES = 4096
+"""Episodes that run at once; more are refused with 503."""
+_MAX_REMEMBERED = 1024
+"""Finished requests whose answer is kept for a retry."""
+_MAX_ENDED = 65_536
+"""Sessions that ended of which the name is kept, to say so."""
+_TRIES = 3
+"""Runs of an episode that died."""
+
+
+class EpisodeService:
+    """Runs episodes, each once for every request id, and holds their sessions.
+
+    Args:
+        config: names the environment.
+        template: of the model.
+        router: of the engines; closed by the caller.
+        stop_token_ids: tokens that end an answer.
+        metrics: Prometheus metrics; a new set when None.
+        gateway: URL at which programs reach this server.
+
+    Raises:
+        ConfigError: the environment does not exist or cannot work here.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentSection,
+        template: Template,
+        router: RolloutClient,
+        stop_token_ids: Sequence[int],
+        metrics: Metrics | None = None,
+        gateway: str = "",
+    ) -> None:
+        self.environment = load_kind(config, gateway)
+        if self.environment.tools and not template.takes_tools:
+            raise ConfigError(
+                f"{self.environment.name} has tools, and the model's chat template does not write them",
+                field="model.name",
+                value=template.name,
+                remedy="take a model that was trained with tools, or an environment with step() alone",
+            )
+        self._template, self._router, self._stops = template, router, list(stop_token_ids)
+        self._requests: OrderedDict[str, tuple[EpisodeRequest, asyncio.Task[list[Episode]]]] = OrderedDict()
+        self._sessions: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._running = 0
+        self._rewards = self.environment.has_reward
+        self._counts: Counter[EpisodeStatus] = Counter()
+        metrics = metrics or Metrics("environment-server")
+        self._finished = metrics.counter("environment_episodes_total", "Episodes that ended, by status", ["status"])
+        self._tried_again = metrics.counter("environment_episodes_retried_total", "Episodes that died and were run again")
+        self._seconds = metrics.histogram("environment_episode_duration_seconds", "Of one episode, from reset to reward")
+        self.calls = metrics.counter("environment_calls_total", "Calls of the model through the gateway, by API", ["api"])
+        metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(lambda: self._running)
+        metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(MAX_EPISODES)
+
+    async def episodes(self, request: EpisodeRequest) -> list[Episode]:
+        """Runs the episodes of a request, or returns those that the same request got before.
+
+        Raises Conflict for another request with this id, InvalidInput for an environment that is not served, Overloaded.
+        """
+        known = self._requests.get(request.request_id)
+        if known and known[0] != request:
+            reason = "another request had this id"
+            raise Conflict(reason, field="request_id", value=request.request_id, remedy="make a new id for a new request")
+        if known is None or known[1].cancelled():
+            self._check(request)
+            self._running += request.n
+            task = asyncio.create_task(self._run_all(request))
+            self._requests[request.request_id] = known = request, task
+            self._forget_oldest()
+        try:
+            return await asyncio.shield(known[1])  # the client may come back
+        except asyncio.CancelledError:
+            waiting = asyncio.current_task()
+            if waiting is None or waiting.cancelling() or not known[1].cancelled():
+                raise
+            reason, remedy = "the episodes were ended: the request was deleted, or the server is ending", "try again later"
+            raise NotReady(reason, field="request_id", value=request.request_id, remedy=remedy) from None
+
+    def delete(self, request_id: str) -> None:
+        """Ends the episodes of a request and forgets it. Raises NotFound."""
+        if request_id not in self._requests:
+            raise NotFound("there is no such request", field="request_id", value=request_id)
+        self._requests.pop(request_id)[1].cancel()
+
+    def session(self, identifier: str) -> Session:
+        """Returns the session of an episode that runs. Raises SessionClosed after its end, NotFound for one that never was."""
+        if identifier in self._ended:
+            raise session_closed(identifier)
+        if identifier not in self._sessions:
+            raise NotFound("there is no such session", field="session", value=identifier)
+        return self._sessions[identifier]
+
+    def open_session(self, request: EpisodeRequest, index: int = 0, attempt: int = 0) -> Session:
+        """Opens a session under a name that cannot be guessed: it is its key too."""
+        sampling, policy = request.sampling, request.policy
+
+        async def sample(tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
+            (answer,) = await self._router.answers(
+                tokens,
+                lora_path=policy.adapter or None,
+                n=1,
+                max_new_tokens=max_new_tokens,
+                temperature=sampling.temperature,
+                stop_token_ids=self._stops,
+                sampling_seed=seed,
+                deadline_s=request.limits.deadline_s,
+            )
+            return completion_from_answer(answer, policy.version if policy.adapter else None)
+
+        seed = (request.task.seed * 4096 + index) * _TRIES + attempt
+        settings = SessionSettings(sampling.max_new_tokens, request.limits, seed)
+        session = Session(secrets.token_urlsafe(24), self._template, sample, settings)
+        self._sessions[session.id] = session
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Ends a session; calls that come later are told so."""
+        session.close()
+        self._sessions.pop(session.id, None)
+        self._ended[session.id] = None
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def environments(self) -> list[dict[str, Any]]:
+        """Returns what is served, with the functions that the model is offered."""
+        served = self.environment
+        return [
+            {
+                "name": served.name,
+                "tools": list(served.tools.values()),
+                "has_steps": served.has_steps,
+                "has_reward": served.has_reward,
+            }
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the episodes so far by status, and what runs now."""
+        return {
+            "episodes": {status: self._counts[status] for status in get_args(EpisodeStatus)},
+            "running": self._running,
+            "running_limit": MAX_EPISODES,
+            "sessions": len(self._sessions),
+        }
+
+    async def close(self) -> None:
+        """Ends every episode."""
+        tasks = [task for _, task in self._requests.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.environment.close()
+
+    def _check(self, request: EpisodeRequest) -> None:
+        if request.task.env != self.environment.name:
+            remedy = f"this server has {self.environment.name}"
+            raise InvalidInput("there is no such environment", field="task.env", value=request.task.env, remedy=remedy)
+        if self._running + request.n > MAX_EPISODES:
+            reason = f"{self._running} episodes run, the limit is {MAX_EPISODES}"
+            raise Overloaded(reason, field="n", value=request.n, remedy="try again later, or add nodes of environment-server")
+
+    def _forget_oldest(self) -> None:
+        """Forgets the oldest answers beyond those that are kept."""
+        done = [name for name, (_, task) in self._requests.items() if task.done()]
+        for name in done[: max(0, len(done) - _MAX_REMEMBERED)]:
+            del self._requests[name]
+
+    async def _run_all(self, request: EpisodeRequest) -> list[Episode]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
+            return self._counted([task.result() for task in started])
+        finally:
+            self._running -= request.n
+
+    def _counted(self, episodes: list[Episode]) -> list[Episode]:
+        """Counts episodes, and returns them; those without a reward have failed if others of this environment had one.
+
+        The reward functions of the run would grade them on another scale.
+        """
+        ended = [episode for episode in episodes if episode.status == "ok"]
+        self._rewards = self._rewards or any(episode.reward is not None for episode in ended)
+        for episode in ended if self._rewards else ():
+            if episode.reward is None:
+                episode.status, episode.sequences = "error", []
+                episode.detail = (
+                    f"it ended ({episode.stop_reason}) without a reward, and other episodes of this environment have one"
+                )
+        for episode in episodes:
+            self._counts[episode.status] += 1
+            self._finished.labels(episode.status).inc()
+        return episodes
+
+    async def _run(self, request: EpisodeRequest, index: int) -> Episode:
+        """Runs one episode, again where it died."""
+        for attempt in range(_TRIES):
+            episode = await self._run_once(request, index, attempt)
+            if episode.status != "died":
+                break
+            if attempt + 1 < _TRIES:
+                self._tried_again.inc()
+        return episode
+
+    async def _run_once(self, request: EpisodeRequest, index: int, attempt: int) -> Episode:
+        started, session = time.monotonic(), self.open_session(request, index, attempt)
+        try:
+            outcome = await self.environment.run(request.task, session, request.limits)
+        finally:
+            self.close_session(session)
+        seconds = time.monotonic() - started
+        self._seconds.observe(seconds)
+        sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
+        numbers = {"turns": session.turns, "sampled_tokens": session.sampled_tokens, "seconds": seconds}
+        numbers |= {name: getattr(outcome, name) for name in ("tool_calls", "tool_errors", "tool_seconds")}
+        return Episode(
+            id=f"{request.request_id}-{index}",
+            status=outcome.status if sequences or outcome.status != "ok" else "error",
+            stop_reason=outcome.stop_reason,
+            reward=outcome.reward,
+            answer=outcome.answer,
+            sequences=sequences,
+            components=outcome.components,
+            metrics={name: float(value) for name, value in numbers.items()},
+            detail=outcome.detail if sequences or outcome.status != "ok" else "the model was not asked: nothing to train on",
+        )

@@ -1,0 +1,35 @@
+"""Loads the chat template of the model."""
+
+import os
+
+from common.chat_templates import OWN
+from common.errors import ConfigError
+from common.hub import check_model
+from common.sections import ModelSection
+from services.environment.template import Template
+
+
+def load_template(config: ModelSection) -> tuple[Template, list[int]]:
+    """Returns the template of `config.name`, and the tokens that end an answer. Raises ConfigError.
+
+    Never loads torch's libraries for the model: the tokenizer needs none.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer, GenerationConfig  # slow to import
+
+    check_model(config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        if config.chat_template not in ("", OWN):
+            tokenizer.chat_template = config.chat_template
+    except (OSError, ValueError) as error:
+        reason = f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}"
+        raise ConfigError(reason, field="model.name", value=config.name) from None
+    try:
+        listed = GenerationConfig.from_pretrained(config.name).eos_token_id
+    except OSError:  # the model has none
+        listed = None
+    stops = sorted({*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None})
+    if not stops:
+        raise ConfigError("the model has no end-of-sequence token", field="model.name", value=config.name)
+    return Template(tokenizer, stops), stops

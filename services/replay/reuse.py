@@ -1,0 +1,261 @@
+"""The consumed groups, drawn by priority in a time that grows with the logarithm of their number.
+
+A sample is that of `services.replay.sampling`: every group is in it with the same probability, and weighs the same. Where many
+groups may be drawn they are not shuffled: points at equal distances fall on a tree of sums whose branches change places at
+random in every draw. So, as with the strata of Schaul et al., close neighbours are hardly ever drawn together.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.replay import sampling
+from services.replay.sampling import Float64, Int64
+
+_FEW = 64
+"""With fewer groups than this many times the wanted ones, all are looked at."""
+_LARGER = 100.0
+"""A power whose logarithm is larger needs another scale: none must overflow."""
+_LEAST = 1e-150
+"""With a smaller sum of powers some may have become 0, for lack of a larger scale."""
+_UNLIMITED = np.iinfo(np.int32).max
+_Rows = list[tuple[int, int, float, int]]
+
+
+class ReuseIndex:
+    """In-memory fields of the consumed groups that sampling needs.
+
+    Consumed groups are numbered in the order in which they were consumed: `order` identifies a group in the store. Its place
+    in the arrays is `order` modulo their size.
+    """
+
+    def __init__(self, rows: _Rows) -> None:
+        """Builds the index from (order, version, priority, times_sampled) of each group, by order."""
+        self._first = self._next = 0
+        self._make(1)
+        self.append(rows)
+
+    def _make(self, size: int) -> None:
+        self._size = size
+        self._version = np.full(size, -1)  # there is no group
+        self._priority, self._sampled = np.zeros(size), np.zeros(size, np.int32)
+        self._tree: _Tree | None = None
+        self._scale = self._exponent = 0.0
+        self._min_version, self._max_times = 0, _UNLIMITED
+        self._by_version: dict[int, list[Int64]] = {}
+        """Orders of the groups in the tree."""
+
+    def rows(self) -> _Rows:
+        """Returns what the index would be built from now."""
+        orders = np.arange(self._first, self._next)
+        places = orders % self._size
+        columns = orders, self._version[places], self._priority[places], self._sampled[places]
+        return [row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1] >= 0]
+
+    def append(self, rows: _Rows) -> None:
+        """Adds newly consumed groups."""
+        if not rows:
+            return
+        first, end = self._first if self._first < self._next else rows[0][0], rows[-1][0] + 1
+        if end - first > self._size:
+            rows = self.rows() + rows
+            self._make(1 << (end - first).bit_length())
+        self._first, self._next = first, end
+        orders, versions, priorities, sampled = (np.array(column) for column in zip(*rows, strict=True))
+        places = orders % self._size
+        self._version[places], self._priority[places], self._sampled[places] = versions, priorities, sampled
+        if self._tree is not None:
+            self._note_versions(orders)
+            self._update(places)
+
+    def drop_until(self, order: int) -> None:
+        """Forgets the groups consumed up to and including `order`."""
+        end = min(order + 1, self._next)
+        if end > self._first:
+            places = np.arange(self._first, end) % self._size
+            self._first, self._version[places] = end, -1
+            self._update(places)
+
+    def set_priorities(self, updates: list[tuple[int, float]]) -> None:
+        """Sets priorities by order; the last one counts for a repeated group."""
+        for order, priority in updates:
+            self._priority[order % self._size] = priority
+        self._update(np.array([order for order, _ in updates], np.int64) % self._size)
+
+    def draw(
+        self, count: int, seed: int, min_version: int, max_times: int | None, exponent: float, correction: float
+    ) -> tuple[list[int], Float64]:
+        """Draws up to `count` different groups of `min_version` or newer that were drawn less than `max_times` times.
+
+        Returns the orders and the importance weights.
+        """
+        tree, rng = self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent), np.random.default_rng(seed)
+        if tree.positive <= _FEW * count:
+            places = tree.leaves(np.nextafter(0.0, 1.0))
+            included = sampling.inclusion(tree.powers(places) / tree.total, count) if len(places) else np.zeros(0)
+            chosen = sampling.draw(included, rng)
+            weights = sampling.importance_weights(included, chosen, correction) if len(chosen) else np.zeros(0)
+            places = places[chosen]
+        else:
+            places, weights = _draw(tree, count, rng, correction)
+        return (self._first + (places - self._first) % self._size).tolist(), weights
+
+    def drawn(self, orders: list[int]) -> None:
+        """Counts a draw of different groups."""
+        places = np.array(orders) % self._size
+        self._sampled[places] += 1
+        self._update(places)
+
+    def _prepared(self, min_version: int, max_times: int, exponent: float) -> "_Tree":
+        """Returns the powers of the groups that may be drawn now.
+
+        They are computed anew for another scale and for other conditions, but not for a higher `min_version`: a group becomes
+        too old once.
+        """
+        changed = (max_times, exponent) != (self._max_times, self._exponent) or min_version < self._min_version
+        self._max_times, self._exponent, self._min_version = max_times, exponent, min_version
+        if self._tree is None or changed or (self._tree.total < _LEAST and self._scale > 0):
+            places = np.arange(self._size)
+            self._scale = float(self._priority[self._allowed(places)].max(initial=0.0))
+            self._tree = _Tree(self._powers(places))
+            self._by_version = {}
+            self._note_versions((self._first + (places - self._first) % self._size)[self._version >= min_version])
+        for version in [version for version in self._by_version if version < min_version]:
+            orders = np.concatenate(self._by_version.pop(version))
+            self._update(orders[orders >= self._first] % self._size)
+        assert self._tree is not None, "the update above lowers powers only"
+        return self._tree
+
+    def _note_versions(self, orders: Int64) -> None:
+        versions = self._version[orders % self._size]
+        by_version = np.argsort(versions, kind="stable")
+        found, starts = np.unique(versions[by_version], return_index=True)
+        for version, some in zip(found.tolist(), np.split(orders[by_version], starts)[1:], strict=True):
+            self._by_version.setdefault(version, []).append(some)
+
+    def _allowed(self, places: Int64) -> NDArray[np.bool_]:
+        versions = self._version[places]
+        return (versions >= 0) & (versions >= self._min_version) & (self._sampled[places] < self._max_times)
+
+    def _powers(self, places: Int64) -> Float64:
+        """Returns priority^exponent, relative to the scale, and 0 for groups that may not be drawn."""
+        allowed = self._allowed(places)
+        return np.where(allowed, (self._priority[places] * allowed / (self._scale or 1.0)) ** self._exponent, 0.0)
+
+    def _update(self, places: Int64) -> None:
+        """Follows a change of these groups."""
+        if self._tree is None or len(places) == 0:
+            return
+        largest = float(self._priority[places][self._allowed(places)].max(initial=0.0))
+        if largest > 0 and (
+            self._scale == 0 or max(1.0, self._exponent) * (math.log(largest) - math.log(self._scale)) > _LARGER
+        ):
+            self._tree = None
+        else:
+            places = np.unique(places)
+            self._tree.set(places, self._powers(places))
+
+
+def _draw(tree: "_Tree", count: int, rng: np.random.Generator, correction: float) -> tuple[Int64, Float64]:
+    """Returns `count` places in random order, fewer than have a power, and their importance weights."""
+    certain: list[tuple[Int64, Float64]] = []  # what count·P(i) > 1 has
+    left = count
+    while left and len(found := tree.leaves(tree.total / left)):
+        certain.append((found, tree.powers(found)))
+        tree.set(found, np.zeros(len(found)))
+        left -= len(found)
+    share = left / tree.total
+    drawn = tree.find(np.asarray((rng.random() + np.arange(left)) / share), rng) if left else np.zeros(0, np.int64)
+    always = [places for places, _ in certain]
+    places = np.concatenate([*always, drawn])
+    included = np.concatenate([np.ones(len(places) - len(drawn)), tree.powers(drawn) * share])
+    exponent = 1 - correction
+    total = (len(places) - len(drawn) + share**exponent * tree.sum_of_powers(exponent)) / count**exponent
+    for found, powers in certain:
+        tree.set(found, powers)
+    shuffled = rng.permutation(len(places))
+    return places[shuffled], ((included / count) ** -correction / total)[shuffled]
+
+
+class _Tree:
+    """Powers of places, sums of them in a binary tree, and how many are of about the same size."""
+
+    _WIDTH = 1 / 64
+    """Width of a class of powers, in their logarithm."""
+    _FIRST = -750.0
+    """The logarithm of no positive number is smaller."""
+    _CLASSES = int(1500 / _WIDTH)
+
+    def __init__(self, powers: Float64) -> None:
+        self._size = len(powers)
+        self._nodes = np.concatenate([np.zeros(self._size), powers])
+        self._moments = np.zeros((3, self._CLASSES))
+        """Powers per class, and the sums of their logarithms relative to the middle and of the squares of these."""
+        width = self._size // 2
+        while width:
+            self._nodes[width : 2 * width] = self._nodes[2 * width : 4 * width].reshape(-1, 2).sum(1)
+            width //= 2
+        self.positive = 0
+        """Places with a power."""
+        self._count(powers, 1)
+
+    @property
+    def total(self) -> float:
+        return float(self._nodes[1])
+
+    def powers(self, places: Int64) -> Float64:
+        return np.asarray(self._nodes[self._size + places])
+
+    def set(self, places: Int64, powers: Float64) -> None:
+        """Sets the powers of different places."""
+        self._count(self.powers(places), -1)
+        self._count(powers, 1)
+        nodes = self._size + places
+        self._nodes[nodes] = powers
+        while len(nodes := np.unique(nodes >> 1)) and nodes[0]:
+            self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
+
+    def _count(self, powers: Float64, sign: int) -> None:
+        logarithms = np.log(powers[powers > 0])
+        classes = ((logarithms - self._FIRST) / self._WIDTH).astype(np.int64)
+        off = logarithms - self._middle(classes)
+        self.positive += sign * len(off)
+        for moments, each in zip(self._moments, (np.ones(len(off)), off, off**2), strict=True):
+            np.add.at(moments, classes, sign * each)
+
+    def _middle(self, classes: Int64) -> Float64:
+        return np.asarray(self._FIRST + (classes + 0.5) * self._WIDTH)
+
+    def leaves(self, least: float) -> Int64:
+        """Returns the places whose power is at least `least`, which is above 0: a time by their number, not that of all."""
+        nodes = np.ones(1, np.int64)
+        while nodes.size and nodes[0] < self._size:
+            nodes = (2 * nodes[:, None] + np.arange(2)).ravel()
+            nodes = nodes[self._nodes[nodes] >= least]
+        return nodes[self._nodes[nodes] >= least] - self._size
+
+    def find(self, points: Float64, rng: np.random.Generator) -> Int64:
+        """Returns the different places at these points of the sum of all powers, with the branches in random order."""
+        nodes, salt = np.ones(len(points), np.int64), rng.integers(1 << 62)
+        for _ in range(self._size.bit_length() - 1):
+            first = 2 * nodes + _bits(nodes + salt)
+            before, after = self._nodes[first], self._nodes[first ^ 1]
+            beyond = (points >= before) & (after > 0)
+            points = np.where(beyond, points - before, points)
+            nodes = first ^ beyond
+        return np.unique(nodes) - self._size  # unique: two points in one place can only come from rounding
+
+    def sum_of_powers(self, exponent: float) -> float:
+        """Returns the sum of power^exponent, for an exponent from 0 to 1; its relative error is below 1e-7."""
+        classes = np.flatnonzero(self._moments[0])
+        count, first, second = self._moments[:, classes]
+        near = count + exponent * first + exponent**2 / 2 * second
+        return float((np.exp(exponent * self._middle(classes)) * near).sum())
+
+
+def _bits(numbers: Int64) -> Int64:
+    """Returns a bit of each number, as good as random."""
+    mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (mixed >> np.uint64(63)).astype(np.int64)

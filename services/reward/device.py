@@ -1,0 +1,17 @@
+"""The device that a reward model would get, found out in a process of its own: the server never loads torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import ConfigError
+
+
+def prepare(_: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+    """See `WorkerSpec`: the handler answers with the name of the device; there is none without a device."""
+    from learning.device import choose_device
+
+    try:
+        device = choose_device("auto", "device", on_cpu="ask for no GPU in the resources of reward-server")
+    except ConfigError as error:
+        raise RuntimeError(f"{error.message}; {error.remedy}") from None
+    return lambda: lambda _: str(device)

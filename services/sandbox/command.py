@@ -1,0 +1,195 @@
+"""The command line of the sandbox and its filters of system calls (seccomp).
+
+Bubblewrap gives programs a Python and its libraries as the only part of the host.
+"""
+
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+_SOURCES = {
+    "services.sandbox.values": "values.py",
+    "services.sandbox.program": "program.py",
+    "services.sandbox.remote": "remote.py",
+    "__main__": "inside.py",
+}
+"""Modules of the process inside, which can read no file."""
+_FOR_TESTS = ("program.py", "remote.py")
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
+_OPTIONS = (
+    "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --as-pid-1 --die-with-parent "
+    "--new-session --cap-drop ALL --uid 65534 --gid 65534 --hostname sandbox --clearenv --setenv PATH /usr/bin:/bin "
+    "--setenv LANG C.UTF-8 --setenv OMP_NUM_THREADS 1 --setenv OPENBLAS_NUM_THREADS 1 "
+    "--ro-bind-try /etc/ld.so.cache /etc/ld.so.cache"
+)
+_CLONE_NEW = 0x7E020080  # every CLONE_NEW* namespace flag of clone
+_CLONE_THREAD = 0x00010000
+_AF_UNIX = 1
+_F_SETPIPE_SZ = 1031
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+_BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
+_FORBIDDEN = {
+    "keys, tracing, kernel interfaces with a history of holes": "add_key keyctl request_key bpf perf_event_open "
+    "io_uring_setup io_uring_enter io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise "
+    "pidfd_getfd kcmp lookup_dcookie fanotify_init",
+    "namespaces and mounts": "unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount "
+    "fspick mount_setattr name_to_handle_at open_by_handle_at",
+    "memory and messages that no limit of a process counts": "memfd_create memfd_secret shmget shmat shmctl msgget msgsnd "
+    "msgrcv msgctl semget semop semctl semtimedop mq_open mq_unlink vmsplice",
+    "the machine itself": "init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct "
+    "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup iopl "
+    "ioperm",
+}
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python for programs."""
+
+    executable: str
+    folders: tuple[str, ...]
+    """Folders outside `/usr` that it needs to run."""
+    packages: bool
+    """Whether programs may import its installed packages: only for an interpreter that the operator names."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Parts of the sandbox that some machines lack."""
+
+    proc: bool
+    """Mount a new `/proc`, which a container with a masked `/proc` cannot do."""
+    disable_userns: bool
+    """The kernel's own switch against nested user namespaces; the seccomp filter forbids them in any case."""
+
+
+VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (True, False))
+"""Best first."""
+
+
+def unavailable(reason: str, remedy: str, field: str = "reward.functions", value: object = "code") -> ConfigError:
+    """Returns the error for a machine on which programs cannot run."""
+    return ConfigError(f"code cannot be run: {reason}", field=field, value=value, remedy=remedy)
+
+
+def find_bwrap() -> str:
+    """Returns the path of bubblewrap. Raises ConfigError when it is not installed."""
+    found = shutil.which("bwrap")
+    if found is None:
+        raise unavailable("bubblewrap, its sandbox, is not installed", "apt-get install bubblewrap")
+    return found
+
+
+def interpreters(named: str) -> list[Interpreter]:
+    """Returns the interpreters to try, in order: the named one, or else this one and the system's.
+
+    Raises ConfigError when none of them runs.
+    """
+    own = str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    candidates = [named] if named else [own, "/usr/bin/python3", "/usr/local/bin/python3"]
+    found = [python for path in dict.fromkeys(candidates) if (python := _inspected(path, bool(named))) is not None]
+    if not found:
+        remedy = "name one, for example /usr/bin/python3 (apt-get install python3)"
+        raise unavailable("there is no Python for it", remedy, "reward.code_python", named or candidates)
+    return found
+
+
+def _inspected(path: str, packages: bool) -> Interpreter | None:
+    script = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2] >= (3, 8)]))"
+    try:
+        done = subprocess.run([path, "-I", "-c", script], capture_output=True, text=True, timeout=30, env={"PATH": os.defpath})
+        prefix, base, modern = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    needed = {Path(prefix), Path(base), Path(path).resolve().parent.parent} - {Path("/")}
+    folders = sorted(str(folder) for folder in needed if not any(map(folder.is_relative_to, _SYSTEM)))
+    return Interpreter(path, tuple(folders), packages) if modern else None
+
+
+def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: int, tests: bool) -> list[str]:
+    """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
+    words = [bwrap, *_OPTIONS.split()]
+    if variant.disable_userns:
+        words.append("--disable-userns")
+    for folder in map(Path, _SYSTEM):
+        if folder.is_symlink():
+            words += ["--symlink", str(folder.readlink()), str(folder)]
+        else:
+            words += ["--ro-bind-try", str(folder), str(folder)]
+    for name in python.folders:
+        words += ["--ro-bind", name, name]
+    if variant.proc:
+        words += ["--proc", "/proc"]
+    words += ["--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
+    return [*words, "--seccomp", str(filter_fd), "--", *inside_command(python, tests)]
+
+
+def inside_command(python: Interpreter, tests: bool) -> list[str]:
+    """Returns the command line of Python with the program that runs test cases, and `tests` in Python where there are any."""
+    site = [] if python.packages else ["-S"]
+    files = {name: Path(__file__).with_name(file) for name, file in _SOURCES.items() if tests or file not in _FOR_TESTS}
+    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    script = (
+        f"import sys, types\nfor name, source in {sources!r}.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n    exec(compile(source, name, 'exec'), module.__dict__)"
+    )
+    return [python.executable, "-I", *site, "-B", "-c", script]
+
+
+@cache
+def base_filter() -> bytes:
+    """Returns the BPF filter of the whole sandbox. Raises ConfigError where pyseccomp or libseccomp is missing."""
+    arg, equal, differs = _seccomp().Arg, _seccomp().MASKED_EQ, _seccomp().NE
+    rules: list[tuple[Any, ...]] = [(name,) for name in " ".join(_FORBIDDEN.values()).split()]
+    rules += [("clone", arg(0, equal, flag, flag)) for flag in (1 << bit for bit in range(32)) if _CLONE_NEW & flag]
+    rules.append(("socket", arg(0, differs, _AF_UNIX)))
+    rules += [("setsockopt", arg(2, equal, 0xFFFFFFFF, name)) for name in _BUFFER_SIZES]
+    rules.append(("fcntl", arg(1, equal, 0xFFFFFFFF, _F_SETPIPE_SZ)))
+    rules += [("ioctl", arg(1, equal, 0xFFFFFFFF, request)) for request in _TERMINAL_INPUT]
+    # clone3 takes its flags from memory, which a filter cannot read; where it is missing, the C library uses clone.
+    return _compiled(rules, missing="clone3")
+
+
+@cache
+def threads_only_filter() -> bytes:
+    """Returns the filter of a program: it may start threads, but no process. Raises ConfigError as `base_filter` does."""
+    new_process = _seccomp().Arg(0, _seccomp().MASKED_EQ, _CLONE_THREAD, 0)
+    return _compiled([("fork",), ("vfork",), ("clone", new_process)])
+
+
+def _seccomp() -> Any:
+    try:
+        import pyseccomp
+    except (ImportError, OSError, RuntimeError) as error:
+        remedy = "apt-get install libseccomp2 and pip install 'rlhf-math[services]'"
+        raise unavailable(f"pyseccomp does not work: {error}", remedy) from None
+    return pyseccomp
+
+
+def _compiled(rules: list[tuple[Any, ...]], missing: str = "") -> bytes:
+    """Returns a filter that denies the calls of `rules` (name and arguments), and pretends that the kernel lacks `missing`."""
+    seccomp = _seccomp()
+    compiled = seccomp.SyscallFilter(seccomp.ALLOW)
+    if missing:
+        rules = [*rules, (missing,)]
+    for name, *arguments in rules:
+        try:
+            compiled.add_rule(seccomp.ERRNO(errno.ENOSYS if name == missing else errno.EPERM), name, *arguments)
+        except (OSError, ValueError) as error:  # the kernel or libseccomp lacks this call
+            if name in ("clone", "socket", "ptrace", "unshare"):
+                raise unavailable(f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2") from None
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as program, os.fdopen(writer, "wb") as into:
+        compiled.export_bpf(into)  # a few kilobytes: less than a pipe holds
+        into.close()
+        return program.read()

@@ -1,0 +1,241 @@
+"""Runs programs against their test cases, each in its own sandbox, in parallel slots."""
+
+import base64
+import itertools
+import json
+import logging
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from services.sandbox.cases import Case, CaseResult
+from services.sandbox.command import (
+    VARIANTS,
+    Interpreter,
+    base_filter,
+    bwrap_command,
+    find_bwrap,
+    inside_command,
+    interpreters,
+    threads_only_filter,
+    unavailable,
+)
+from services.sandbox.inside import WALL_TIMES
+from services.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
+
+log = logging.getLogger(__name__)
+SandboxKind = Literal["bubblewrap", "none"]
+
+_TRIES = 3
+_START_S = 20.0
+_SLACK_S = 5.0
+_END_S = 10.0
+_TOTAL_TIMEOUTS = 5
+"""Time for all cases of a program, as a multiple of the time-out of one."""
+_THREADS = 64
+_STDERR_BYTES = 4096
+_FIRST_UID = 60_600
+"""User of the first slot when the server runs as root, in a range that no distribution assigns."""
+
+
+class SandboxFault(Exception):
+    """The sandbox itself failed, not the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resources of one program."""
+
+    timeout_s: float
+    """Time of one case, as `Meter` counts it; all cases of a program share five times as much."""
+    memory_mb: int
+    """Address space; a program has one process."""
+    output_kb: int = 64
+    """Standard output of one case, and size of the value that it returns."""
+
+
+class Sandbox:
+    """Slots in which programs run. Thread-safe.
+
+    Args:
+        limits: resources of every program.
+        slots: programs at once.
+        kind: `none` runs programs as this user with no protection but the limits.
+        python: the interpreter for programs; when empty, one is found.
+
+    Raises:
+        ConfigError: the sandbox, which is tested with programs that attempt to break out, does not work here.
+    """
+
+    def __init__(self, limits: Limits, slots: int, kind: SandboxKind = "bubblewrap", python: str = "") -> None:
+        self.limits, self.kind = limits, kind
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(slots):
+            self._slots.put(slot)
+        self._filter, self._bwrap, self._variant = b"", "", VARIANTS[0]
+        self._threads = _THREADS if kind == "bubblewrap" and (os.geteuid() == 0 or _counts_per_namespace()) else None
+        candidates = interpreters(python)
+        self._python = candidates[0]
+        if kind == "none":
+            log.warning("programs run WITHOUT a sandbox, as this user: reward.code_sandbox is none")
+        else:
+            self._filter = base_filter()
+            self._bwrap = find_bwrap()
+            self._choose(candidates)
+            log.info("programs run in bubblewrap with %s, %s", self._python.executable, self._variant)
+
+    def run(self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False) -> list[CaseResult]:
+        """Returns the result of each case; waits for a free slot.
+
+        Args:
+            source: the program.
+            cases: its tests, in order.
+            stop_at_failure: skip the cases after the first failure.
+
+        Raises:
+            SandboxFault: the sandbox failed several times in a row.
+        """
+        for attempt in range(_TRIES):
+            slot = self._slots.get()
+            try:
+                return self._run_in(slot, source, cases, stop_at_failure)
+            except (SandboxFault, OSError) as error:
+                log.warning("the sandbox failed: %s", error)
+                fault = error
+            finally:
+                self._slots.put(slot)
+            time.sleep(0.1 * 2**attempt)
+        raise SandboxFault(str(fault))
+
+    def _run_in(self, slot: int, source: str, cases: Sequence[Case], stop_at_failure: bool) -> list[CaseResult]:
+        results: list[CaseResult] = []
+        total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
+        longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
+        tests = any(case.request["kind"] == "code" for case in cases)
+        with self._process(slot, _START_S + WALL_TIMES * total_s + _SLACK_S, tests) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            if process.stdout.readline(longest) != b"ready\n":
+                raise SandboxFault(f"it did not start: {_stderr(process)}")
+            process.stdin.write(self._job(source, cases, total_s))
+            process.stdin.flush()
+            while len(results) < len(cases) and (line := process.stdout.readline(longest)):
+                if line == b'"test"\n':
+                    test = json.dumps([len(results), cases[len(results)].request["code"]]).encode() + b"\n"
+                    threading.Thread(target=_send, args=(process, test), daemon=True).start()
+                    continue
+                if not line.endswith(b"\n"):
+                    raise SandboxFault("it wrote too much, or was ended while it wrote")
+                results.append(cases[len(results)].verdict(json.loads(line)))
+                if stop_at_failure and results[-1].status != "passed":
+                    break
+            else:
+                if len(results) < len(cases) and (status := process.wait()) != 0:
+                    raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
+        return results + [CaseResult("skipped")] * (len(cases) - len(results))
+
+    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
+        job = {
+            "source": source,
+            "cases": [{name: value for name, value in case.request.items() if name != "code"} for case in cases],
+            "timeout_s": self.limits.timeout_s,
+            "total_s": total_s,
+            "memory_bytes": self.limits.memory_mb << 20,
+            "output_bytes": self.limits.output_kb << 10,
+            "threads": self._threads,
+            "filter": base64.b64encode(threads_only_filter()).decode() if self.kind == "bubblewrap" else "",
+        }
+        return json.dumps(job).encode() + b"\n"
+
+    @contextmanager
+    def _process(self, slot: int, limit_s: float, tests: bool) -> Iterator[subprocess.Popen[bytes]]:
+        """Starts a sandbox and kills it after `limit_s`; at the end everything in it is dead and its pipes are closed."""
+        user = None
+        if self.kind == "bubblewrap" and os.geteuid() == 0:
+            user = _FIRST_UID + slot  # the kernel exempts root from its limit of processes, and counts them per user
+        filter_fd, writer = os.pipe()
+        with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as into:
+            into.write(self._filter)  # less than a pipe holds
+            into.close()
+            bare = self.kind == "none"
+            process = subprocess.Popen(
+                inside_command(self._python, tests)
+                if bare
+                else bwrap_command(self._bwrap, self._python, self._variant, filter_fd, tests),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=() if bare else (filter_fd,),
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # not this process's: programs may read /proc/1/environ
+                cwd="/",
+                process_group=0,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
+            )
+        timer = threading.Timer(limit_s, _kill, (process,))
+        timer.daemon = True
+        timer.start()
+        with process:
+            try:
+                yield process
+            finally:
+                with suppress(OSError):
+                    process.stdin.close()  # type: ignore[union-attr]  # ends the sandbox
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                timer.cancel()
+                _kill(process)
+
+    def _choose(self, candidates: Sequence[Interpreter]) -> None:
+        """Takes the first interpreter and variant in which all probes pass. Raises ConfigError."""
+        problems = []
+        for self._python, self._variant in itertools.product(candidates, VARIANTS):
+            try:
+                results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, False)
+                failed = [name for name, result in zip(PROBES, results, strict=True) if result.status != "passed"]
+                if not failed:
+                    return
+                problems.append(f"{self._python.executable}: not contained: {', '.join(failed)}")
+            except (SandboxFault, OSError, ValueError) as error:
+                problems.append(f"{self._python.executable}: {error}")
+        raise unavailable(
+            f"the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
+            "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
+            "unprivileged_userns, the container's seccomp profile); name a Python that everyone can read with "
+            "reward.code_python; or, only for code that you trust, set reward.code_sandbox none",
+        )
+
+
+def _counts_per_namespace() -> bool:
+    """Returns whether the kernel counts a user's processes separately in every user namespace (Linux 5.14)."""
+    return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
+
+
+def _send(process: subprocess.Popen[bytes], test: bytes) -> None:
+    """Sends a test into the sandbox, where a program may have killed the process that should read it."""
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):
+        process.stdin.write(test)
+        process.stdin.flush()
+
+
+def _stderr(process: subprocess.Popen[bytes]) -> str:
+    """Returns the beginning of its standard error."""
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    return (process.stderr.read(_STDERR_BYTES) or b"").decode("utf-8", "replace").strip() or "no message"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

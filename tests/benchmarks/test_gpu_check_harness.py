@@ -1,0 +1,191 @@
+"""The harness of `benchmarks.gpu_check`: whatever a section does, there is a line for it, and only a whole one counts."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from benchmarks.gpu_check import report
+from benchmarks.gpu_check.__main__ import check, parse
+from benchmarks.gpu_check.harness import Claim, Findings, Outcome, leave, run
+from benchmarks.gpu_check.sections import BASE, SECTIONS
+
+GOOD = {"error": "", "claims": [["a", "1", "1", True]], "figures": {"x": 1.5}, "tables": {}}
+LEAVE = "import sys; from benchmarks.gpu_check.harness import Findings, leave; from pathlib import Path\n"
+
+
+def section(directory: Path, code: str, limit_s: float = 60) -> Outcome:
+    return run("case", "what is done", [sys.executable, "-c", code], limit_s, directory)
+
+
+def leaving(body: str) -> str:
+    """A section that claims something first."""
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    return f"{LEAVE}def work(found):\n    found.at_most('early', 1.0, 2.0)\n{lines}\nsys.exit(leave(Path(sys.argv[-1]), work))"
+
+
+@pytest.mark.process
+def test_a_section_that_ends_well_is_its_line(tmp_path: Path) -> None:
+    found = section(tmp_path, leaving("found.figures = {'x': 1.5}\nfound.tables = {'t': [['a'], ['b']]}\nprint('noise')"))
+    assert not found.error
+    assert found.findings == Findings([Claim("early", "≤ 2", "1", True)], {"x": 1.5}, {"t": [["a"], ["b"]]})
+    assert (tmp_path / "case.log").read_text() == "noise\n"
+    assert json.loads(found.line())["name"] == "case"
+    assert report.holds([found])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("pass", "ended without a result"),
+        ("import os; os._exit(3)", "ended with status 3"),
+        ("import os; os.abort()", "was ended by SIGABRT"),
+        ("import ctypes; ctypes.string_at(0)", "was ended by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL (the kernel does that when memory is short)"),
+        ("raise ValueError('of the section')", "ValueError: of the section"),
+        ('import sys; open(sys.argv[-1], \'w\').write(\'{"error": "", "cla\')', "cannot be read"),
+        ("import sys; open(sys.argv[-1], 'w').write('[1]')", "cannot be read"),
+        ('import sys; open(sys.argv[-1], \'w\').write(\'{"error": "", "claims": [{}]}\')', "cannot be read"),
+        ("import sys; open(sys.argv[-1], 'wb').write(b'\\xff\\xfe')", "cannot be read"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\x00'); sys.exit(4)", "ended with status 4"),
+    ],
+)
+def test_a_section_that_does_not_end_well_fails(tmp_path: Path, code: str, reason: str) -> None:
+    (tmp_path / "case.json").write_text(json.dumps({**GOOD, "claims": []}))  # of an earlier run
+    found = section(tmp_path, code)
+    assert reason in found.error
+    assert found.all_claims[0].holds is False
+    assert not report.holds([found])
+    assert "**FAILS**" in report.markdown([found], "cpu", True, 1.0)
+    json.loads(found.line())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            "raise RuntimeError('CUDA error: an illegal memory access\\nmore')",
+            "RuntimeError: CUDA error: an illegal memory access",
+        ),
+        ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\nbytearray(8 << 30)", "out of memory"),
+        ("sys.exit(5)", "ended with status 5"),
+    ],
+)
+def test_what_was_found_before_an_error_stays(tmp_path: Path, body: str, reason: str) -> None:
+    found = section(tmp_path, leaving(body))
+    assert reason in found.error
+    texts = [claim.text for claim in found.all_claims]
+    assert texts == ["what is done", *(["early"] if "sys.exit" not in body else [])]
+
+
+@pytest.mark.process
+def test_a_section_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        f"open(sys.argv[-1], 'w').write({json.dumps({**GOOD, 'claims': []})!r})\n"
+        "time.sleep(3600)\n"
+    )
+    found = section(tmp_path, code, limit_s=5)
+    assert "still ran after its limit of 5 s" in found.error
+    assert found.findings.figures == {"x": 1.5}, "its line was complete, and it is a failure nevertheless"
+    assert _gone(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.process
+def test_what_a_section_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        f"open(sys.argv[-1], 'w').write({json.dumps({**GOOD, 'claims': []})!r})\n"
+    )
+    assert not section(tmp_path, code).error
+    assert _gone(int((tmp_path / "child").read_text()))
+
+
+def _gone(pid: int) -> bool:
+    """Whether the process ends; one that nobody waits for may stay as a zombie."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_no_number_that_is_not_finite_holds_or_breaks_the_line(value: float, tmp_path: Path) -> None:
+    def work(found: Findings) -> None:
+        found.at_most("small", abs(value), 1.0)
+        found.at_least("large", -abs(value), 1.0)
+        found.figures["x"] = [{"y": value}]
+
+    assert leave(tmp_path / "line", work) == 0
+    body = json.loads((tmp_path / "line").read_text())
+    assert [claim["holds"] for claim in body["claims"]] == [False, False]
+    assert body["figures"] == {"x": [{"y": str(value)}]}
+
+
+def outcomes(norms: Sequence[float]) -> list[Outcome]:
+    """The base, packing off and LoRA."""
+    names = (BASE, "update-packing-off", "update-lora")
+    figures: dict[str, Any] = {"seconds": 0.5, "first_seconds": 9.0, "tokens_per_second": 1e4, "mfu": 0.25, "sharded": False}
+    figures |= {"allocated": 3e9, "reserved": 4e9, "estimate": 3.5e9, "rehearsed": None}
+    return [
+        Outcome(name, f"update of {name}", 1.0, findings=Findings(figures=figures | {"grad_norm": norm}))
+        for name, norm in zip(names, norms, strict=True)
+    ]
+
+
+def test_variants_make_the_update_of_the_base() -> None:
+    assert report.holds(outcomes([1.0, 1.01, 7.0])), "an adapter has another gradient"
+    for norm in (1.03, 0.97, float("nan")):
+        assert not report.holds(outcomes([1.0, norm, 7.0]))
+    text = report.markdown(outcomes([1.0, 1.5, 7.0]), "cuda", False, 100.0)
+    assert "| variants | --trainer.packing off: the same gradient norm as without | 1 ± 2 % | 1.5 | **FAILS** |" in text
+    assert "| update-packing-off | 0.500 | 1.00 | 9.0 | 10,000 | 25.0% | 3.00 | 4.00 | 3.50 |  | no |" in text
+
+
+def test_a_section_that_failed_on_its_way_has_its_place_in_the_tables() -> None:
+    broken = outcomes([1.0, 1.0, 1.0])
+    for name in ("allocated", "reserved", "estimate", "rehearsed", "mfu"):
+        del broken[1].findings.figures[name]
+    broken[1].error, broken[2].findings.figures["seconds"] = "RuntimeError: CUDA error\nlast line | of the log", "nan"
+    text = report.markdown(broken, "cuda", False, 1.0)
+    assert "| update-packing-off | 0.500 | 1.00 | 9.0 | 10,000 |  |  |  |  |  | no |" in text
+    assert "| update-lora | nan | nan |" in text
+    assert "last line | of the log\n```" in text
+
+
+def test_without_time_left_nothing_is_begun_and_nothing_holds(tmp_path: Path) -> None:
+    options = parse(["--out", str(tmp_path / "new" / "out"), "--device", "cpu", "--small", "--minutes", "0.01"])
+    with (tmp_path / "console").open("w") as file:
+        assert not check(options, Console(file=file))
+    lines = [json.loads(line) for line in (options.out / "gpu-check.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == list(SECTIONS)
+    assert all("--only" in line["error"] for line in lines)
+    assert (options.out / "gpu-check.md").read_text().count("**FAILS**") == len(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "x", "--minutes", "0"], "--minutes"),
+        (["--out", "x", "--minutes", "nan"], "--minutes"),
+        (["--out", "x", "--only", "kernals"], "kernels"),
+        (["--device", "cpu"], "--out"),
+    ],
+)
+def test_a_wrong_argument_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        parse(words)
+    assert ending.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Prompts as the model gets them: templates, chats, prefilled answers and special tokens."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from common.config import from_mapping
+from common.errors import ConfigError
+from common.prompts import Prompter, PromptStyle, prompt_ids, prompt_text
+from common.schemas import Prompt
+
+PROMPT = Prompt(id="p1", prompt="2 + 3?", ground_truth="5", columns={"level": 5})
+CHAT = Prompt(
+    id="p2", prompt="3 + 4?", ground_truth="7", chat=[{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}]
+)
+THINKING = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+"""As Qwen3's: without thinking the answer begins behind an empty thought."""
+SYSTEM, KWARGS = "sampling__system_prompt", "sampling__chat_template_kwargs"
+
+
+def tokenizer(chat_template: str | None = None, end: bool = False) -> Any:
+    """A tokenizer of bytes that puts <s> before a text, as Llama's, and with `end` </s> behind it."""
+    made = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[])
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    pattern = "<s> $A </s>" if end else "<s> $A"
+    made.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=[("<s>", 0), ("</s>", 1)])
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=chat_template, **special)
+
+
+def style(**settings: Any) -> PromptStyle:
+    return PromptStyle.of(from_mapping({name.replace("__", "."): value for name, value in settings.items()}))
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "text"),
+    [
+        (None, {}, "2 + 3?"),
+        (None, {"data__prompt_template": "L{level} {question}\nA:"}, "L5 2 + 3?\nA:"),
+        (None, {"data__prompt_template": "plain", "sampling__prefill": " <think>"}, "Question: 2 + 3?\nAnswer: <think>"),
+        (THINKING, {}, "<user>2 + 3?</s><assistant>"),
+        (THINKING, {"sampling__system_prompt": "S"}, "<system>S</s><user>2 + 3?</s><assistant>"),
+        (
+            THINKING,
+            {"sampling__chat_template_kwargs": {"enable_thinking": "false"}},
+            "<user>2 + 3?</s><assistant><think></think>",
+        ),
+        (THINKING, {"sampling__chat_template_kwargs": {"enable_thinking": True}}, "<user>2 + 3?</s><assistant>"),
+        (THINKING, {"sampling__prefill": "<think>\n"}, "<user>2 + 3?</s><assistant><think>\n"),
+        (THINKING, {"data__prompt_template": "{question}!"}, "2 + 3?!"),  # in the place of the chat template
+        (THINKING, {"data__prompt_template": "{question}!", "model__chat_template": "own"}, "<user>2 + 3?!</s><assistant>"),
+    ],
+)
+def test_prompt_text(template: str | None, settings: dict[str, Any], text: str) -> None:
+    assert prompt_text(PROMPT, style(**settings), tokenizer(template)) == text
+
+
+def test_a_template_fills_the_last_message_of_a_chat() -> None:
+    settings = {"data__prompt_template": "{question}!", "model__chat_template": "own", "sampling__system_prompt": "unread"}
+    assert prompt_text(CHAT, style(**settings), tokenizer(THINKING)) == "<system>S</s><user>3 + 4?!</s><assistant>"
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_a_plain_prompt_begins_with_one_beginning_and_ends_with_no_end(end: bool) -> None:
+    """A tokenizer may put an end behind every text, after which a model says nothing of use."""
+    made = tokenizer(end=end)
+    plain, marked = (
+        prompt_ids([PROMPT], style(), made)[0],
+        prompt_ids([PROMPT], style(data__prompt_template="<s>{question}"), made)[0],
+    )
+    assert plain == marked == [0, *made("2 + 3?", add_special_tokens=False).input_ids]
+
+
+def test_a_chat_has_the_special_tokens_of_its_template_alone() -> None:
+    made = tokenizer("<s>" + THINKING)
+    assert prompt_ids([PROMPT], style(), made)[0].count(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "field", "words"),
+    [
+        (None, {"sampling__system_prompt": "S"}, "sampling.system_prompt", ("no chat template", "data.prompt_template")),
+        (
+            THINKING,
+            {"sampling__system_prompt": "S", "data__prompt_template": "plain"},
+            "sampling.system_prompt",
+            ("model.chat_template",),
+        ),
+        (None, {"sampling__chat_template_kwargs": {"a": 1}}, "sampling.chat_template_kwargs", ("no chat template",)),
+        (
+            THINKING,
+            {"sampling__chat_template_kwargs": {"enable_thinkng": False}},
+            "sampling.chat_template_kwargs",
+            ("did you mean enable_thinking",),
+        ),
+        (None, {"model__chat_template": "own"}, "model__chat_template", ("no chat template of its own",)),
+    ],
+)
+def test_a_style_that_the_tokenizer_cannot_obey(
+    template: str | None, settings: dict[str, Any], field: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Prompter(tokenizer(template), style(**settings), [])
+    assert caught.value.field == field.replace("__", ".")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_template_that_refuses_a_role_is_named() -> None:
+    refuses = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
+    )
+    with pytest.raises(ConfigError, match="no system role"):
+        prompt_text(PROMPT, style(sampling__system_prompt="S"), tokenizer(refuses))
+
+
+def test_a_chat_without_a_chat_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a problem is a chat"):
+        prompt_text(CHAT, style(), tokenizer())

@@ -1,0 +1,65 @@
+"""Settings of sampling: what they mean together, and what is refused with field and remedy."""
+
+from typing import Any
+
+import pytest
+
+from common.config import from_mapping, load
+from common.errors import ConfigError
+
+EMBEDDED = {"rollout.engine": "embedded"}
+SMG = {"rollout.router": "smg"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "words"),
+    [
+        ({"sampling.top_p": 0}, "sampling.top_p", ("too small", "above 0")),
+        ({"sampling.top_p": 1.1}, "sampling.top_p", ("too large",)),
+        ({"sampling.top_k": 0}, "sampling.top_k", ("too small",)),
+        ({"sampling.top_k": 1}, "sampling.top_k", ("too small",)),
+        ({"sampling.min_p": 1}, "sampling.min_p", ("too large", "below 1")),
+        ({"sampling.min_p": -0.1}, "sampling.min_p", ("too small",)),
+        ({"sampling.stop": [""]}, "sampling.stop", ("this is empty",)),
+        ({"sampling.stop_token_ids": [-1]}, "sampling.stop_token_ids", ("too small",)),
+        ({"sampling.min_new_tokens": 600}, "sampling.min_new_tokens", ("above sampling.max_new_tokens 512", "lower it")),
+        ({"sampling.min_new_tokens": 5, "sampling.ignore_eos": True}, "sampling.min_new_tokens", ("not read", "leave it out")),
+        ({"sampling.max_thinking_tokens": 512}, "sampling.max_thinking_tokens", ("no room for an answer",)),
+        ({"sampling.completion_timeout_s": 0}, "sampling.completion_timeout_s", ("too small",)),
+        ({"sampling.completion_timeout_s": 700}, "sampling.completion_timeout_s", ("sampling.request_timeout_s", "lower it")),
+        ({"sampling.top_k": 5000, **EMBEDDED}, "sampling.top_k", ("4096", "evaluation.top_k")),
+        ({"sampling.top_p": 0.9}, "sampling.top_p", ("sglang-router drops", "set rollout.router smg", "evaluation")),
+        ({"sampling.min_p": 0.1, "rollout.device": "cpu"}, "sampling.min_p", ("sglang-router drops",)),
+        ({"evaluation.n": 4}, "evaluation.n", ("greedy answers are all the same", "set evaluation.temperature")),
+        ({"evaluation.max_new_tokens": 2048, **EMBEDDED}, "evaluation.max_new_tokens", ("no room for a prompt",)),
+        ({"evaluation.top_p": 0.9, "trainer.eval_samples": 0}, "evaluation.top_p", ("not read",)),
+        ({"sampling.system_prompt": "S", "data.prompt_template": "plain"}, "sampling.system_prompt", ("not read",)),
+    ],
+)
+def test_settings_of_sampling_that_do_not_fit(settings: dict[str, Any], field: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(settings)
+    assert caught.value.field == field
+    assert caught.value.remedy
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [EMBEDDED, SMG])
+def test_truncated_sampling_in_training_has_a_bound_on_what_is_left(settings: dict[str, Any]) -> None:
+    sampling = from_mapping({"sampling.top_p": 0.9, **settings}).sampling
+    assert (sampling.cuts(), sampling.bounded_cuts()) == ({"top_p": 0.9}, {"top_p": 0.9, "top_k": 4096})
+    sampling = from_mapping({"sampling.top_k": 20, **settings}).sampling
+    assert sampling.cuts() == sampling.bounded_cuts() == {"top_k": 20}
+    assert from_mapping(settings).sampling.bounded_cuts() == {}
+
+
+def test_evaluations_may_cut_off_whatever_the_engine() -> None:
+    config = load(["--evaluation.top_p", "0.95", "--evaluation.temperature", "0.6", "--evaluation.n", "4"], {})
+    assert config.evaluation.cuts() == {"top_p": 0.95}
+    assert config.sampling.cuts() == {}
+
+
+def test_lists_of_stops_on_a_command_line() -> None:
+    config = load(["--sampling.stop", '["\\n\\n", "a, b"]', "--sampling.stop_token_ids", "7,8"], {})
+    assert (config.sampling.stop, config.sampling.stop_token_ids) == (["\n\n", "a, b"], [7, 8])
+    assert config.sampling.ends() == {"stop": ["\n\n", "a, b"]}

@@ -1,0 +1,35 @@
+"""The policies let a job group talk to itself, and agents outside it reach the gateway alone."""
+
+from typing import Any
+
+import yaml
+
+from common.sections import EnvironmentSection
+from tests.support.paths import ROOT
+
+GROUP, AGENTS = {"rlhf-group": "rlhf-math"}, {"rlhf-agents": "rlhf-math"}
+
+
+def selected(peers: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [peer["podSelector"]["matchLabels"] for peer in peers]
+
+
+def test_agents_reach_the_gateway_alone() -> None:
+    found = {
+        each["metadata"]["name"]: each["spec"]
+        for each in yaml.safe_load_all((ROOT / "docs/reference/network-policy.yaml").read_text())
+    }
+    gateway = [{"port": EnvironmentSection().port}]
+    group, agents, door = found["rlhf-math"], found["rlhf-math-agents"], found["rlhf-math-gateway"]
+    assert group["podSelector"]["matchLabels"] == door["podSelector"]["matchLabels"] == GROUP
+    assert [selected(rule["from"]) for rule in group["ingress"]] == [[GROUP]]
+    assert agents["podSelector"]["matchLabels"] == AGENTS
+    assert agents["policyTypes"] == ["Ingress", "Egress"]
+    to_group, names = agents["egress"]
+    assert (selected(to_group["to"]), to_group["ports"]) == ([GROUP], gateway)
+    assert [port["port"] for port in names["ports"]] == [53, 53]
+    assert [(selected(rule["from"]), rule["ports"]) for rule in door["ingress"]] == [([AGENTS], gateway)]
+    episodes = found["rlhf-math-episodes"]
+    assert episodes["podSelector"]["matchLabels"].items() > GROUP.items()
+    assert episodes["policyTypes"] == ["Egress"]
+    assert selected(episodes["egress"][0]["to"]) == [GROUP, AGENTS]

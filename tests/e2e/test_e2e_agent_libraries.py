@@ -1,0 +1,50 @@
+"""Client libraries and agent frameworks, unmodified, as agents: every conversation is one sequence, and each is trained on."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.agent_environments import python_of
+from tests.support.agent_training import train_on
+from tests.support.environments import request_for, served
+from tests.support.paths import ROOT
+from tests.support.trap_models import letters
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "3"}}\n</tool_call>'
+CALLS = {
+    "agents": [CALL, "it is 3", "3"],
+    "smol": [CALL, FINAL],
+    "chat": ["2", "3"],
+    "responses": ["2", "3"],
+    "messages": ["2", "3"],
+}
+
+
+def agent(kind: str) -> str:
+    program = ROOT / "tests" / "support" / "library_agents.py"
+    return f"agent:env OPENAI_AGENTS_DISABLE_TRACING=1 {python_of('agents')} {program} {kind}"
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_every_sampled_token_is_recorded_once(kind: str) -> None:
+    said = iter(CALLS[kind])
+    name = agent(kind)
+    async with served(name, lambda _: next(said)) as server:
+        request = request_for(name)
+        request.task.columns = {"tools": "1"}
+        (episode,) = await server.client.episodes(request)
+        assert (episode.status, episode.detail) == ("ok", "")
+        assert episode.components["right"] == 1.0
+        tokenizer = server.engine.tokenizer
+        sampled = [token for sequence in episode.sequences for token in sequence.token_ids[sequence.mask == 1].tolist()]
+        assert sampled == [token for answer in CALLS[kind] for token in letters(tokenizer, answer)]
+        assert len(episode.sequences) == (2 if kind == "smol" else 1), "smolagents writes tool calls anew, as text"
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages", "agents"])
+def test_a_library_is_trained(kind: str, base_model: Path, tmp_path: Path) -> None:
+    assert os.environ.get("OPENAI_BASE_URL") is None
+    train_on(agent(kind), base_model, tmp_path)

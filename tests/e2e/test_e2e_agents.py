@@ -1,0 +1,58 @@
+"""The job group with an environment-server, which is killed in the middle: its episodes are played again, none is a zero."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.support.marked_processes import marked
+from tests.support.paths import ROOT
+from trainer.observe.run_dir import read_lines
+
+STEPS = 8
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path) -> None:
+    run_dir, mark, output = tmp_path / "run", f"e2e-{uuid.uuid4()}", tmp_path / "output.txt"
+    settings = {
+        "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
+        "MODEL_NAME": str(base_model),
+        "NUM_EPOCHS": "",
+        "BATCH_SIZE": "4",
+        "MAX_STEPS": str(STEPS),
+        "RUN_DIR": str(run_dir),
+        "STATE_DIR": str(tmp_path / "state"),
+        "RLHF_ENVIRONMENT__NAME": "python:tests.support.own_environments:Insists",
+        "RLHF_SAMPLING__GROUP_SIZE": "4",
+        "RLHF_TRAINER__EVAL_SAMPLES": "4",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-tools-jobgroup.yaml"]
+    command += ["--log-dir", str(tmp_path / "logs")]
+    for name, value in settings.items():
+        command += ["--env", f"{name}={value}"]
+    environment = {**os.environ, "E2E_MARK": mark}
+    with output.open("w") as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group:
+        limit = time.monotonic() + 400
+        while len(read_lines(run_dir / "metrics.jsonl")) < 2:
+            assert group.poll() is None, output.read_text()[-4000:]
+            assert time.monotonic() < limit, output.read_text()[-4000:]
+            time.sleep(0.02)
+        os.kill(min(marked(mark, "-m services.environment")), signal.SIGKILL)
+        status = group.wait(timeout=400)
+    text = output.read_text()
+    assert status == 0, text[-6000:]
+    assert "restart 1 of environment-server" in text
+    lines = read_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["update"]["trained_tokens"] > 0 for line in lines)
+    assert max(line["update"]["delta_logprob_current"] for line in lines) < 1e-6
+    assert lines[-1]["dropped"].get("episode", 0) == 0, "an episode that was lost is played again under the same request"
+    assert marked(mark) == []

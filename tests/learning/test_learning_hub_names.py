@@ -1,0 +1,196 @@
+"""What is published and saved has the names, shapes and values of the hub's files, for models that transformers converts."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from common.config import Config
+from common.errors import ConfigError
+from learning.hub_names import from_hub, hub_shapes, to_hub
+from learning.ranks import Ranks
+from learning.sharding import named_tensors
+from services.engine.weights import BadWeights, check_tensors, copy_tensors, load_into, own_tensors
+from tests.support.small_run import small_run
+from tests.support.tiny_models import GEMMA, KINDS, hub_names, make, write
+from trainer.policy.policy import Policy
+
+EVERY = [*KINDS, GEMMA]
+OTHERS = ["olmoe", "deepseek_v3", "glm4_moe", "granitemoe", "phimoe", "ernie4_5_moe", "qwen3_next", "minimax", "gpt_neox"]
+_OTHER_SIZES: dict[str, Any] = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+_OTHER_SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16)
+_OTHER_SIZES |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+_OTHER_SIZES |= {"num_experts_per_tok": 2, "moe_k": 2, "n_group": 1, "topk_group": 1}
+IDS = torch.arange(3, 33).view(2, 15)
+
+
+class Sharded(Ranks):
+    """One process that shards its models, as it does on a GPU."""
+
+    @property
+    def sharded(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with request.param(device_kind="cpu") as made:
+        yield made
+
+
+def settings(model: Path, tmp_path: Path, **lora: Any) -> Config:
+    config = small_run(model, tmp_path)
+    return config.model_copy(update={"lora": config.lora.model_copy(update=lora)})
+
+
+def logits(directory: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = AutoModelForCausalLM.from_pretrained(directory).eval()(input_ids=IDS).logits
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
+@pytest.mark.parametrize("kind", EVERY)
+def test_what_is_published_and_saved_is_what_the_files_have(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    directory = write(kind, tmp_path / "hub")
+    files = load_file(directory / "model.safetensors")
+    assert files.keys() == hub_names(kind)
+    config = settings(directory, tmp_path)
+    policy = Policy(config, ranks)
+    assert_equal(dict(policy.weights()), files)
+    saved = tmp_path / "checkpoint"
+    policy.snapshots(alone=False)["."].write(saved)
+    assert_equal(load_file(saved / "model.safetensors"), files)
+    assert torch.equal(logits(saved), logits(directory))
+    assert_equal(dict(Policy(config, ranks, saved).weights()), files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_kinds_are_published_as_save_pretrained_writes_them(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    make(kind, **_OTHER_SIZES).save_pretrained(tmp_path / "hub")
+    files = load_file(tmp_path / "hub" / "model.safetensors")
+    published = dict(Policy(settings(tmp_path / "hub", tmp_path), ranks).weights())
+    assert_equal(published, {name: tensor.to(published[name].dtype) for name, tensor in files.items()})
+
+
+@pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
+def test_a_prefix_that_the_files_have_is_published(ranks: Ranks, tmp_path: Path) -> None:
+    """A model of text and images that is loaded without its vision tower, as Qwen3.5's are."""
+    make("qwen3_5_text", **_OTHER_SIZES).save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    longer = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
+    save_file(longer | {"model.visual.patch_embed.proj.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    assert_equal(dict(Policy(settings(tmp_path / "hub", tmp_path), ranks).weights()), longer)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_embedded_engine_takes_them_whole_and_in_parts(kind: str, tmp_path: Path) -> None:
+    new = write(kind, tmp_path / "new", seed=1)
+    engine: Any = AutoModelForCausalLM.from_pretrained(write(kind, tmp_path / "old"))
+    before, files = dict(own_tensors(engine)), load_file(new / "model.safetensors")
+    load_into(engine, new)
+    assert_equal(dict(own_tensors(engine)), files)
+    with torch.inference_mode():
+        torch.testing.assert_close(engine(input_ids=IDS).logits, logits(new))
+    check_tensors(engine, before)
+    copy_tensors(engine, {name: before[name] for name in reversed(before)})
+    assert_equal(dict(own_tensors(engine)), before)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral"])
+def test_an_engine_refuses_some_of_the_experts_and_keeps_its_own(kind: str, tmp_path: Path) -> None:
+    engine: Any = AutoModelForCausalLM.from_pretrained(write(kind, tmp_path / "old"))
+    before = {name: tensor.clone() for name, tensor in own_tensors(engine)}
+    some = {name: tensor + 1 for name, tensor in before.items() if ".experts.1." not in name}
+    check_tensors(engine, some)
+    with pytest.raises(BadWeights, match="only a part came"):
+        copy_tensors(engine, some)
+    assert_equal(dict(own_tensors(engine)), before)
+
+
+@pytest.mark.parametrize("kind", ["Phi-3", "Qwen3-MoE", "Mixtral", GEMMA])
+def test_a_merged_adapter_is_published_by_the_same_names(kind: str, tmp_path: Path) -> None:
+    directory = write(kind, tmp_path / "hub")
+    policy = Policy(settings(directory, tmp_path, rank=2, publish="merged"), Ranks(device_kind="cpu"))
+    assert_equal(dict(policy.weights()), load_file(directory / "model.safetensors"))  # a new adapter changes nothing
+
+
+def test_an_adapter_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
+    """Its layers have the numbers of the language model's, by which SGLang would take one for the other."""
+    policy = Policy(settings(write(GEMMA, tmp_path / "hub"), tmp_path, rank=2), Ranks(device_kind="cpu"))
+    names = [name for name, _ in policy.weights()]
+    assert len(names) == 2 * 2 * 7
+    assert all(".language_model." in name for name in names)
+
+
+def test_what_several_tensors_of_a_model_make_waits_for_all_of_them() -> None:
+    """A tensor of the files that transformers splits: that of a converter to several targets."""
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    model = make("Llama 3")
+    parts = [f"mlp.{name}_proj.weight" for name in ("gate", "up")]
+    model._weight_conversions = [WeightConverter("mlp.both.weight", parts, [Chunk(dim=0)])]
+    own = named_tensors(model)
+    found = dict(to_hub(model, reversed(own.items()), own))
+    first = "model.layers.0.mlp."
+    both = torch.cat([own[f"{first}gate_proj.weight"], own[f"{first}up_proj.weight"]])
+    assert torch.equal(found[f"{first}both.weight"], both)
+    assert f"{first}gate_proj.weight" not in found
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in hub_shapes(model, own).items()}
+    assert_equal(from_hub(model, found), {name: tensor.detach() for name, tensor in own.items()})
+
+
+def rename(directory: Path, change: dict[str, str]) -> None:
+    file = directory / "model.safetensors"
+    tensors = {change.get(name, name): tensor for name, tensor in load_file(file).items()}
+    save_file({name: tensor for name, tensor in tensors.items() if name}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
+@pytest.mark.parametrize("missing", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_run_does_not_start_with_tensors_that_the_files_lack(missing: str, ranks: Ranks, tmp_path: Path) -> None:
+    """transformers fills them with random numbers, or the engine would skip them."""
+    directory = write("Llama 3", tmp_path / "hub")
+    rename(directory, {missing: ""})
+    with pytest.raises(ConfigError, match=rf"files do not have.*published.*{missing}.*model\.name.*remedy"):
+        Policy(settings(directory, tmp_path), ranks)
+
+
+def test_a_quantised_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers makes of its files is not what engines have."""
+    directory = write("Llama 3", tmp_path / "hub")
+    monkeypatch.setattr("transformers.LlamaConfig.quantization_config", {"quant_method": "fp8"}, raising=False)
+    with pytest.raises(ConfigError, match="not quantised"):
+        Policy(settings(directory, tmp_path), Ranks(device_kind="cpu"))
+
+
+def test_a_checkpoint_with_other_names_than_the_models_files_is_refused(tmp_path: Path) -> None:
+    """Earlier versions saved a mixture's experts as transformers holds them, which engines skip."""
+    directory = write("Qwen3-MoE", tmp_path / "hub")
+    make("Qwen3-MoE").save_pretrained(tmp_path / "fused", save_original_format=False)
+    with pytest.raises(ConfigError, match=r"mlp\.experts\.gate_up_proj \[3, 32, 32\]"):
+        Policy(settings(directory, tmp_path), Ranks(device_kind="cpu"), tmp_path / "fused")
+
+
+def test_a_version_directory_of_a_mixture_is_a_whole_model(tmp_path: Path) -> None:
+    from trainer.weights.publisher import write_version
+
+    directory = write("Mixtral", tmp_path / "hub")
+    policy = Policy(settings(directory, tmp_path), Ranks(device_kind="cpu"))
+    policy.model.config.save_pretrained(tmp_path / "static")
+    write_version(policy.weights(), [tmp_path / "static" / "config.json"], tmp_path / "weights", "run", 1)
+    assert torch.equal(logits(tmp_path / "weights" / "v000001"), logits(directory))
+    assert json.loads((tmp_path / "weights" / "v000001" / "config.json").read_text())["architectures"] == ["MixtralForCausalLM"]

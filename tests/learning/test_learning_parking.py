@@ -1,0 +1,69 @@
+"""Parking: what is parked takes no memory, and comes back bit for bit under every name it has."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from learning import parking
+from learning.optimizer import Optimizer
+from learning.parking import Parking, storages
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_tensors_come_back_through_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(parking, "_BLOCK_BYTES", block)
+    torch.manual_seed(block)
+    tensors = [torch.randn(5, 3), torch.randn(1).bfloat16(), torch.arange(64), torch.zeros(0), torch.randn(4, 4).t()]
+    kept, place = copy.deepcopy(tensors), Parking(CPU)
+    for _ in range(2):  # the blocks are used again
+        place.park(tensors)
+        assert place.occupied
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        place.restore()
+        assert not place.occupied
+        assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, kept, strict=True))
+
+
+def test_views_and_tied_tensors_share_one_place() -> None:
+    whole = torch.randn(6, 4)
+    view, tied = whole[2:], nn.Parameter(whole)
+    assert len(storages([whole, view, tied], CPU)) == 1
+    expected, place = whole.clone(), Parking(CPU)
+    place.park([view, whole, tied])
+    place.restore()
+    assert torch.equal(view, expected[2:])
+    whole[3, 1] = 5.0
+    assert view[1, 1] == tied[3, 1] == 5.0
+
+
+def test_what_is_elsewhere_or_cannot_be_resized_stays() -> None:
+    fixed = torch.frombuffer(bytearray(16), dtype=torch.float32)
+    elsewhere = torch.empty(3, device="meta")
+    place = Parking(CPU)
+    place.park([fixed, elsewhere])
+    assert not place.occupied
+    assert fixed.sum() == 0
+
+
+def test_training_that_parks_between_its_steps_is_the_same() -> None:
+    """Also with optimiser states that appear later, whose places in host memory are new."""
+
+    def train(parked: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer, place = Optimizer(model, (0.9, 0.98), 0.01, 1.0), Parking(CPU)
+        for step in range(4):
+            model(torch.full((2, 8), float(step))).square().mean().backward()
+            optimizer.step(1e-2)
+            optimizer.zero_grad()
+            if parked:
+                place.park([*model.parameters(), *optimizer.state_dict().values()])
+                assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
+                place.restore()
+        return [*model.parameters(), *optimizer.state_dict().values()]
+
+    assert all(torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True))

@@ -1,0 +1,92 @@
+"""Log-probabilities over the tokens that a sampler left, against a softmax over these alone, in value and gradient."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common.schemas import Completion, Group, Int32
+from learning.support import Sampled, Support
+from trainer.policy import logprobs
+from trainer.policy.logprobs import token_scores
+
+VOCABULARY, HIDDEN = 50, 8
+NONE: Int32 = np.zeros(0, np.int32)
+
+
+class _Other(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
+    """A head that is no plain linear one, whose gradient autograd computes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], list[int]]:
+    """Completions that were truncated, had a shortest length longer than some, or neither; lengths and tokens."""
+    sampled: list[Sampled | None] = []
+    lengths, tokens = [5, 3, 4, 1], []
+    for number, length in enumerate(lengths):
+        own = rng.integers(10, VOCABULARY, length)
+        tokens += own.tolist()
+        if number in (0, 3):
+            lists = [np.unique([token, *rng.integers(0, VOCABULARY, 6)]) for token in own]
+            sampled.append(Sampled(np.concatenate(lists).astype(np.int32), np.array([*map(len, lists)], np.int32), NONE, 0))
+        else:
+            sampled.append(None if number == 2 else Sampled(NONE, NONE, np.array([1, 2, 3], np.int32), 7))
+    return sampled, lengths, tokens
+
+
+def allowed(sampled: list[Sampled | None], lengths: list[int]) -> torch.Tensor:
+    """The tokens of each row, the slow way: [C, V]."""
+    found = []
+    for row, length in zip(sampled, lengths, strict=True):
+        for place in range(length):
+            line = torch.ones(VOCABULARY, dtype=torch.bool)
+            if row is not None and len(row.kept_counts):
+                first = int(row.kept_counts[:place].sum())
+                line[:] = False
+                line[torch.from_numpy(row.kept_tokens[first : first + row.kept_counts[place]].astype(np.int64))] = True
+            elif row is not None and place < row.min_new_tokens:
+                line[torch.from_numpy(row.barred.astype(np.int64))] = False
+            found.append(line)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["linear", "other head"])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk", [512, 4])
+def test_scores_over_a_support(plain: bool, entropy_gradient: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_CPU_CHUNK", chunk)
+    monkeypatch.setattr(logprobs, "_KEPT_BYTES", 0 if chunk == 4 else 1 << 20)
+    rng = np.random.default_rng(1)
+    torch.manual_seed(1)
+    sampled, lengths, tokens = rows(rng)
+    support = Support.of(sampled, lengths)
+    linear, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.randn(sum(lengths), HIDDEN, requires_grad=True)
+    targets, weights = torch.tensor(tokens), torch.randn(sum(lengths))
+
+    free = allowed(sampled, lengths)
+    logs = torch.log_softmax((linear(hidden) / 0.7).masked_fill(~free, -torch.inf), -1)
+    wanted = logs.gather(1, targets[:, None])[:, 0]
+    entropy = -(logs.exp() * logs.masked_fill(~free, 0.0)).sum(-1)
+    loss = (wanted * weights).sum() + (entropy.sum() * 0.3 if entropy_gradient else 0)
+    gradients = torch.autograd.grad(loss, [hidden, linear.weight])
+
+    head = linear if plain else _Other(linear)
+    found, theirs = token_scores(head, hidden, targets, 0.7, entropy_gradient, True, support)
+    ours = (found * weights).sum() + (theirs.sum() * 0.3 if entropy_gradient else 0)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(theirs, entropy, atol=1e-5, rtol=1e-5)
+    for mine, other in zip(torch.autograd.grad(ours, [hidden, linear.weight]), gradients, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_completions_of_the_whole_vocabulary_have_no_support() -> None:
+    completion = Completion(np.array([5], np.int32), np.array([-1.0], np.float32), "", "stop", [(0, 0, 1)])
+    group = Group("g", "p", "", "", np.array([1], np.int32), [completion])
+    assert Sampled.of(group, completion) is None
+    assert Support.of([None, None], [3, 1]) is None

@@ -1,0 +1,37 @@
+"""Joining the group that carries weights: nobody has joined before everybody has."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from learning import weight_group
+from learning.weight_group import join
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+
+
+def test_a_rank_that_is_alone_has_not_joined(store: dist.TCPStore) -> None:
+    with pytest.raises(RuntimeError):
+        join("127.0.0.1", store.port, 0, 2, "alone", "gloo", 0.5)
+
+
+def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would connect at the first weights: a device makes torch do so at once. What NCCL itself does needs GPUs."""
+    asked: list[dict[str, Any]] = []
+
+    def make(*_: Any, **options: Any) -> tuple[Any, None]:
+        asked.append(options)
+        return object(), None
+
+    monkeypatch.setattr(weight_group, "_new_process_group_helper", make)
+    monkeypatch.setattr(weight_group, "_world", type("World", (), {"pg_group_ranks": {}}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for backend in ("nccl", "gloo"):
+        join("127.0.0.1", store.port, 0, 1, "all", backend, 5.0)
+    assert [options["device_id"] for options in asked] == [torch.device("cuda", 3), None]

@@ -1,0 +1,212 @@
+"""Programs as agents: real processes and servers, three ways of a reward, failures that are no zeros, nothing left behind."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from common.errors import ConfigError
+from common.schemas import Episode
+from common.sections import EnvironmentSection
+from services.environment import agent
+from services.environment.kinds import load_kind
+from services.http.app import listen, serving
+from tests.support.environments import Served, request_for, served
+from tests.support.paths import ROOT
+
+PROGRAM = f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'agent_program.py'}"
+NAME = f"agent:{PROGRAM}"
+pytestmark = pytest.mark.process
+
+
+async def play(server: Served, mode: str, **limits: Any) -> Episode:
+    request = request_for(server.service.environment.name, mode, **limits)
+    request.request_id = f"r{len(server.service._requests)}"
+    (episode,) = await server.client.episodes(request)
+    return episode
+
+
+REWARDS: dict[str, dict[str, float]] = {
+    "file": {"right": 1.0, "short": 0.5},
+    "number": {"reward": 1.0},
+    "call": {"reward": 1.0},
+    "bad call": {"reward": -1.0},
+    "chatty": {"reward": 1.0},
+    "variables": {"secrets": 0.0},
+}
+
+
+async def test_a_program_gives_its_reward_by_a_file_or_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "of-the-server")
+    monkeypatch.setenv("MY_SECRET", "of-the-server")
+    async with served(NAME, lambda _: "3") as server:
+        for mode, parts in REWARDS.items():
+            episode = await play(server, mode)
+            assert (mode, episode.status, episode.detail) == (mode, "ok", "")
+            assert episode.components == parts
+            assert episode.reward == sum(parts.values())
+            assert (episode.answer, episode.metrics["turns"], len(episode.sequences)) == ("3", 1, 1)
+
+
+async def test_without_a_reward_the_answer_is_still_to_be_graded_unless_others_have_one() -> None:
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "nothing")
+        assert (episode.status, episode.reward, episode.answer) == ("ok", None, "3")
+        assert (await play(server, "number")).reward == 1.0
+        episode = await play(server, "nothing")
+        assert (episode.status, episode.reward, episode.sequences) == ("error", None, [])
+        assert "without a reward" in episode.detail
+        assert server.service.stats()["episodes"] == {"ok": 2, "timeout": 0, "died": 0, "error": 1}
+
+
+FAILURES = {
+    "crash": ("error", "ended with status 1; the end of its output: Traceback"),
+    "signal": ("died", "was ended by signal 9"),
+    "no JSON": ("error", "the reward file is no JSON: 'no JSON'"),
+    "NaN": ("error", "the program's reward is nan: a finite number"),
+    "[]": ("error", "the program's reward is []: a finite number"),
+    "{}": ("error", "the program's reward is {}: a finite number"),
+    '""': ("error", "the program's reward is : a finite number"),
+    "forged": ("error", "the key is not this session's"),
+    "large": ("error", "a message has at most 1000000 characters"),
+}
+
+
+async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
+    async with served(NAME, lambda _: "3") as server:
+        for mode, (status, detail) in FAILURES.items():
+            episode = await play(server, mode)
+            assert (mode, episode.status, episode.reward, episode.sequences) == (mode, status, None, [])
+            assert detail in episode.detail
+        server.engine.failures = 3
+        episode = await play(server, "number")
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "the engines did not answer" in episode.detail
+
+
+async def test_a_limit_is_a_stop_reason_also_where_the_program_fails_of_it() -> None:
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "limits", turns=3)
+        assert (episode.status, episode.stop_reason, episode.metrics["turns"]) == ("ok", "turns", 3)
+        assert {sequence.finish_reason for sequence in episode.sequences} == {"length"}
+    async with served(NAME, lambda _: "3" * 400) as server:
+        episode = await play(server, "crash")
+        assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "length", None), "its answer was cut"
+
+
+def noted(pids: Path) -> list[int]:
+    return [int(line) for line in pids.read_text().split()] if pids.exists() else []
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - nobody tells of the end of somebody else's process
+        await asyncio.sleep(0.01)
+
+
+async def gone(pids: Path, count: int) -> None:
+    """Waits until processes have ended."""
+    found = noted(pids)
+    assert len(found) == count
+    await until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in found))
+
+
+async def test_nothing_is_left_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "GRACE_S", 0.1)
+    async with served(NAME, lambda _: "3") as server:
+        for mode, status, count, deadline_s in (("leaves", "ok", 2, 60), ("lingers", "ok", 1, 60), ("hangs", "timeout", 2, 3)):
+            request = request_for(NAME, mode, deadline_s=deadline_s)
+            request.request_id, pids = mode, tmp_path / mode
+            request.task.columns = {"pids": str(pids)}
+            (episode,) = await server.client.episodes(request)
+            assert (mode, episode.status, episode.reward) == (mode, status, 1.0 if status == "ok" else None)
+            await gone(pids, count)
+        request.request_id, request.limits.deadline_s, pids = "deleted", 600, tmp_path / "deleted"
+        request.task.columns = {"pids": str(pids)}
+        running = asyncio.create_task(server.client.episodes(request))
+        await until(lambda: len(noted(pids)) == 2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await gone(pids, 2)
+        await until(lambda: server.service.stats()["sessions"] == 0)
+
+
+async def test_the_prompt_may_be_an_argument(tmp_path: Path) -> None:
+    async with served(f"agent:sh -c 'printf %s \"$0\" >{tmp_path}/told' {{prompt}}", lambda _: "3") as server:
+        episode = await play(server, "what; is $(it)?")
+        assert (episode.status, episode.detail) == ("error", "the model was not asked: nothing to train on")
+        assert (tmp_path / "told").read_text() == "what; is $(it)?"
+        for prompt in ("nothing\0else", "x" * 200_000):
+            episode = await play(server, prompt)
+            assert (episode.status, episode.reward) == ("error", None)
+            assert "sh could not be started: " in episode.detail
+
+
+def agent_app(told: list[dict[str, Any]], release: asyncio.Event) -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/{mode}")
+    async def run(mode: str, request: Request) -> Response:
+        task = await request.json()
+        told.append(task)
+        if mode == "hangs":
+            await release.wait()
+        session = task["session"]
+        async with httpx.AsyncClient(headers={"x-api-key": session["api_key"]}) as client:
+            body = {"messages": task["messages"]}
+            (await client.post(f"{session['anthropic_base_url']}/v1/messages", json=body)).raise_for_status()
+        answers = {"ok": (200, b'{"right": 1}'), "nothing": (204, b""), "fails": (503, b"busy"), "refuses": (404, b"no")}
+        status, content = answers.get(mode, (200, b"<html>"))
+        return Response(content, status)
+
+    return app
+
+
+ANSWERS = {
+    "ok": ("ok", 1.0, ""),
+    "nothing": ("error", None, "without a reward"),
+    "fails": ("died", None, "answered 503: busy"),
+    "refuses": ("error", None, "answered 404: no"),
+    "page": ("error", None, "is no JSON: '<html>'"),
+    "hangs": ("timeout", None, "it took longer than"),
+}
+
+
+async def test_an_agent_behind_a_url() -> None:
+    told: list[dict[str, Any]] = []
+    release = asyncio.Event()
+    sock = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    async with served(f"agent:{url}/ok", lambda _: "3") as server, serving(agent_app(told, release), sock):
+        kind: Any = server.service.environment
+        for mode, (status, reward, detail) in ANSWERS.items():
+            kind._url = f"{url}/{mode}"
+            episode = await play(server, "number", deadline_s=2 if mode == "hangs" else 100)
+            assert (mode, episode.status, episode.reward) == (mode, status, reward)
+            assert detail in episode.detail
+        assert told[0]["ground_truth"] == "3"
+        kind._url = "http://127.0.0.1:1/away"
+        episode = await play(server, "number")
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "did not answer: ConnectError" in episode.detail
+        release.set()
+
+
+WRONG = {
+    "agent:": "is no command",
+    "agent:no-such-program --flag": "there is no program no-such-program",
+    "agent:sh -c 'open": "this is no command: No closing quotation",
+    "agent:http://": "this is no URL",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_command_that_cannot_be_run_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match=WRONG[name]) as caught:
+        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+    assert caught.value.field == "environment.name"

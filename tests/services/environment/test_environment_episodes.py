@@ -1,0 +1,345 @@
+"""Episodes over HTTP: classes as TRL takes them, several turns, failures that are no zeros, and requests sent again."""
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+
+from common import wire
+from common.errors import ConfigError, ServiceError
+from common.schemas import Episodes
+from common.sections import EnvironmentSection
+from services.environment.environments import Environment
+from services.environment.kinds import load_kind
+from services.environment.runner import ClassEpisodes
+from tests.support.environments import Calculator, Faulty, Guess, request_for, served
+from tests.support.trap_models import letters
+
+NAMES = {kind: f"python:{kind.__module__}:{kind.__name__}" for kind in (Calculator, Guess, Faulty)}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def calculates(text: str) -> str:
+    """Answers with the tool, then with what it said."""
+    return "so it is 3" if "<tool_response>" in text else call("add", a=1, b=2)
+
+
+async def test_a_class_written_for_trl_runs_unchanged() -> None:
+    async with served(Calculator, calculates) as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator]))
+        assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "done", 1.0)
+        assert episode.answer == "so it is 3"
+        assert episode.metrics["turns"] == 2
+        assert (episode.metrics["tool_calls"], episode.metrics["tool_errors"]) == (1, 0)
+        (sequence,) = episode.sequences
+        text = server.engine.tokenizer.decode(sequence.prompt_ids)
+        assert "1+2? Use the tool.<|im_end|>" in text, "what reset returns is added to the problem"
+        assert '"name": "add"' in text
+        assert '"description": "The first number."' in text
+        assert "get_reward" not in text
+        sampled = sequence.token_ids[sequence.mask == 1].tolist()
+        tokenizer = server.engine.tokenizer
+        assert sampled == letters(tokenizer, call("add", a=1, b=2)) + letters(tokenizer, "so it is 3")
+        assert "<tool_response>\n3\n</tool_response>" in sequence.text
+        assert sequence.weight_versions == [(3, 0, len(sequence.token_ids))]
+
+
+async def test_every_episode_of_a_group_has_its_own_environment_and_seed() -> None:
+    async with served(Calculator, calculates) as server:
+        episodes = await server.client.episodes(request_for(NAMES[Calculator], n=3))
+        assert [episode.id for episode in episodes] == ["r1-0", "r1-1", "r1-2"]
+        seeds = [body["sampling_params"]["sampling_seed"] for body in server.engine.asked]
+        assert len(set(seeds)) == 6
+
+
+async def test_several_turns_without_tools() -> None:
+    guesses = iter(["1", "2", "3"])
+    Guess.closed.clear()
+    async with served(Guess, lambda _: next(guesses)) as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Guess]))
+        assert (episode.reward, episode.components) == (0.25, {"found": 1.0, "guesses": -0.75})
+        assert Guess.closed == ["3"]
+        assert len(episode.sequences[0].turns) == 3
+
+
+async def test_without_get_reward_the_answer_is_still_to_be_graded() -> None:
+    async with served(Ungraded, lambda _: "7") as server:
+        (episode,) = await server.client.episodes(request_for(server.service.environment.name))
+        assert (episode.status, episode.reward, episode.answer) == ("ok", None, "7")
+
+
+class Ungraded:
+    """Has a problem alone."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+
+TOLD = {
+    "unknown tool": (call("multiply", a=1, b=2), "error: there is no tool multiply; the tools are: add, broken"),
+    "wrong arguments": (call("add", a=1), "error: add: missing a required argument: 'b'"),
+    "further argument": (call("add", a=1, b=2, c=3), "error: add: got an unexpected keyword argument 'c'"),
+    "tool raises": (call("broken"), "error: RuntimeError: out of order"),
+    "private": (call("__init__"), "error: there is no tool __init__"),
+    "reward": (call("get_reward"), "error: there is no tool get_reward"),
+    "no JSON": ('<tool_call>\n{"name": add}\n</tool_call>', "The tool call could not be read. the tool call is not JSON"),
+    "no name": ('<tool_call>\n{"arguments": {}}\n</tool_call>', "the tool call has no name"),
+}
+
+
+@pytest.mark.parametrize(("sampled", "told"), TOLD.values(), ids=TOLD)
+async def test_what_is_wrong_with_a_call_is_told_to_the_model(sampled: str, told: str) -> None:
+    answers = iter([sampled, call("add", a=1, b=2), "3"])
+    async with served(Calculator, lambda _: next(answers)) as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator]))
+        assert told in episode.sequences[0].text
+        assert (episode.reward, episode.metrics["tool_errors"]) == (1.0, 1)
+
+
+LOST = {
+    "reset": ("error", "reset raised ValueError: no such task"),
+    "lost": ("died", "its machine is gone"),
+    "nan": ("error", "get_reward returned nan"),
+}
+
+
+@pytest.mark.parametrize(("mode", "status", "detail"), [(mode, *rest) for mode, rest in LOST.items()], ids=LOST)
+async def test_a_failure_has_a_name_and_no_reward(mode: str, status: str, detail: str) -> None:
+    async with served(Faulty, lambda _: "done") as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Faulty], mode))
+        assert (episode.status, episode.reward, episode.sequences) == (status, None, [])
+        assert detail in episode.detail
+        assert server.service.stats()["episodes"][status] == 1
+
+
+async def test_an_environment_that_died_is_run_again() -> None:
+    Faulty.lives = 0
+    async with served(Faulty, lambda _: "done") as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Faulty], "lost once"))
+        assert (episode.status, episode.reward, Faulty.lives) == ("ok", 1.0, 1)
+
+
+async def test_an_engine_that_fails_is_died_not_a_zero() -> None:
+    async with served(Calculator, calculates) as server:
+        server.engine.failures = 3
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator]))
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "the engines did not answer" in episode.detail
+        server.engine.failures = 1
+        await server.client.delete("r1")
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator]))
+        assert (episode.status, episode.reward) == ("ok", 1.0)
+
+
+async def test_a_tool_that_hangs_is_a_timeout_without_a_reward() -> None:
+    Faulty.release.clear()
+    async with served(Faulty, lambda _: call("wait")) as server:
+        try:
+            (episode,) = await server.client.episodes(request_for(NAMES[Faulty], deadline_s=0.2))
+        finally:
+            Faulty.release.set()
+        assert (episode.status, episode.stop_reason, episode.reward) == ("timeout", "deadline", None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"), [({"turns": 1}, "turns"), ({"tool_calls": 1}, "tool_calls"), ({"context": 700}, "context")]
+)
+async def test_a_limit_is_a_stop_reason_with_a_reward(limits: dict[str, Any], reason: str) -> None:
+    async with served(Calculator, lambda _: call("add", a=1, b=2)) as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Calculator], **limits))
+        assert (episode.status, episode.stop_reason, episode.reward) == ("ok", reason, 1.0)
+        assert episode.sequences[0].finish_reason == "length", "so algorithm.mask_truncated decides whether it is trained"
+
+
+async def test_an_observation_of_ten_megabytes_is_the_end_of_the_context() -> None:
+    async with served(Faulty, lambda _: call("huge")) as server:
+        (episode,) = await server.client.episodes(request_for(NAMES[Faulty], "x"))
+        assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "context", 1.0)
+
+
+async def test_a_request_sent_again_gets_the_same_episodes() -> None:
+    async with served(Calculator, calculates) as server:
+        request = request_for(NAMES[Calculator], n=2)
+        one, other = await asyncio.gather(server.client.episodes(request), server.client.episodes(request))
+        third = await server.client.episodes(request)
+        assert wire.encode(one) == wire.encode(other) == wire.encode(third)
+        assert len(server.engine.asked) == 4
+        with pytest.raises(ServiceError, match="another request had this id") as caught:
+            await server.client.episodes(request_for(NAMES[Calculator], "other", n=2))
+        assert caught.value.status == 409
+
+
+async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None:
+    begun = asyncio.Event()
+    never = asyncio.Event()
+
+    class Slow(Calculator):
+        async def wait(self) -> str:
+            """Waits."""
+            begun.set()
+            await never.wait()
+            return ""
+
+    environment = Environment.of(Slow, "python:slow:Slow")
+    async with served(Calculator, lambda _: call("wait")) as server:
+        server.service.environment = ClassEpisodes(environment, 1)
+        running = asyncio.create_task(server.client.episodes(request_for("python:slow:Slow")))
+        await begun.wait()
+        assert len(server.service._sessions) == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert server.service.stats()["sessions"] == server.service.stats()["running"] == 0
+        with pytest.raises(ServiceError, match="no such request"):
+            await server.client.delete("r1")
+
+
+async def test_who_still_waits_for_a_deleted_request_is_told_so() -> None:
+    async with served(Faulty, lambda _: call("wait")) as server:
+        Faulty.release.clear()
+        waiting = asyncio.create_task(server.service.episodes(request_for(NAMES[Faulty])))
+        while not server.service.stats()["sessions"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        server.service.delete("r1")
+        with pytest.raises(ServiceError, match="the request was deleted") as caught:
+            await waiting
+        assert caught.value.status == 503
+        Faulty.release.set()
+
+
+class Graded(Guess):
+    """Gives a reward for every guess."""
+
+    def get_turn_rewards(self) -> list[Any]:
+        """Refuses a guess of 9."""
+        if self.wanted == "9":
+            return [0.5]
+        return [0.25 * i for i in range(self.guesses)] if self.wanted != "8" else [math.nan] * self.guesses
+
+
+async def test_rewards_of_single_answers_are_on_their_turns_and_in_the_reward() -> None:
+    async with served(Graded, lambda text: str(text.count("higher") + 1)) as server:
+        (episode,) = await server.client.episodes(request_for(f"python:{__name__}:Graded", truth="3"))
+        (sequence,) = episode.sequences
+        assert [turn.reward for turn in sequence.turns] == [0.0, 0.25, 0.5]
+        assert episode.reward == 1.0 - 0.25 * 3 + 0.75
+        assert episode.components == {"found": 1.0, "guesses": -0.75}
+
+
+@pytest.mark.parametrize(("truth", "reason"), [("9", "a number for each of the"), ("8", "a finite number")])
+async def test_wrong_rewards_of_answers_are_an_error(truth: str, reason: str) -> None:
+    async with served(Graded, lambda text: str(text.count("higher") + 1)) as server:
+        (episode,) = await server.client.episodes(request_for(f"python:{__name__}:Graded", truth=truth, turns=20))
+        assert (episode.status, episode.reward) == ("error", None)
+        assert "get_turn_rewards returned" in episode.detail
+        assert reason in episode.detail
+
+
+async def test_json_and_msgpack_carry_the_same() -> None:
+    async with served(Calculator, calculates) as server:
+        body = request_for(NAMES[Calculator]).model_dump()
+        plain = (await server.http.post("/episodes", json=body)).json()
+        packed = await server.http.post("/episodes", json=body, headers={"accept": wire.MSGPACK})
+        assert wire.encode(wire.from_plain(plain, Episodes)) == packed.content
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "task.env": ({"task": {"env": "python:os:system", "prompt": "x"}}, "there is no such environment"),
+    "n": ({"n": 0}, "greater than 0"),
+    "request_id": ({"request_id": "../x"}, "match"),
+    "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 0}}, "greater than 0"),
+    "limits.turns": ({"limits": {"turns": 0}}, "greater than 0"),
+    "limits.steps": ({"limits": {"steps": 3}}, "not permitted"),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+async def test_bad_requests_are_refused_with_the_field(field: str) -> None:
+    async with served(Calculator, calculates) as server:
+        change, reason = BAD[field]
+        answer = await server.http.post("/episodes", json=request_for(NAMES[Calculator]).model_dump() | change)
+        assert answer.status_code == 422
+        error = answer.json()["error"]
+        assert error["field"] == field
+        assert reason in error["message"]
+
+
+async def test_messages_that_cannot_begin_an_episode_are_an_error_with_the_field() -> None:
+    async with served(Calculator, calculates) as server:
+        request = request_for(NAMES[Calculator])
+        request.task.messages = [{"role": "wizard", "content": "x"}]
+        (episode,) = await server.client.episodes(request)
+        assert (episode.status, episode.reward) == ("error", None)
+        assert "task.messages[0].role" in episode.detail
+
+
+async def test_what_is_served_is_listed() -> None:
+    async with served(Calculator, calculates) as server:
+        (listed,) = (await server.http.get("/environments")).json()
+        assert [tool["function"]["name"] for tool in listed["tools"]] == ["add", "broken"]
+        assert (listed["has_reward"], listed["has_steps"]) == (True, False)
+        stats = (await server.http.get("/stats")).json()
+        assert stats["episodes"] == {"ok": 0, "timeout": 0, "died": 0, "error": 0}
+        assert (await server.http.get("/health")).json()["status"] == "healthy"
+
+
+class NoReset:
+    """Lacks the one method that there must be."""
+
+
+class Undescribed:
+    """Has a tool that no model could use."""
+
+    def reset(self) -> None:
+        """Begins."""
+
+    def act(self, x) -> None:  # type: ignore[no-untyped-def]
+        """Acts."""
+
+
+WRONG = {
+    "gym:CartPole": "there is no environment",
+    "python:tests.support.environments:Nothing": "there is no such name",
+    "python:no_such_package.Class": "cannot be imported",
+    f"python:{__name__}:NoReset": "is no class of environments",
+    f"python:{__name__}:Undescribed": "the tool act",
+    "python:json:dumps": "is no class of environments",
+}
+
+
+@pytest.mark.parametrize(("name", "reason"), WRONG.items(), ids=WRONG)
+def test_a_wrong_environment_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+    assert caught.value.field == "environment.name"
+
+
+def test_a_dot_may_stand_before_the_class() -> None:
+    assert Environment.load("python:tests.support.environments.Calculator").make is Calculator
+
+
+PROGRAMS = {
+    "prints": ("print(2**100)", "1267650600228229401496703205376"),
+    "prints nothing": ("x = 1", "(nothing was printed)"),
+    "raises": ("print(1)\n1/0", "error: ZeroDivisionError: division by zero"),
+    "no Python": ("print(", "error: SyntaxError"),
+    "opens a file": ("open('/etc/passwd')", "error: "),
+    "keeps nothing": ("print('x' in globals())", "False"),
+}
+
+
+@pytest.mark.process
+async def test_the_built_in_tool_runs_programs_in_the_sandbox() -> None:
+    asked = iter(PROGRAMS.values())
+    texts = {name: f"<tool_response>\n{shown}" for name, (_, shown) in PROGRAMS.items()}
+    replies = iter([*(call("python", code=code) for code, _ in asked), "done"])
+    async with served("python", lambda _: next(replies)) as server:
+        (episode,) = await server.client.episodes(request_for("python"))
+        assert (episode.status, episode.reward, episode.answer) == ("ok", None, "done"), episode.detail
+        missing = [name for name, text in texts.items() if text not in episode.sequences[0].text]
+        assert missing == [], episode.sequences[0].text

@@ -1,0 +1,152 @@
+"""OpenEnv's protocol, spoken by servers of our own: what is away, full, lost or wrong is never a reward."""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+from aiohttp import WSMsgType, web
+
+from common.errors import ConfigError
+from common.schemas import Episode
+from common.sections import EnvironmentSection
+from services.environment.kinds import load_kind
+from services.http.app import listen
+from tests.support.environments import request_for, served
+
+TEXT = {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]}
+
+
+class Server:
+    """Answers as its test says, by the kind of a message."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.told, self.open, self.schema, self.full = answers, list[Any](), 0, dict(TEXT), 0
+
+    async def ws(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if self.full:
+            self.full -= 1
+            await socket.send_json({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}})
+            await socket.close()
+            return socket
+        self.open += 1
+        try:
+            async for message in socket:
+                if message.type is WSMsgType.TEXT and not await self.answer(socket, json.loads(message.data)):
+                    break
+        finally:
+            self.open -= 1
+        return socket
+
+    async def answer(self, socket: web.WebSocketResponse, message: Any) -> bool:
+        kind = message["type"]
+        if kind == "close":
+            return False
+        if kind == "mcp":
+            await socket.send_json({"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}})
+            return True
+        self.told.append(message)
+        usual = {"type": "observation", "data": {"observation": {"text": "go on"}, "reward": 0.5, "done": kind == "step"}}
+        found = self.answers.get(kind, usual)
+        if found == "end":
+            return False
+        if found == "hang":
+            await socket.receive()  # until the client has gone
+            return False
+        await (socket.send_str(found) if isinstance(found, str) else socket.send_json(found))
+        return True
+
+    async def page(self, request: web.Request) -> web.Response:
+        return web.json_response({"action": self.schema})
+
+
+async def play(server: Server, **limits: Any) -> Episode:
+    app = web.Application()
+    app.add_routes([web.get("/ws", server.ws), web.get("/schema", server.page), web.get("/health", server.page)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    sock = listen("127.0.0.1", 0)
+    await web.SockSite(runner, sock).start()
+    name = f"openenv:http://127.0.0.1:{sock.getsockname()[1]}/"
+    try:
+        async with served(name, lambda _: "3") as here:
+            (episode,) = await here.client.episodes(request_for(name, **limits))
+            while server.open:  # noqa: ASYNC110 - the server notices it by itself
+                await asyncio.sleep(0.01)
+            return episode
+    finally:
+        await runner.cleanup()
+
+
+def observed(**data: Any) -> Any:
+    return {"type": "observation", "data": data}
+
+
+async def test_an_episode() -> None:
+    server = Server()
+    server.full = 3
+    episode = await play(server)
+    assert (episode.status, episode.reward, episode.metrics["turns"]) == ("ok", 0.5, 1)
+    assert [message["type"] for message in server.told] == ["reset", "step"]
+    assert server.told[0]["data"]["ground_truth"] == "3"
+    assert server.told[1]["data"] == {"message": "3"}
+
+
+async def test_steps_without_a_reward_leave_the_answer_to_the_reward_functions() -> None:
+    episode = await play(Server(step=observed(observation={}, reward=None, done=True)))
+    assert (episode.status, episode.reward, episode.answer) == ("ok", None, "3")
+
+
+async def test_an_observation_of_ten_megabytes_is_a_limit() -> None:
+    episode = await play(Server(step=observed(observation={"text": "x" * 10_000_000}, reward=0.25, done=False)))
+    assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "context", 0.25)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "lost at reset": ({"reset": "end"}, "died", "ended the connection"),
+    "lost at step": ({"step": "end"}, "died", "ended the connection"),
+    "no session": ({"reset": {"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no image"}}}, "died", "no image"),
+    "refused": ({"step": {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "out of order"}}}, "error", "order"),
+    "no JSON": ({"reset": "<html>"}, "error", "answered no JSON"),
+    "no mapping": ({"reset": "[]"}, "error", "answered []"),
+    "no observation": ({"step": {"type": "state", "data": {}}}, "error", "answered a step with"),
+    "no reward": ({"step": observed(observation={}, reward="much", done=True)}, "error", "the reward of a step is much"),
+    "NaN": ({"step": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}'}, "error", "is nan"),
+    "hangs": ({"step": "hang"}, "timeout", "it took longer"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_failure_has_a_reason_and_no_reward(fault: str) -> None:
+    answers, status, detail = FAULTS[fault]
+    episode = await play(Server(**answers), deadline_s=1 if fault == "hangs" else 60)
+    assert (episode.status, episode.reward, episode.sequences) == (status, None, [])
+    assert detail in episode.detail
+
+
+async def test_a_server_that_is_away() -> None:
+    name = "openenv:ws://127.0.0.1:1"
+    async with served(name, lambda _: "3") as here:
+        (episode,) = await here.client.episodes(request_for(name))
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "does not answer" in episode.detail
+
+
+@pytest.mark.process
+async def test_a_command_that_ends_says_why() -> None:
+    name = f"openenv:{sys.executable} -I -S -c 'import sys; sys.exit(\"no such app\")' {{port}}"
+    async with served(name, lambda _: "3") as here:
+        (episode,) = await here.client.episodes(request_for(name))
+        assert (episode.status, episode.reward) == ("error", None)
+        assert "ended with status 1 before it answered: no such app" in episode.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("openenv:sh -c true", "no place for its port"), ("openenv:nowhere", "no program")]
+)
+def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")

@@ -1,0 +1,372 @@
+"""Sequences and masks of sessions, counted by hand: no token of an answer is ever tokenised again."""
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import ConfigError, InvalidInput
+from common.rollout_client import GenerationFailed
+from common.schemas import Completion, EpisodeLimits, EpisodeSequence
+from services.environment.messages import parse_messages
+from services.environment.session import Answer, LimitReached, Session, SessionClosed, request_key
+from services.environment.template import Template
+from tests.support.trap_models import CHATML, STRIPS, ScriptedEngine, letters, trap_session, trap_tokenizer
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.0}}\n</tool_call>'
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+]
+HEAD = f"<|im_start|>system\nTools:\n{json.dumps(TOOLS[0])}<|im_end|>\n"
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def ask(session: Session, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, key: str = "") -> Answer:
+    messages = parse_messages(chat)
+    return await session.call(messages, tools or [], key or request_key(messages, tools or []))
+
+
+def sent_back(answer: Answer, **changes: Any) -> dict[str, Any]:
+    """Returns the answer as a program sends it in its next call: arguments as text, thoughts left out."""
+    message = {name: value for name, value in answer.message.fields.items() if name != "reasoning_content"}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [
+            call | {"function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return message | changes
+
+
+def is_sequence(found: EpisodeSequence, prompt: list[int], parts: list[tuple[list[int], int]]) -> None:
+    """Asserts that a sequence is exactly these tokens: a prompt, then (tokens, mask) in turn."""
+    assert found.prompt_ids.tolist() == prompt
+    assert found.token_ids.tolist() == [token for ids, _ in parts for token in ids]
+    assert found.mask.tolist() == [mask for ids, mask in parts for _ in ids]
+    assert (found.logprobs[found.mask == 0] == 0).all()
+    assert (found.logprobs[found.mask == 1] < 0).all()
+    spans = [(turn.start, turn.end) for turn in found.turns]
+    ends = np.cumsum([len(ids) for ids, _ in parts]).tolist()
+    starts = [0, *ends[:-1]]
+    assert spans == [span for span, (_, mask) in zip(zip(starts, ends, strict=True), parts, strict=True) if mask]
+    assert found.weight_versions[0][1] == 0
+    assert found.weight_versions[-1][2] == len(found.token_ids)
+
+
+async def test_a_second_turn_keeps_the_sampled_tokens_though_their_text_has_others() -> None:
+    session, engine, tokenizer = trap_session(["abab", "ok"])
+    first = await ask(session, [user("ab")])
+    assert first.message.content == "abab"
+    assert letters(tokenizer, "abab") != tokenizer("abab<|im_end|>").input_ids, "the trap is none"
+    await ask(session, [user("ab"), sent_back(first), user("more")])
+    prompt = tokenizer("<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n").input_ids
+    between = tokenizer("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n").input_ids
+    (found,) = session.sequences()
+    is_sequence(found, prompt, [(letters(tokenizer, "abab"), 1), (between, 0), (letters(tokenizer, "ok"), 1)])
+    assert engine.asked[1] == [*prompt, *letters(tokenizer, "abab"), *between], "the engine continues what is trained"
+
+
+async def test_the_separator_after_a_stop_token_is_kept_and_a_cut_answer_is_ended() -> None:
+    tokenizer = trap_tokenizer()
+    cut = letters(tokenizer, "aba", end=False)
+    session, _, _ = trap_session([cut, "ok"])
+    first = await ask(session, [user("x")])
+    assert first.finish_reason == "length"
+    await ask(session, [user("x"), sent_back(first), user("y")])
+    (found,) = session.sequences()
+    between = tokenizer("<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n").input_ids
+    prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
+    is_sequence(found, prompt, [(cut, 1), (between, 0), (letters(tokenizer, "ok"), 1)])
+
+
+async def test_thoughts_that_the_template_strips_stay_in_the_sequence() -> None:
+    thought = "<think>\nabab\n</think>\n\nok"
+    session, _, tokenizer = trap_session([thought, "done"], STRIPS)
+    first = await ask(session, [user("x")])
+    assert (first.message.content, first.message.reasoning) == ("ok", "abab")
+    await ask(session, [user("x"), sent_back(first), user("y")])
+    (found,) = session.sequences()
+    prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
+    between = tokenizer("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n").input_ids
+    is_sequence(found, prompt, [(letters(tokenizer, thought), 1), (between, 0), (letters(tokenizer, "done"), 1)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"b": 2.0, "a": 1}', '{"b":2,"a":1}', ' {"a" : 1.0, "b" : 2}', '{"\\u0061": 1, "b": 2e0}', {"b": 2, "a": 1}],
+)
+async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
+    session, _, tokenizer = trap_session([CALL, "3"])
+    chat = [user("1+2")]
+    first = await ask(session, chat, TOOLS)
+    assert first.message.calls[0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2.0}}
+    call = {"id": "own", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "own"}
+    await ask(session, [*chat, {"role": "assistant", "content": None, "tool_calls": [call]}, result], TOOLS)
+    (found,) = session.sequences()
+    prompt = tokenizer(f"{HEAD}<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n").input_ids
+    response = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    is_sequence(
+        found, prompt, [(letters(tokenizer, CALL), 1), (tokenizer(response).input_ids, 0), (letters(tokenizer, "3"), 1)]
+    )
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": 3}', '{"a": 1}', '{"a": "1", "b": 2}', '{"a": true, "b": 2}', "{broken"])
+async def test_other_arguments_are_a_rewritten_history(arguments: str) -> None:
+    session, engine, tokenizer = trap_session([CALL, "3"])
+    await ask(session, [user("1+2")], TOOLS)
+    call = {"id": "own", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "own"}
+    await ask(session, [user("1+2"), {"role": "assistant", "content": "", "tool_calls": [call]}, result], TOOLS)
+    first, second = session.sequences()
+    assert first.token_ids.tolist() == letters(tokenizer, CALL)
+    assert second.prompt_ids.tolist() == engine.asked[1], "it is rendered as a whole"
+    assert second.token_ids.tolist() == letters(tokenizer, "3")
+
+
+async def test_a_retry_gets_the_same_answer_and_is_recorded_once() -> None:
+    session, engine, _ = trap_session(["abab", "never"])
+    first, again = await asyncio.gather(ask(session, [user("x")]), ask(session, [user("x")]))
+    assert first is again
+    assert await ask(session, [user("x")]) is first
+    assert len(engine.asked) == len(session.sequences()) == 1
+
+
+async def test_a_call_that_failed_is_sampled_again() -> None:
+    session, engine, _ = trap_session([GenerationFailed("gone"), "ok"])
+    with pytest.raises(GenerationFailed):
+        await ask(session, [user("x")])
+    assert session.failure is not None
+    assert (await ask(session, [user("x")])).message.content == "ok"
+    assert session.failure is None
+    assert (len(engine.asked), session.turns) == (2, 1)
+
+
+async def test_a_client_that_went_away_gets_its_answer_later() -> None:
+    release = asyncio.Event()
+
+    class Slow(ScriptedEngine):
+        async def __call__(self, *arguments: Any) -> Completion:
+            await release.wait()
+            return await super().__call__(*arguments)
+
+    session, _, tokenizer = trap_session([])
+    session._sample = Slow([letters(tokenizer, "ok")], tokenizer.eos_token_id)
+    call = asyncio.create_task(ask(session, [user("x")]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    release.set()
+    assert (await ask(session, [user("x")])).message.content == "ok"
+    assert len(session.sequences()) == 1
+
+
+async def test_a_compacted_history_opens_a_new_sequence() -> None:
+    session, _, tokenizer = trap_session(["abab", "aba", "ok"])
+    first = await ask(session, [user("long"), user("story")])
+    await ask(session, [user("long"), user("story"), sent_back(first), user("go on")])
+    await ask(session, [user("in short: abab"), user("go on")])
+    one, other = session.sequences()
+    assert one.mask.sum() == len(letters(tokenizer, "abab")) + len(letters(tokenizer, "aba"))
+    text = "<|im_start|>user\nin short: abab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    is_sequence(other, tokenizer(text).input_ids, [(letters(tokenizer, "ok"), 1)])
+
+
+async def test_an_answer_rewritten_in_the_middle_opens_a_new_sequence_never_a_splice() -> None:
+    session, engine, tokenizer = trap_session(["abab", "aba", "ok"])
+    first = await ask(session, [user("x")])
+    second = await ask(session, [user("x"), sent_back(first), user("y")])
+    await ask(session, [user("x"), sent_back(first), user("y"), sent_back(second, content="other"), user("z")])
+    assert len(session.sequences()) == 2
+    text = tokenizer.decode(engine.asked[2])
+    assert engine.asked[2] == tokenizer(text).input_ids, "nothing sampled is in it"
+
+
+async def test_forks_share_their_beginning_and_train_it_once() -> None:
+    session, _, tokenizer = trap_session(["abab", "aba", "baba"])
+    first = await ask(session, [user("x")])
+    await asyncio.gather(*(ask(session, [user("x"), sent_back(first), user(text)]) for text in ("y", "z")))
+    one, other = session.sequences()
+    prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
+    betweens = [tokenizer(f"\n<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n").input_ids for x in "yz"]
+    shared = letters(tokenizer, "abab")
+    is_sequence(one, prompt, [(shared, 1), (betweens[0], 0), (letters(tokenizer, "aba"), 1)])
+    is_sequence(other, [*prompt, *shared, *betweens[1]], [(letters(tokenizer, "baba"), 1)])
+    assert one.mask.sum() + other.mask.sum() == session.sampled_tokens, "every sampled token is trained once"
+
+
+async def test_parallel_calls_with_equal_answers_are_told_apart_by_their_ids() -> None:
+    session, _, tokenizer = trap_session([CALL, CALL, "3"])
+    one, other = await asyncio.gather(*(ask(session, [user("1+2")], TOOLS, key) for key in ("a", "b")))
+    assert one.message.calls[0]["id"] != other.message.calls[0]["id"]
+    result = {"role": "tool", "content": "3", "tool_call_id": other.message.calls[0]["id"]}
+    await ask(session, [user("1+2"), sent_back(other), result], TOOLS)
+    first, second = session.sequences()
+    assert first.token_ids.tolist() == letters(tokenizer, CALL)
+    assert second.turns[-1].end == len(second.token_ids)
+    assert (len(first.turns), len(second.turns)) == (1, 2)
+
+
+async def test_several_results_of_tools_are_one_continuation() -> None:
+    both = CALL + "\n" + CALL.replace("1", "7")
+    session, _, tokenizer = trap_session([both, "ok"])
+    first = await ask(session, [user("x")], TOOLS)
+    results = [{"role": "tool", "content": str(i), "tool_call_id": call["id"]} for i, call in enumerate(first.message.calls)]
+    await ask(session, [user("x"), sent_back(first), *results], TOOLS)
+    (found,) = session.sequences()
+    text = "".join(f"\n<tool_response>\n{i}\n</tool_response>" for i in range(2))
+    between = tokenizer(f"\n<|im_start|>user{text}<|im_end|>\n<|im_start|>assistant\n").input_ids
+    assert found.token_ids.tolist() == [*letters(tokenizer, both), *between, *letters(tokenizer, "ok")]
+
+
+async def test_other_tools_are_another_sequence() -> None:
+    session, _, _ = trap_session(["ok", "ok"])
+    first = await ask(session, [user("x")], TOOLS)
+    await ask(session, [user("x"), sent_back(first), user("y")])
+    assert len(session.sequences()) == 2
+
+
+async def test_a_tool_call_that_is_no_json_stays_in_the_text() -> None:
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": }\n</tool_call>'
+    session, _, _ = trap_session([text, "ok"])
+    first = await ask(session, [user("x")], TOOLS)
+    assert "not JSON" in first.problem
+    assert (first.message.content, first.message.calls) == (text, [])
+    await ask(session, [user("x"), sent_back(first), user("again")], TOOLS)
+    assert len(session.sequences()) == 1
+
+
+async def test_weight_versions_change_under_a_running_session() -> None:
+    session, engine, _ = trap_session(["aba", "ok"])
+    first = await ask(session, [user("x")])
+    engine.version = 4
+    await ask(session, [user("x"), sent_back(first), user("y")])
+    (found,) = session.sequences()
+    (start, end) = found.turns[1].start, found.turns[1].end
+    assert found.weight_versions == [(0, 0, start), (4, start, end)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "script", "reason"),
+    [
+        (EpisodeLimits(turns=1), ["ok", "ok"], "turns"),
+        (EpisodeLimits(sampled_tokens=3), ["ok", "ok"], "sampled_tokens"),
+        (EpisodeLimits(context=100), ["ok", "ok"], "context"),
+    ],
+)
+async def test_a_limit_ends_the_session_with_its_name(limits: EpisodeLimits, script: list[str], reason: str) -> None:
+    session, engine, _ = trap_session(script, limits=limits)
+    first = await ask(session, [user("x")])
+    with pytest.raises(LimitReached) as caught:
+        await ask(session, [user("x"), sent_back(first), user("y" * 60)])
+    assert caught.value.field == session.stop_reason == reason
+    assert len(engine.asked) == 1
+    (found,) = session.sequences()
+    assert found.finish_reason == "length"
+    assert found.mask.sum() == 3
+
+
+async def test_an_answer_is_cut_where_the_context_ends() -> None:
+    session, _, tokenizer = trap_session(["a" * 300])
+    prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
+    session, _, _ = trap_session(["a" * 300], limits=EpisodeLimits(context=len(prompt) + 10))
+    assert (await ask(session, [user("x")])).sampled_tokens == 10
+    assert session.stop_reason == "context"
+
+
+async def test_a_huge_observation_is_the_end_of_the_context_and_is_not_tokenised() -> None:
+    session, engine, _ = trap_session(["ok", "ok"], limits=EpisodeLimits(context=1000))
+    first = await ask(session, [user("x")])
+    with pytest.raises(LimitReached):
+        await ask(session, [user("x"), sent_back(first), user("y" * 900_000)])
+    assert session.stop_reason == "context"
+    with pytest.raises(InvalidInput, match="at most 1000000 characters"):
+        await ask(session, [user("x"), sent_back(first), user("y" * 10_000_000)])
+    assert len(engine.asked) == 1
+
+
+async def test_a_closed_session_answers_nothing_and_cancels_what_is_under_way() -> None:
+    waits = asyncio.Event()
+
+    class Stuck(ScriptedEngine):
+        async def __call__(self, *arguments: Any) -> Completion:
+            await waits.wait()
+            raise AssertionError("it was cancelled")
+
+    session, _, tokenizer = trap_session(["ok"])
+    await ask(session, [user("x")])
+    session._sample = Stuck([], tokenizer.eos_token_id)
+    call = asyncio.create_task(ask(session, [user("y")]))
+    await asyncio.sleep(0.01)
+    session.close()
+    with pytest.raises(SessionClosed):
+        await call
+    with pytest.raises(SessionClosed):
+        await ask(session, [user("x")])
+    assert len(session.sequences()) == 1
+
+
+async def test_seeds_depend_on_the_call_not_on_the_order() -> None:
+    seeds = []
+    for order in ("yz", "zy"):
+        session, engine, _ = trap_session(["ok", "ok"])
+        for text in order:
+            await ask(session, [user(text)])
+        seeds.append(dict(zip(order, engine.seeds, strict=True)))
+    assert seeds[0] == seeds[1]
+    assert seeds[0]["y"] != seeds[0]["z"]
+
+
+BAD: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("hello", "messages"),
+    ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+    ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+    ([{"role": "user", "content": 3}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[1].tool_calls[0]"),
+    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "prefill"}], "messages[1].role"),
+    ([{"role": "tool", "content": "x", "tool_call_id": 7}], "messages[0].tool_call_id"),
+]
+
+
+@pytest.mark.parametrize(("chat", "field"), BAD, ids=[field for _, field in BAD])
+async def test_bad_messages_are_named(chat: Any, field: str) -> None:
+    session, engine, _ = trap_session(["ok"])
+    with pytest.raises(InvalidInput) as caught:
+        await ask(session, chat)
+    assert caught.value.field == field
+    assert engine.asked == []
+
+
+TEMPLATES = {
+    "it has none": None,
+    "stop": CHATML.replace("<|im_end|>", "<|done|>"),
+    "depends on what was before": CHATML.replace("{% if add_gen", "{{ messages | length }}{% if add_gen"),
+    "asks for an answer": CHATML.rpartition("{% if add_generation_prompt %}")[0],
+    "not the new messages": CHATML.replace("else message.content", "else message.content | upper"),
+}
+
+
+@pytest.mark.parametrize(("reason", "template"), TEMPLATES.items(), ids=TEMPLATES)
+def test_a_template_that_cannot_continue_is_refused_with_the_reason(reason: str, template: str | None) -> None:
+    tokenizer = trap_tokenizer(template or CHATML)
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=reason):
+        Template(tokenizer, [tokenizer.eos_token_id])
+
+
+async def test_a_template_without_tools_refuses_calls_with_tools() -> None:
+    plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    session, _, _ = trap_session(["ok", "ok"], plain + asks)
+    with pytest.raises(InvalidInput, match="does not write tools"):
+        await ask(session, [user("x")], TOOLS)
+    first = await ask(session, [user("x")])
+    await ask(session, [user("x"), sent_back(first), user("y")])
+    assert len(session.sequences()) == 1

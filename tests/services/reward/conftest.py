@@ -1,0 +1,25 @@
+"""A sandbox for hostile programs."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from services.reward.functions import CodeRewardFunction
+from tests.support.sandbox import code_function, sandboxes
+
+
+@pytest.fixture(scope="module")
+def code() -> CodeRewardFunction:
+    return code_function(timeout=2, memory_mb=256, slots=2, partial_credit=True)
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    yield
+    left = sandboxes()
+    limit = time.monotonic() + 10
+    while left and time.monotonic() < limit:
+        time.sleep(0.05)
+        left = sandboxes()
+    assert not left, "a sandbox is still there"

@@ -1,0 +1,95 @@
+"""An agent of the standard library alone. What it does is the task's prompt."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+def post(url: str, body: Any, key: str = "") -> tuple[int, Any]:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request) as answer:  # noqa: S310
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ask(content: str, key: str = "") -> tuple[int, Any]:
+    body = {"model": "any", "messages": [{"role": "user", "content": content}]}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+
+
+def write(reward: Any) -> None:
+    text = reward if isinstance(reward, str) else json.dumps(reward)
+    Path(os.environ["EPISODE_REWARD_FILE"]).write_text(text)
+
+
+def note(pid: int, task: dict[str, Any]) -> None:
+    with Path(task["columns"]["pids"]).open("a") as file:
+        file.write(f"{pid}\n")
+
+
+def main(task: dict[str, Any]) -> None:
+    mode, call = task["prompt"], os.environ["EPISODE_URL"] + "/reward"
+    if mode == "forged":
+        print(ask("x", "forged"))
+        sys.exit(1)
+    status, answer = ask(mode if mode != "large" else "x" * 10_000_000)
+    if status != 200:
+        print(status, answer)
+        sys.exit(1)
+    said = answer["choices"][0]["message"]["content"]
+    right = float(said == task["ground_truth"])
+    if mode == "file":
+        write({"right": right, "short": 0.5})
+    elif mode == "number":
+        write(right)
+    elif mode == "call":
+        assert post(call, right) == (200, {"status": "graded"})
+        assert post(call, right)[0] == 200, "a retry"
+        print(post(call, 0.25), ask("late"))
+        write(7)
+    elif mode == "bad call":
+        print(post(call, "much"))
+        write(-1.0)
+    elif mode == "lingers":
+        note(os.getpid(), task)
+        post(call, right)
+        time.sleep(1000)
+    elif mode == "crash":
+        raise RuntimeError("out of order")
+    elif mode == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif mode in ("no JSON", "NaN", "[]", "{}", "null", '""'):
+        write(mode)
+    elif mode == "chatty":
+        sys.stdout.write("x" * 10_000_000)
+        write(right)
+    elif mode == "limits":
+        while True:
+            status, answer = ask(f"{time.monotonic_ns()}")
+            assert status == 200, answer
+    elif mode == "leaves":
+        note(subprocess.Popen(["sleep", "1000"]).pid, task)
+        note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)
+        write(right)
+    elif mode == "hangs":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note(os.getpid(), task)
+        note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)
+        time.sleep(1000)
+    elif mode == "variables":
+        write({"secrets": len([name for name in os.environ if "TOKEN" in name or "SECRET" in name])})
+        print(sorted(os.environ))
+
+
+if __name__ == "__main__":
+    main(json.load(sys.stdin))

@@ -1,0 +1,183 @@
+"""Environments for tests, and engines that answer by what they are asked."""
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from common.environment_client import EnvironmentClient
+from common.rollout_client import RolloutClient
+from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
+from common.sections import EnvironmentSection
+from services.environment.app import create_environment_app
+from services.environment.kinds import needs_gateway
+from services.environment.outcome import EnvironmentLost
+from services.environment.service import EpisodeService
+from services.environment.template import Template
+from services.http.app import listen, serving
+from tests.support.trap_models import letters, trap_tokenizer
+
+BASE = "http://in-process"
+
+
+class Calculator:
+    """A class as TRL's `environment_factory` takes it."""
+
+    def __init__(self) -> None:
+        self.sum: int | None = None
+        self.wanted = 0
+
+    def reset(self, **columns: Any) -> str:
+        """Begins with a problem."""
+        self.wanted = int(columns["ground_truth"])
+        return " Use the tool."
+
+    def add(self, a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.sum = a + b
+        return self.sum
+
+    def broken(self) -> str:
+        """Raises."""
+        raise RuntimeError("out of order")
+
+    def get_reward(self) -> float:
+        """Whether the tool found the answer."""
+        return float(self.sum == self.wanted)
+
+
+class Guess:
+    """Several turns: the model guesses a number until it is right."""
+
+    closed: ClassVar[list[str]] = []
+
+    def reset(self, ground_truth: str) -> None:
+        """Begins."""
+        self.wanted, self.guesses = ground_truth, 0
+
+    def step(self, messages: list[dict[str, Any]]) -> str | None:
+        """Judges a guess."""
+        self.guesses += 1
+        return None if messages[-1]["content"] == self.wanted else "no, higher"
+
+    async def get_reward(self) -> dict[str, float]:
+        """Less for more guesses."""
+        return {"found": 1.0, "guesses": -0.25 * self.guesses}
+
+    def close(self) -> None:
+        """Is always called."""
+        self.closed.append(self.wanted)
+
+
+class Faulty:
+    """Fails as `prompt` says."""
+
+    release = threading.Event()
+    lives = 0
+
+    def reset(self, prompt: str) -> str:
+        """Fails, perhaps."""
+        self.mode = prompt
+        if prompt == "reset":
+            raise ValueError("no such task")
+        if prompt == "lost" or (prompt == "lost once" and Faulty.lives == 0):
+            Faulty.lives += 1
+            raise EnvironmentLost("its machine is gone")
+        return ""
+
+    def wait(self) -> str:
+        """Hangs."""
+        self.release.wait(60)
+        return "late"
+
+    def huge(self) -> str:
+        """Returns ten megabytes."""
+        return "x" * 10_000_000
+
+    def get_reward(self) -> Any:
+        """Returns no number."""
+        return float("nan") if self.mode == "nan" else 1.0
+
+
+@dataclass
+class AnsweringEngine:
+    """Engines behind SGLang's `/generate` that answer a prompt's text by a function, letter by letter."""
+
+    reply: Callable[[str], str]
+    tokenizer: Any = field(default_factory=trap_tokenizer)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    failures: int = 0
+    """Requests to refuse from now on."""
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/generate")
+        async def generate(request: Request) -> Any:
+            body = await request.json()
+            self.asked.append(body)
+            if self.failures:
+                self.failures -= 1
+                return JSONResponse({"error": {"code": "engine_failed", "message": "the engine has failed"}}, 500)
+            most = body["sampling_params"]["max_new_tokens"]
+            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))[:most]
+            finish = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+            meta = {
+                "finish_reason": {"type": finish},
+                "weight_version": "3",
+                "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            }
+            return {"text": "", "output_ids": ids, "meta_info": meta}
+
+        return app
+
+
+@dataclass
+class Served:
+    """An environment-server in this process."""
+
+    service: EpisodeService
+    engine: AnsweringEngine
+    client: EnvironmentClient
+    http: httpx.AsyncClient
+    app: FastAPI
+
+
+@asynccontextmanager
+async def served(environment: type | str, reply: Callable[[str], str], **settings: Any) -> AsyncIterator[Served]:
+    """Serves a class, or an environment by its name, with engines that answer by `reply`."""
+    engine = AnsweringEngine(reply)
+    name = environment if isinstance(environment, str) else f"python:{environment.__module__}:{environment.__name__}"
+    section = EnvironmentSection(name=name, **settings)
+    template = Template(engine.tokenizer, [engine.tokenizer.eos_token_id])
+    async with RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(engine.app())) as router:
+        sock = listen("127.0.0.1", 0)
+        gateway = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        service = EpisodeService(section, template, router, [engine.tokenizer.eos_token_id], gateway=gateway)
+        app = create_environment_app(service, max_body_bytes=32 << 20)
+        transport = httpx.ASGITransport(app)
+        async with (
+            serving(app, sock) if needs_gateway(section) else app.router.lifespan_context(app),
+            EnvironmentClient("environment-server", BASE, transport=transport) as client,
+            httpx.AsyncClient(transport=transport, base_url=BASE) as http,
+        ):
+            yield Served(service, engine, client, http, app)
+            await service.close()
+        sock.close()
+
+
+def request_for(environment: str, prompt: str = "1+2?", truth: str = "3", n: int = 1, **limits: Any) -> EpisodeRequest:
+    """Returns a request for n episodes."""
+    task = EpisodeTask(env=environment, prompt=prompt, ground_truth=truth)
+    sampling = EpisodeSampling(max_new_tokens=300)
+    return EpisodeRequest(request_id="r1", n=n, task=task, sampling=sampling, limits=EpisodeLimits(**limits))

@@ -1,0 +1,96 @@
+"""Agents written as the documentation of their libraries says: `python library_agents.py KIND`."""
+
+# mypy: ignore-errors
+
+import asyncio
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+TASK = json.load(sys.stdin)
+TEXT: str = TASK["messages"][-1]["content"]
+
+
+def chat() -> str:
+    import openai
+
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": TEXT}]
+    first = client.chat.completions.create(model="gpt-5", messages=messages, temperature=0.2)
+    messages += [first.choices[0].message, {"role": "user", "content": "Are you sure?"}]
+    with client.chat.completions.stream(model="gpt-5", messages=messages) as stream:
+        stream.until_done()
+        return stream.get_final_completion().choices[0].message.content or ""
+
+
+def responses() -> str:
+    import openai
+
+    client = openai.OpenAI()
+    conversation: list[Any] = [{"role": "user", "content": TEXT}]
+    first = client.responses.create(model="gpt-5", input=conversation, max_output_tokens=50)
+    conversation += [*first.output, {"role": "user", "content": "Are you sure?"}]
+    with client.responses.stream(model="gpt-5", input=conversation) as stream:
+        stream.until_done()
+        return stream.get_final_response().output_text
+
+
+def messages() -> str:
+    import anthropic
+
+    client = anthropic.Anthropic()
+    conversation: list[Any] = [{"role": "user", "content": TEXT}]
+    first = client.messages.create(model="claude", max_tokens=50, messages=conversation)
+    conversation += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "Are you sure?"}]
+    with client.messages.stream(model="claude", max_tokens=50, messages=conversation) as stream:
+        return stream.get_final_text()
+
+
+def agents() -> str:
+    """The framework `openai-agents`, with its own loop and its default API."""
+    from agents import Agent, ModelBehaviorError, Runner, function_tool
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        """Adds two numbers."""
+        return a + b
+
+    agent = Agent(name="Counter", instructions="Answer with a number.", tools=[add] if TASK["columns"].get("tools") else [])
+
+    async def run() -> str:
+        first = await Runner.run(agent, TEXT)
+        conversation = [*first.to_input_list(), {"role": "user", "content": "Are you sure?"}]
+        return str((await Runner.run(agent, conversation)).final_output)
+
+    try:
+        return asyncio.run(run())
+    except ModelBehaviorError:  # an answer was cut
+        return ""
+
+
+def smol() -> str:
+    """The framework `smolagents`: its agent of tool calls."""
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return a + b
+
+    model = OpenAIServerModel("policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    return str(ToolCallingAgent([add], model, max_steps=4, verbosity_level=0).run(TEXT))
+
+
+if __name__ == "__main__":
+    kinds = {"chat": chat, "responses": responses, "messages": messages, "agents": agents, "smol": smol}
+    said = kinds[sys.argv[1]]()
+    reward = {"said": zlib.crc32(said.encode()) % 8 / 8, "right": float(said == TASK["ground_truth"])}
+    Path(os.environ["EPISODE_REWARD_FILE"]).write_text(json.dumps(reward))

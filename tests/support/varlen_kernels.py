@@ -1,0 +1,106 @@
+"""Plain kernels for CPUs of torch's attention over variable lengths, so that the path of GPUs runs here.
+
+They compute what `torch.nn.attention.varlen.varlen_attn` documents, one segment at a time, and check what a GPU's kernel needs.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+
+@cache
+def install() -> None:
+    """Registers them for `torch_attn::_varlen_attn` and its gradient, once in a process."""
+    varlen._varlen_attn.register_kernel("cpu")(_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
+
+
+def _segments(
+    query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int
+) -> Iterator[tuple[slice, slice]]:
+    for starts, longest in ((cu_seq_q, max_q), (cu_seq_k, max_k)):
+        assert starts.dtype == torch.int32
+        assert int(starts.diff().max()) == longest
+    assert query.is_contiguous()
+    assert key.is_contiguous()
+    assert int(cu_seq_q[-1]) == len(query)
+    assert int(cu_seq_k[-1]) == len(key)
+    for i in range(len(cu_seq_q) - 1):
+        yield slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])), slice(int(cu_seq_k[i]), int(cu_seq_k[i + 1]))
+
+
+def _heads(states: Tensor, heads: int) -> Tensor:
+    """[tokens, kv heads, size] as [heads, tokens, size]."""
+    return states.repeat_interleave(heads // states.shape[1], 1).transpose(0, 1)
+
+
+def _probabilities(query: Tensor, key: Tensor, scale: float | None, window: Sequence[int], is_causal: bool) -> Tensor:
+    """[heads, queries, keys]; the last query and the last key are of one token."""
+    behind, ahead = window[0], 0 if is_causal else window[1]
+    place = torch.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1]
+    distance = torch.arange(key.shape[1]) - place
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if behind >= 0:
+        allowed &= distance >= -behind
+    if ahead >= 0:
+        allowed &= distance <= ahead
+    scores = query @ key.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert enable_gqa or key.shape[1] == query.shape[1]
+    assert seqused_k is block_table is None
+    result, heads = torch.empty_like(query), query.shape[1]
+    for q, k in _segments(query, key, cu_seq_q, cu_seq_k, max_q, max_k):
+        weights = _probabilities(query[q].transpose(0, 1), _heads(key[k], heads), scale, window_size or (-1, -1), is_causal)
+        result[q] = (weights @ _heads(value[k], heads)).transpose(0, 1)
+    return result, query.new_zeros(heads, len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads, (heads, kv_heads) = tuple(torch.zeros_like(states) for states in (query, key, value)), (query.shape[1], key.shape[1])
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    for q, k in _segments(query, key, cu_seq_q, cu_seq_k, max_q, max_k):
+        queries, keys, values = query[q].transpose(0, 1), _heads(key[k], heads), _heads(value[k], heads)
+        weights = _probabilities(queries, keys, scale, window_size or (-1, -1), is_causal)
+        upper = grad_out[q].transpose(0, 1)
+        of_weights = upper @ values.transpose(1, 2)
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * factor
+        grads[0][q] = (of_scores @ keys).transpose(0, 1)
+        for grad, found in ((grads[1], of_scores.transpose(1, 2) @ queries), (grads[2], weights.transpose(1, 2) @ upper)):
+            grad[k] = found.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
+    return grads[0], grads[1], grads[2]

@@ -1,0 +1,56 @@
+"""A verifiers environment, written as `vf-init` lays it out: a taskset, and a harness that asks twice."""
+
+# mypy: ignore-errors
+
+import sys
+import zlib
+
+import verifiers.v1 as vf
+
+PROGRAM = """
+import json, sys, urllib.request
+url, key, prompt = sys.argv[1:]
+messages = [{"role": "user", "content": prompt}]
+for _ in range(2):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    with urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    messages += [message, {"role": "user", "content": "Are you sure?"}]
+"""
+
+
+class AppleData(vf.TaskData):
+    answer: str
+
+
+class AppleTask(vf.Task[AppleData]):
+    @vf.reward(weight=1.0)
+    async def said(self, trace: vf.Trace) -> float:
+        return zlib.crc32(trace.last_reply.encode()) % 8 / 8
+
+    @vf.reward(weight=2.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+
+class AppleTaskset(vf.Taskset[AppleTask, vf.TasksetConfig]):
+    def load(self) -> list[AppleTask]:
+        return [
+            AppleTask(AppleData(prompt=f"How many apples are {i} and 1?", answer=str(i + 1)), self.config.task)
+            for i in range(8)
+        ]
+
+
+class AppleHarnessConfig(vf.HarnessConfig):
+    """No settings."""
+
+
+class AppleHarness(vf.Harness[AppleHarnessConfig]):
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        return await runtime.run_program([sys.executable, "-c", PROGRAM, endpoint, secret, str(data.prompt)], {})
+
+
+__all__ = ["AppleHarness", "AppleTaskset"]

@@ -1,0 +1,24 @@
+"""Run by torchrun: a run on worked answers, which rank 0 alone reads."""
+
+import os
+import sys
+
+import torch
+
+from common.config import load
+from common.topology import Topology
+from learning.ranks import end
+from services.data.worked import load_examples
+from trainer.sft.run import run
+from trainer.sft.settings import PURPOSE
+
+
+def main(settings: list[str]) -> None:
+    torch.set_num_threads(1)
+    config = load(settings, {}, purpose=PURPOSE)
+    run(config, Topology.from_env(), load_examples(config) if os.environ["RANK"] == "0" else None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    end()

@@ -1,0 +1,135 @@
+"""Trainer and engine in turn (`rollout.colocate`): each holds nothing while the other computes, and the run is the same."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from common.config import Config, load
+from common.errors import ConfigError
+from learning.ranks import Ranks
+from services.engine.engine import Engine
+from services.engine.scheduler import Scheduler
+from tests.support.paths import ROOT
+from trainer import train_in_process
+from trainer.algorithms.batch import Batch
+from trainer.observe.run_dir import read_lines
+from trainer.policy.policy import Policy, PolicyUpdate
+from trainer.weights.turns import Resident, SharedTurns
+
+Settings = Callable[..., Config]
+
+
+@pytest.fixture
+def settings(base_model: Path, tmp_path: Path) -> Settings:
+    """A run of three small steps, with an evaluation and a checkpoint in between."""
+
+    def make(name: str, *more: str) -> Config:
+        words = [
+            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+            *("--trainer.run_dir", str(tmp_path / name), "--state_dir", str(tmp_path / f"{name}-state")),
+            *("--trainer.batch_size", "2", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
+            *("--trainer.eval_samples", "2", "--trainer.eval_every", "2", "--trainer.eval_pass_samples", "0"),
+            *("--trainer.checkpoint_every", "2", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+            # Completions that are decoded together change each other's last bits, and which ones are depends on time.
+            *("--rollout.max_running_requests", "1"),
+            *("--trainer.max_staleness", "0", "--trainer.learning_rate", "1e-3", "--sampling.max_new_tokens", "16"),
+        ]
+        return load([*words, *more], {})
+
+    return make
+
+
+class Watched:
+    """Looks at both sides whenever one of them computes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.resident: Callable[[], Sequence[Resident]] = list
+        self.schedulers = list[Scheduler]()
+        self.steps = self.updates = 0
+        begin, build, update, step = SharedTurns.__init__, Engine.__init__, Policy.update, Scheduler.step
+
+        def watched_turns(turns: SharedTurns, ranks: Ranks, resident: Callable[[], Sequence[Resident]]) -> None:
+            begin(turns, ranks, lambda: self.resizable(resident()))
+            self.resident = resident
+
+        def watched_step(scheduler: Scheduler, admit: bool) -> None:
+            self.steps += 1
+            held = [each for each in self.parameters(self.resident()) if each.untyped_storage().nbytes()]
+            assert not held, "the trainer holds memory during generation"
+            assert not scheduler.released
+            step(scheduler, admit)
+
+        def watched_engine(engine: Engine, *arguments: Any, **options: Any) -> None:
+            build(engine, *arguments, **options)
+            self.schedulers.append(engine.scheduler)
+
+        def watched_update(policy: Policy, batch: Batch) -> PolicyUpdate:
+            self.updates += 1
+            assert {"kv_cache"} <= self.schedulers[0].released.keys(), "the engine holds memory during the update"
+            assert all(parameter.untyped_storage().nbytes() for parameter in policy.model.parameters())
+            return update(policy, batch)
+
+        monkeypatch.setattr(SharedTurns, "__init__", watched_turns)
+        monkeypatch.setattr(Engine, "__init__", watched_engine)
+        monkeypatch.setattr(Scheduler, "step", watched_step)
+        monkeypatch.setattr(Policy, "update", watched_update)
+
+    def resizable(self, resident: Sequence[Resident]) -> Sequence[Resident]:
+        """Copies parameters that are read from a mapped file on a CPU to memory of their own, as on a GPU."""
+        for parameter in self.parameters(resident):
+            if not parameter.untyped_storage().resizable():
+                parameter.data = parameter.data.clone()
+        return resident
+
+    def parameters(self, resident: Sequence[Resident]) -> list[nn.Parameter]:
+        return [parameter for modules, _ in resident for module in modules for parameter in module.parameters()]
+
+
+def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    saved = train_in_process(config, Console(quiet=True))
+    assert config.trainer.run_dir is not None
+    lines = read_lines(config.trainer.run_dir / "metrics.jsonl")
+    return load_file(next(saved.glob("*model.safetensors"))), lines
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--algorithm.name", "ppo", "--algorithm.kl_coef", "0.01"),
+        ("--lora.rank", "4"),
+        pytest.param(("--lora.rank", "4", "--lora.publish", "merged"), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "critic-and-reference", "adapter", "merged"],
+)
+def test_a_colocated_run_is_the_same_run(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, no_curves: None, more: tuple[str, ...]
+) -> None:
+    apart, lines = _result(settings("apart", *more))
+    watched = Watched(monkeypatch)
+    together, same = _result(settings("together", "--rollout.colocate", "true", *more))
+    assert watched.updates == 3
+    assert watched.steps > 30
+    assert apart.keys() == together.keys()
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+    assert [line["reward"] for line in lines] == [line["reward"] for line in same]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--trainer.max_staleness", "1"), r"trainer\.max_staleness 1 .*rollout\.colocate.*set the former to 0"),
+        (("--trainer.weight_sync", "distributed"), r"weight_sync distributed .*rollout\.colocate.*http or shared"),
+        (("--rollout.engine", "sglang", "--rollout.device", "cpu"), r"rollout\.device cpu .*rollout\.engine embedded"),
+    ],
+)
+def test_what_cannot_take_turns_is_refused(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(["--rollout.colocate", "true", *words], {})

@@ -1,0 +1,262 @@
+"""Plain functions, callbacks and objects in real runs of a step or two on the built-in task."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+import uvicorn
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from common.errors import ConfigError
+from services.data.tiny import problems
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
+from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
+from trainer.observe.run_dir import read_lines
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": p.question}], "answer": p.solution, "level": i % 2}
+    for i, p in zip(range(12), problems("train"), strict=False)
+]
+SMALL: dict[str, Any] = {"per_device_train_batch_size": 8, "max_completion_length": 12, "use_cpu": True}
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [len(completion[0]["content"]) / 50 for completion in completions]
+
+
+def config(folder: Path, **fields: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir=folder / "run", **SMALL | {"max_steps": 1, "verbose": False} | fields)
+
+
+def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def tokens(
+        prompts: Any, completions: Any, completion_ids: Any, answer: Any, ground_truth: Any, level: Any, **kwargs: Any
+    ) -> list[float | None]:
+        calls.append({"prompts": prompts, "completions": completions, "ids": completion_ids, "answer": answer})
+        assert all(text.endswith(f"#### {truth}") for text, truth in zip(answer, ground_truth, strict=True))
+        kwargs["log_metric"]("called", 1.0)
+        kwargs["log_extra"]("tokens", [len(ids) for ids in completion_ids])
+        assert kwargs["trainer_state"].global_step <= 2
+        return [len(ids) / 12 if odd else None for ids, odd in zip(completion_ids, level, strict=True)]
+
+    async def ends(completions: Any, **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(completion[-1]["content"][-1:].isdigit()) for completion in completions]
+
+    frame = pandas.DataFrame(ROWS)
+    held_out = {"first": Dataset.from_list(ROWS[:2]), "rest": iter(ROWS[2:4])}
+    settings = config(tmp_path, max_steps=2, reward_weights=[0.5, 2.0])
+    trainer = GRPOTrainer(str(base_model), [tokens, ends], settings, frame, held_out)
+    result = trainer.train()
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    for call in calls[1:]:  # the first answers are made up
+        for prompt, completion, ids in zip(call["prompts"], call["completions"], call["ids"], strict=True):
+            assert prompt[0]["role"] == "user"
+            assert tokenizer.decode(ids, skip_special_tokens=True) == completion[0]["content"]
+    groups = read_lines(result.output_dir / "samples.jsonl")
+    for completion in (completion for group in groups for completion in group["completions"]):
+        parts = completion["components"]
+        assert completion["reward"] == pytest.approx(0.5 * (parts["tokens"] or 0) + 2 * parts["ends"], abs=1e-6)
+    assert [set(line["logged"]) for line in result.history] == [{"called"}] * 2
+    rows = read_lines(result.output_dir / "extras.jsonl")
+    assert [row["step"] for row in rows if "evaluation" not in row] == [1] * 8 + [2] * 8
+    assert [row["step"] for row in rows if "evaluation" in row] == [0] * 4 + [2] * 4
+    assert all(row["function"] == "tokens" and 1 <= row["tokens"] <= 12 for row in rows)
+    table = trainer.samples()
+    assert list(table.columns) == ["step", "prompt", "completion", "reward", "correct"]
+    assert len(table) == 16
+    assert trainer.plot()._repr_png_().startswith(b"\x89PNG")
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """A callback of transformers that stops after two steps, with a checkpoint of the first."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert isinstance(args, TrainerConfig)
+        assert hasattr(kwargs["model"], "forward")
+        self.events.append(("begin", state.max_steps))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.events.append(("log", logs["step"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_save = state.global_step == 1
+        control.should_training_stop = state.global_step == 2
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self.events.append(("evaluate", metrics["step"]))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(("save", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(("end", state.global_step))
+
+
+class Short:
+    """A callback that names what it wants."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, state: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+def test_callbacks_hear_of_a_run_and_stop_it(base_model: Path, tmp_path: Path) -> None:
+    watch, short = Watch(), Short()
+    trainer = GRPOTrainer(
+        str(base_model),
+        length,
+        config(tmp_path, max_steps=9),
+        ROWS,
+        ROWS[:2],
+        callbacks=[watch, short],
+        optimizers=(None, None),
+    )
+    result = trainer.train()
+    assert result.global_step == 2
+    assert short.steps == [1, 2]
+    assert watch.events == [
+        *(("evaluate", 0), ("begin", 9), ("save", 1), ("log", 1), ("log", 2), ("end", 2), ("evaluate", 2), ("save", 2))
+    ]
+    assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
+    assert trainer.state.best_metric == max(line["mean_reward"] for line in result.evaluations)
+    assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {"step_000001", "step_000002"}
+
+
+def test_a_callback_that_would_not_be_called_is_refused(base_model: Path, tmp_path: Path) -> None:
+    class Epochs(TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    for callback, message in [(Epochs(), "on_epoch_end would never be called"), (Watch, "add parentheses"), (7, "any of on_")]:
+        with pytest.raises(ConfigError, match=message):
+            GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, callbacks=[callback])
+
+
+def test_a_model_and_a_tokenizer_as_objects(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base_model), AutoTokenizer.from_pretrained(base_model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = config(tmp_path, learning_rate=1e-2, push_to_hub=True, hub_model_id="me/tiny")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    given = {"processing_class": tokenizer, "peft_config": lora, "optimizers": (optimizer, None)}
+    trainer = GRPOTrainer(model, length, settings, ROWS, ROWS[:2], **given)
+    result = trainer.train()
+    assert result.history[0]["update"]["learning_rate"] == 2e-2
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all("q_proj" in name or "v_proj" in name for name in changed)
+    saved = AutoModelForCausalLM.from_pretrained(result.output_dir / "hub").state_dict()
+    torch.testing.assert_close(dict(saved), dict(model.state_dict()))
+    card = (result.output_dir / "hub" / "README.md").read_text(encoding="utf-8")
+    for words in ("trained with grpo", "`lora.rank` | `4`", "12 training problems", "95 % interval", "`length`"):
+        assert words in card
+    assert "not pushed, the hub cannot be reached" in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """An engine with SGLang's API on a port of this machine."""
+    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), "float32"), seed=0))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_server_generates_and_gets_the_weights(base_model: Path, tmp_path: Path) -> None:
+    with served(base_model) as url:
+        trainer = GRPOTrainer(str(base_model), length, config(tmp_path, max_steps=2), ROWS, engine=url)
+        result = trainer.train()
+    assert result.global_step == 2
+    assert all(line["update"]["delta_logprob"] < 1e-4 for line in result.history)  # it has every version
+    with pytest.raises(ConfigError, match=r"it is no engine.*field: engine.*value: vllm.*start SGLang"):
+        GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, engine="vllm")
+
+
+def test_a_text_is_continued_as_it_is_by_grpo_trainer_alone(base_model: Path, tmp_path: Path) -> None:
+    rows, seen = [{"prompt": f"{n}+1="} for n in range(8)], []
+
+    def texts(completions: Any, prompts: Any, **_: Any) -> list[float]:
+        seen.extend([*completions, *prompts])
+        return [len(text) / 9 for text in completions]
+
+    fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_new_tokens": 4, "max_steps": 1}
+    runs = {
+        "trl": GRPOTrainer(str(base_model), texts, config(tmp_path), iter(rows)),
+        "own": OnlineRLTrainer(
+            TrainerConfig(output_dir=tmp_path / "own", verbose=False, **fields), texts, rows, model=str(base_model)
+        ),
+    }
+    tokens = {name: len(_first_prompt(trainer)) for name, trainer in runs.items()}
+    assert all(isinstance(text, str) for text in seen)
+    assert tokens["trl"] < tokens["own"]
+
+
+def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
+    result = trainer.train()
+    (group, *_) = read_lines(result.output_dir / "samples.jsonl")
+    return list(group["prompt_token_ids"]) if "prompt_token_ids" in group else list(group["prompt_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_funcs": None}, r"field: reward_fn"),
+        ({"train_dataset": None}, r"field: train_dataset"),
+        ({"tools": [print]}, r"argument tools is not for this trainer.*docs/how-to/agents.md"),
+        ({"quantization_config": {"load_in_4bit": True}}, r"argument quantization_config"),
+        (
+            {"args": {"reward_weights": [1.0]}, "reward_funcs": [length, length]},
+            r"there are 2 reward functions.*reward_weights",
+        ),
+        ({"args": {"max_steps": -1}, "train_dataset": iter(ROWS)}, r"the data set has no length.*field: max_steps"),
+        ({"train_dataset": [{"prompt": "a?", "completion_ids": 1}]}, r"'completion_ids'.*rename the column"),
+        ({"args": {"model_name_or_path": "other"}}, r"model is another one.*field: model_name_or_path"),
+        ({"model": object()}, r"nothing that can be saved.*field: model"),
+        ({"peft_config": object()}, r"adapters here are LoRA"),
+    ],
+)
+def test_what_is_missing_or_impossible_is_refused_at_once(
+    base_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {"model": str(base_model), "reward_funcs": length, "train_dataset": ROWS} | changes
+    given["args"] = config(tmp_path, **given.get("args", {}))
+    with pytest.raises(ConfigError, match=message):
+        GRPOTrainer(**given)

@@ -1,0 +1,201 @@
+"""TRL's arguments: each is mapped, taken or refused with a reason, and the table of the documentation says which."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.algorithm import RECIPES
+from common.errors import ConfigError
+from common.sections import DataSection
+from tests.support.paths import ROOT
+from trainer.api.grpo import GRPOConfig, RLOOConfig
+from trainer.api.objects import of_optimizers, of_peft
+from trainer.api.settings import TrainerConfig
+from trainer.api.trl import ARGUMENTS, LOSSES, TRAINER, table
+
+SIGNATURE = json.loads((ROOT / "tests" / "golden" / "trl_arguments.json").read_text())
+DEFAULTS: dict[str, Any] = SIGNATURE["GRPOConfig"]
+"""Every argument of TRL's GRPOConfig with its default, from its source."""
+OUT = Path("out")
+
+
+def mapped(**fields: Any) -> Any:
+    return TrainerConfig(**fields).to_config(100, 0, OUT)
+
+
+def test_every_argument_of_trl_is_known() -> None:
+    assert DEFAULTS.keys() <= ARGUMENTS.keys()
+    assert ARGUMENTS.keys() - DEFAULTS.keys() <= {  # of earlier versions
+        *("max_prompt_length", "overwrite_output_dir", "warmup_ratio", "group_by_length")
+    }
+    assert TRAINER.keys() == set(SIGNATURE["GRPOTrainer"])
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_every_default_of_trl_is_the_default_of_grpo_config(name: str) -> None:
+    """Given alone or not at all: the same run."""
+    if name in ("output_dir", "gradient_checkpointing"):  # the one has no default here, the other changes no figure
+        return
+    given = GRPOConfig(**{name: DEFAULTS[name]}, use_gpu=False) if name != "use_cpu" else GRPOConfig(**{"use_cpu": True})
+    plain = GRPOConfig(use_gpu=False)
+    assert given.to_config(100, 0, OUT) == plain.to_config(100, 0, OUT)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, argument in ARGUMENTS.items() if not argument.ours))
+def test_what_cannot_be_done_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"TRL's argument {name} is not for this trainer: .*field: {name}.*leave it out"):
+        TrainerConfig(**{name: "something else"})
+
+
+def test_every_row_leads_to_a_field_or_a_setting() -> None:
+    sections = mapped().model_dump()
+    for name, argument in ARGUMENTS.items():
+        section, dot, setting = argument.ours.partition(".")
+        if argument.ours not in ("", "-") and not argument.ours.startswith("train("):
+            assert setting in sections[section] if dot else argument.ours in TrainerConfig.model_fields, name
+
+
+@pytest.mark.parametrize("arguments", [ARGUMENTS, TRAINER], ids=["GRPOConfig", "GRPOTrainer"])
+def test_the_table_of_the_documentation_is_this_one(arguments: Any) -> None:
+    assert table(arguments) in (ROOT / "docs" / "how-to" / "from-trl.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
+    teacher = {"teacher.url": "http://127.0.0.1:1"} if name == "opd" else {}
+    whole = mapped(trainer_type=name, settings=teacher).algorithm
+    assert whole.name == name
+    assert {key: getattr(whole, key) for key in RECIPES[name]} == RECIPES[name]
+    loss = mapped(loss_type=name, settings=teacher).algorithm
+    for key, value in LOSSES.get(name, RECIPES[name]).items():
+        assert getattr(loss, key) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "value"),
+    [
+        ({"beta": 0.3}, "algorithm.kl_coef", 0.3),
+        ({"epsilon": 0.1}, "algorithm.clip_high", 0.1),
+        ({"epsilon": 0.1, "epsilon_high": 0.28}, "algorithm.clip_high", 0.28),
+        ({"epsilon_high": 0.28}, "algorithm.clip_low", 0.2),
+        ({"trainer_type": "dapo", "epsilon": 0.1}, "algorithm.clip_high", 0.1),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "algorithm.clip_high", 4.0),
+        ({"num_iterations": 3}, "algorithm.update_epochs", 3),
+        ({"trainer_type": "ppo"}, "algorithm.update_epochs", 2),
+        ({"gradient_checkpointing": True}, "trainer.activation_checkpointing", True),
+        ({"top_p": 0.9}, "sampling.top_p", 0.9),
+        ({"top_k": 50}, "sampling.top_k", 50),
+        ({"top_k": 0}, "sampling.top_k", None),
+        ({"min_p": 0.1}, "sampling.min_p", 0.1),
+        ({"temperature": 0.5, "generation_kwargs": {"temperature": 0.7, "do_sample": True}}, "sampling.temperature", 0.7),
+        ({"generation_kwargs": {"stop_strings": "\n\n"}}, "sampling.stop", ["\n\n"]),
+        ({"max_completion_length": 99}, "sampling.max_new_tokens", 99),
+        ({"scale_rewards": False}, "algorithm.advantage", "group_centred"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "algorithm.advantage", "reward_normalised"),
+        ({"importance_sampling_level": "sequence"}, "algorithm.importance_level", "sequence"),
+        ({"delta": 4.0}, "algorithm.dual_clip", 4.0),
+        ({"adam_beta2": 0.95}, "trainer.adam_betas", (0.9, 0.95)),
+        ({"warmup_steps": 7}, "trainer.warmup_steps", 7),
+        ({"warmup_steps": 0.5}, "trainer.warmup_steps", 6),
+        ({"save_strategy": "no"}, "trainer.checkpoint_every", 0),
+        ({"eval_strategy": "steps"}, "trainer.eval_every", 10),
+        ({"report_to": ["tensorboard"]}, "trackers.names", ["tensorboard"]),
+        ({"use_bias_correction_kl": True, "beta": 0.1}, "algorithm.kl_estimator", "k2"),
+    ],
+)
+def test_an_argument_sets_what_it_says(given: dict[str, Any], setting: str, value: Any) -> None:
+    section, _, name = setting.partition(".")
+    assert getattr(getattr(mapped(**given), section), name) == value
+
+
+def test_all_trackers_are_those_that_are_installed() -> None:
+    assert "tensorboard" in mapped(report_to="all").trackers.names
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beta": 0.1, "kl_coef": 0.2}, r"kl_coef says otherwise.*field: beta"),
+        ({"loss_type": "vespo"}, r"no such loss.*field: loss_type.*take grpo, bnpo"),
+        ({"loss_type": "cispo", "epsilon": 0.2}, r"TRL's cispo does not read it.*field: epsilon"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, r"bounds the ratio itself.*field: epsilon_high"),
+        ({"loss_type": "gdpo", "trainer_type": "rloo"}, r"a way to compute advantages, and trainer_type is rloo"),
+        ({"loss_type": "sapo", "clip_range": 0.1}, r"clip_range is set but not read|not read"),
+        ({"scale_rewards": "batch"}, r"nothing like it here.*field: scale_rewards"),
+        ({"eval_strategy": "epoch"}, r"nothing like it here.*field: eval_strategy.*'steps', 'no'"),
+        ({"generation_kwargs": {"num_beams": 4}}, r"plain sampling.*field: generation_kwargs\['num_beams'\]"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"warmup_steps is 3.*field: warmup_ratio"),
+        ({"reward_weight": [1]}, r"no field reward_weight.*did you mean reward_weights"),
+        ({"top_p": 0}, r"field: top_p"),
+    ],
+)
+def test_what_contradicts_or_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**given)
+
+
+def test_rloo_has_its_advantages() -> None:
+    assert RLOOConfig(use_gpu=False).to_config(100, 0, OUT).algorithm.advantage == "leave_one_out"
+
+
+def test_a_lora_config_becomes_the_settings_of_an_adapter() -> None:
+    from peft import LoraConfig
+
+    targets = {"v_proj", "q_proj"}
+    given = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
+    settings = of_peft(given, {})
+    names = ["q_proj", "v_proj"]
+    assert settings == {"lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.1, "lora.target_modules": names}
+    assert mapped(settings=settings).lora.rank == 8
+    stable = of_peft(LoraConfig(r=16, lora_alpha=8, use_rslora=True, target_modules="all-linear"), {})
+    assert (stable["lora.alpha"], stable["lora.target_modules"]) == (32, [])  # 8 / sqrt(16) = 32 / 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"init_lora_weights": "gaussian"}, "init_lora_weights"),
+        ({"task_type": "SEQ_CLS"}, "task_type"),
+        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": ".*proj"}, "target_modules"),
+    ],
+)
+def test_what_an_adapter_cannot_be_is_refused(fields: dict[str, Any], named: str) -> None:
+    from peft import LoraConfig
+
+    with pytest.raises(ConfigError, match=rf"field: peft_config\.{named}"):
+        of_peft(LoraConfig(**{"target_modules": ["q_proj"]} | fields), {})
+
+
+def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
+    import torch
+
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    found = of_optimizers((torch.optim.AdamW(weight, lr=3e-4, betas=(0.8, 0.9), weight_decay=0.5), None))
+    assert found == {"learning_rate": 3e-4, "weight_decay": 0.5, "settings": {"trainer.adam_betas": (0.8, 0.9)}}
+    assert of_optimizers((None, None)) == {}
+    schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weight), lambda step: 1.0)
+    for optimizers, message in [
+        ((torch.optim.SGD(weight), None), "has AdamW alone"),
+        ((torch.optim.AdamW(weight, amsgrad=True), None), "optimizers: amsgrad"),
+        ((None, schedule), "the learning rate follows from the step"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            of_optimizers(optimizers)
+
+
+def test_the_table_of_verl_names_settings_that_exist() -> None:
+    page = (ROOT / "docs" / "how-to" / "from-verl.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) > 30
+    sections = mapped().model_dump()
+    for name in (word for row in rows for word in row.split("`")[1::2]):
+        section, _, setting = name.partition(" ")[0].partition(".")
+        assert setting in sections[section] or DataSection.model_fields.keys() & {setting}, name

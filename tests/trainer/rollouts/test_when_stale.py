@@ -1,0 +1,262 @@
+"""Which groups are trained on when answers take longer than `trainer.max_staleness` updates: a simulation in its own time.
+
+Collector, clients, data-server, reward-server and replay-buffer are the real ones. The engine is simulated, and so is the time
+that it takes. A policy of one parameter, how often it reasons at length, learns from rewards that only long answers get.
+"""
+
+import asyncio
+import heapq
+import json
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from common.clients import DataClient, ReplayClient, RewardClient
+from common.config import Config, load
+from common.errors import ConfigError
+from common.loop_thread import LoopThread
+from common.prompts import Prompter, PromptStyle
+from common.rollout_client import RolloutClient
+from common.schemas import Group, Int32, Prompt
+from learning.ranks import Ranks
+from services.data.app import create_data_app
+from services.replay.app import create_replay_app
+from services.reward.app import create_reward_app
+from services.reward.functions.base import Message, RewardFunction
+from trainer.algorithms.batch import Batch
+from trainer.algorithms.compute_advantages import compute_advantages
+from trainer.observe.timing import StageClock
+from trainer.policy.scorer import load_tokenizer
+from trainer.rollouts.collector import Collector
+from trainer.rollouts.prompt_cursor import PromptProgress
+from trainer.rollouts.rollouts import ServedRollouts
+from trainer.rollouts.services import Services
+
+FRESH, SIZE, STALENESS = 4, 4, 1
+SHORT, LONG, SIGMA = 20, 120, 0.3
+"""Usual lengths of an answer that guesses and of one that reasons, and the spread of their logarithms."""
+RIGHT = 60
+"""Tokens from which on an answer is right."""
+REASONS = 0.07
+"""The share of answers that reason, at first."""
+TOKENS_A_STEP = 30
+"""Tokens of a completion that are decoded during an update: one that reasons takes four updates."""
+
+
+class LongIsGood(RewardFunction):
+    """Only long answers are right."""
+
+    name = "long"
+
+    def __call__(self, completions: list[list[Message]], **_: Any) -> list[float]:
+        return [float(len(answer[0]["content"]) >= RIGHT) for answer in completions]
+
+
+def draw(rng: np.random.Generator, reasons: float, count: int) -> Int32:
+    """Draws the lengths of answers."""
+    usual = np.where(rng.random(count) < reasons, LONG, SHORT)
+    return np.round(usual * rng.lognormal(0, SIGMA, count)).astype(np.int32)
+
+
+class Engine(httpx.AsyncBaseTransport):
+    """Answers each group when `now` has reached the end of its longest completion; running ones go on with new weights."""
+
+    def __init__(self) -> None:
+        self.now, self.logit, self.versions = 0.0, math.log(REASONS / (1 - REASONS)), [(0.0, 0)]
+        self.running: list[tuple[float, int, asyncio.Future[None]]] = []
+        self.calls = 0
+
+    @property
+    def reasons(self) -> float:
+        """The probability that an answer reasons."""
+        return 1 / (1 + math.exp(-self.logit))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/generate":
+            return httpx.Response(200, json={})
+        self.calls += 1
+        seed = json.loads(await request.aread())["sampling_params"]["sampling_seed"]
+        start, version = self.now, self.versions[-1][1]
+        lengths = draw(np.random.default_rng([seed, version]), self.reasons, SIZE).tolist()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self.running, (start + max(lengths) / TOKENS_A_STEP, self.calls, done))
+        await done
+        return httpx.Response(200, json=[self._answer(start, version, length) for length in lengths])
+
+    def _answer(self, start: float, version: int, length: int) -> dict[str, Any]:
+        changes = [(round((at - start) * TOKENS_A_STEP), later) for at, later in self.versions if at > start]
+        marks = [(0, version), *((token, later) for token, later in changes if 0 < token < length)]
+        ends = [token for token, _ in marks[1:]] + [length]
+        spans = [{"version": v, "start": at, "end": end} for (at, v), end in zip(marks, ends, strict=True) if at < end]
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1.0, 5, None]] * length,
+            "weight_versions": spans,
+        }
+        return {"text": "x" * length, "output_ids": [5] * length, "meta_info": meta}
+
+
+class Simulation:
+    """A run of `when_stale`."""
+
+    def __init__(self, config: Config, rollouts: ServedRollouts, loop: LoopThread, engine: Engine) -> None:
+        self.config, self.rollouts, self.loop, self.engine = config, rollouts, loop, engine
+        self.collector: Collector = rollouts._collector
+        self.trained: list[Group] = []
+        self.ages: list[int] = []
+
+    def run(self, steps: int, learning_rate: float) -> None:
+        """Makes `steps` updates of the logit of reasoning, by policy gradient."""
+        settings = self.config.trainer
+        slots = (settings.max_staleness + 1) * FRESH
+        with self.rollouts.collecting(0, 10 * steps):
+            for step in range(steps):
+                self._settle(slots)
+                while not self._ready(step):
+                    self._next_event(slots)
+                batch = Batch.of(self.rollouts.next(step), self.config, step)
+                self._train(batch, step, learning_rate)
+                self._settle(slots - FRESH)
+                begun = self.engine.now
+                while self.engine.running and self.engine.running[0][0] <= begun + 1:
+                    self._next_event(slots - FRESH)
+                self.engine.now = begun + 1
+                self.engine.versions.append((self.engine.now, step + 1))
+                self.rollouts.start_ack(batch)()
+                served: Future[None] = Future()
+                self.rollouts.release(batch, served)
+                served.set_result(None)
+
+    def _train(self, batch: Batch, step: int, learning_rate: float) -> None:
+        batch.old_logprobs = [row.rollout_logprobs for row in batch.rows]
+        batch.advantages, _ = compute_advantages(batch, self.config, 0.0)
+        reasoned = np.array(batch.lengths) >= RIGHT
+        advantages = np.array([column[0] for column in batch.advantages])
+        self.engine.logit += learning_rate * float(np.mean(advantages * (reasoned - self.engine.reasons)))
+        self.trained += batch.fresh
+        self.ages += [step - group.weight_version for group in batch.fresh]
+
+    def _ready(self, step: int) -> bool:
+        """Whether the next batch can be taken without more time."""
+        when, oldest = self.config.trainer.when_stale, step - STALENESS
+
+        async def look() -> bool:
+            turns, waiting = self.collector.turns, self.collector.waiting
+            if when == "wait":
+                return all(list(turns.values())[:FRESH])
+            young = [p for p, stored in turns.items() if stored and (when == "train" or waiting[p][0].weight_version >= oldest)]
+            return len(young) >= FRESH
+
+        return self.loop.call(look())
+
+    def _next_event(self, open_slots: int) -> None:
+        async def finish() -> None:
+            self.engine.now, _, done = heapq.heappop(self.engine.running)
+            done.set_result(None)
+
+        self.loop.call(finish())
+        self._settle(open_slots)
+
+    def _settle(self, open_slots: int) -> None:
+        """Waits until every group in a slot is generated or stored."""
+
+        async def settled() -> None:
+            turns = self.collector.turns
+            while len(turns) != open_slots or list(turns.values()).count(False) != len(self.engine.running):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+        self.loop.call(settled())
+
+
+@contextmanager
+def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[Simulation]:
+    words = [
+        *("--model.name", str(base_model), "--state_dir", str(directory), "--algorithm.advantage", "group_centred"),
+        *("--trainer.batch_size", str(FRESH), "--sampling.group_size", str(SIZE), "--trainer.num_epochs", "100"),
+        *("--trainer.max_staleness", str(STALENESS), "--trainer.when_stale", when_stale),
+    ]
+    config, engine, apps = load(words, {}), Engine(), AsyncExitStack()
+    prompts = [Prompt(id=f"p{i}", prompt=f"problem {i}", ground_truth="1") for i in range(500)]
+    started = [
+        create_data_app(config, prompts, []),
+        create_reward_app(config.reward, functions=[LongIsGood()]),
+        create_replay_app(config.replay, config.state_dir),
+    ]
+
+    async def start() -> Services:
+        for app in started:
+            await apps.enter_async_context(app.router.lifespan_context(app))
+        data, reward, replay = map(httpx.ASGITransport, started)
+        services = Services(
+            DataClient("data-server", "http://x", transport=data),
+            RolloutClient("rollout-server", "http://x", transport=engine),
+            RewardClient("reward-server", "http://x", transport=reward),
+            ReplayClient("replay-buffer", "http://x", transport=replay),
+        )
+        for client in services.all():
+            await apps.enter_async_context(client)
+        return services
+
+    with ExitStack() as stack:
+        loop = stack.enter_context(LoopThread())
+        services = loop.call(start())
+        stack.callback(lambda: loop.call(apps.aclose()))
+        prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
+        rollouts = ServedRollouts(config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress())
+        rollouts.prepare(0, known=True)
+        yield Simulation(config, rollouts, loop, engine)
+
+
+Runs = Callable[[str, int, float], Simulation]
+
+
+@pytest.fixture
+def run(base_model: Path, tmp_path: Path) -> Runs:
+    def runs(when_stale: str, steps: int, learning_rate: float) -> Simulation:
+        with simulation(base_model, tmp_path / when_stale, when_stale) as made:
+            made.run(steps, learning_rate)
+        return made
+
+    return runs
+
+
+def chi_square(groups: list[Group]) -> float:
+    """Compares lengths with those that the first policy samples, in nine parts; 8 degrees of freedom."""
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    sampled = draw(np.random.default_rng(0), REASONS, 400_000)
+    edges = [*np.quantile(sampled, np.arange(0.12, 0.9, 0.12)), RIGHT]
+    expected = np.bincount(np.searchsorted(edges, sampled), minlength=9) * len(lengths) / len(sampled)
+    found = np.bincount(np.searchsorted(edges, lengths), minlength=9)
+    return float(((found - expected) ** 2 / expected).sum())
+
+
+def test_lengths_that_are_trained_on_are_distributed_as_those_that_are_sampled(run: Runs) -> None:
+    waiting, dropping = run("wait", 50, 0.0), run("drop", 50, 0.0)
+    assert not waiting.rollouts.drops.counts
+    assert [group.position for group in waiting.trained] == list(range(50 * FRESH)), "in the order of the prompts"
+    assert max(waiting.ages) == STALENESS
+    spans = [len(completion.weight_versions) for group in waiting.trained for completion in group.completions]
+    assert max(spans) > 1, "some went on over an update"
+    assert waiting.engine.calls <= (50 + STALENESS + 1) * FRESH, "and none was generated again"
+    assert dropping.rollouts.drops.counts["stale"] > 20
+    assert chi_square(waiting.trained) < 20.09 < chi_square(dropping.trained)  # the 99 % quantile
+
+
+def test_dropping_what_is_long_learns_to_be_short_and_waiting_does_not(run: Runs) -> None:
+    waiting, training, dropping = (run(when, 30, 1.0) for when in ("wait", "train", "drop"))
+    assert min(waiting.engine.reasons, training.engine.reasons) > dropping.engine.reasons + 0.1
+    assert max(waiting.ages) == max(dropping.ages) == STALENESS < max(training.ages)
+    assert not waiting.rollouts.drops.counts
+    assert not training.rollouts.drops.counts
+
+
+def test_what_to_do_with_stale_groups_is_read_only_where_they_may_be() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.when_stale is set but not read, since trainer\.max_staleness is 0"):
+        load(["--trainer.when_stale", "train"], {})

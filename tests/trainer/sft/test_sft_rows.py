@@ -1,0 +1,141 @@
+"""Worked answers become tokens as generation has them, and only answers are learned."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from common.errors import ConfigError
+from common.prompts import Prompter, PromptStyle
+from common.schemas import Prompt
+from services.data.worked import answered, example
+from trainer.sft.rows import Batches, Encoder, Row, pack, unpack
+
+END = "<|im_end|>"
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if not loop.last and '</think>' in m['content'] %}"
+    "{{ m['content'].split('</think>')[1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As that of Qwen3: the thoughts of earlier answers are gone."""
+
+
+@pytest.fixture
+def tokenizer(policy_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(policy_dir)
+
+
+def encoder(tokenizer: Any, context: int | None = None, vocabulary: int = 1000, **style: Any) -> Encoder:
+    return Encoder(Prompter(tokenizer, PromptStyle(**style), [tokenizer.eos_token_id]), vocabulary, context)
+
+
+def chat(*contents: str, system: str = "") -> Prompt:
+    """A chat of user and assistant in turn."""
+    roles = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return example("row", [{"role": "system", "content": system}, *roles] if system else roles)
+
+
+def texts(tokenizer: Any, row: Row) -> tuple[str, list[str]]:
+    """The whole row, and each passage that is learned."""
+    passages: list[list[int]] = [[]]
+    for token, learned in zip(row.completion_ids.tolist(), row.learned.tolist(), strict=True):
+        if learned:
+            passages[-1].append(token)
+        elif passages[-1]:
+            passages.append([])
+    whole = tokenizer.decode([*row.prompt_ids.tolist(), *row.completion_ids.tolist()])
+    return whole, [tokenizer.decode(passage) for passage in passages if passage]
+
+
+def test_an_answer_is_learned_with_the_token_that_ends_it(tokenizer: Any) -> None:
+    (row,) = encoder(tokenizer, system_prompt="Be brief.").rows(answered("row", "How many?", "1+2=3"))
+    prompter = encoder(tokenizer, system_prompt="Be brief.").prompter
+    assert row.prompt_ids.tolist() == prompter.token_ids(Prompt(id="", prompt="How many?", ground_truth=""))
+    assert texts(tokenizer, row)[1] == [f"1+2=3{END}"]
+    assert row.completion_ids[-1] == tokenizer.eos_token_id
+
+
+def test_every_answer_of_a_chat_is_learned_in_one_row(tokenizer: Any) -> None:
+    (row,) = encoder(tokenizer).rows(chat("How many?", "#### 1", "And now?", "#### 2", "now", "#### 3", system="Count."))
+    whole, learned = texts(tokenizer, row)
+    assert learned == [f"#### 1{END}", f"#### 2{END}", f"#### 3{END}"]
+    assert whole == tokenizer.apply_chat_template(
+        chat("How many?", "#### 1", "And now?", "#### 2", "now", "#### 3", system="Count.").chat, tokenize=False
+    ).removesuffix("\n")
+
+
+def test_a_template_that_rewrites_earlier_answers_gives_each_a_row_of_its_own(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKING
+    rows = encoder(tokenizer).rows(chat("a", "<think>x</think>1", "b", "<think>y</think>2"))
+    assert [texts(tokenizer, row)[1] for row in rows] == [[f"<think>x</think>1{END}"], [f"<think>y</think>2{END}"]]
+    assert "x" not in tokenizer.decode(rows[1].prompt_ids)
+
+
+def test_a_base_model_gets_the_text_as_it_is(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    (row,) = encoder(tokenizer).rows(answered("row", "Question: 1\nAnswer:", " #### 1"))
+    assert texts(tokenizer, row) == (f"Question: 1\nAnswer: #### 1{END}", [f" #### 1{END}"])
+    with pytest.raises(ConfigError, match="no chat template is used"):
+        encoder(tokenizer).rows(chat("a", "b", "c", "d"))
+
+
+def test_a_template_and_a_prefilled_start_are_those_of_generation(tokenizer: Any) -> None:
+    own = encoder(tokenizer, template="Q: {question}\nA:", chat=False, prefill=" Let")
+    (row,) = own.rows(answered("row", "1?", " Let me see. #### 1"))
+    assert row.prompt_ids.tolist() == own.prompter.token_ids(Prompt(id="", prompt="1?", ground_truth=""))
+    assert texts(tokenizer, row) == (f"Q: 1?\nA: Let me see. #### 1{END}", [f" me see. #### 1{END}"])
+
+
+def test_a_chat_that_the_template_refuses_is_named(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
+    with pytest.raises(ConfigError, match="the messages system, user: no system, please"):
+        encoder(tokenizer).rows(chat("a", "1", system="S"))
+
+
+def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
+    """Generation begins after the prompt's tokens, so the answer's are learned as they are without it."""
+    tokenizer.chat_template = None
+    joined = tokenizer("How many").input_ids
+    split = next(
+        (tokenizer.decode(joined[:i]), tokenizer.decode(joined[i:]), token)
+        for i, token in enumerate(joined)
+        if len(tokenizer.decode([token])) > 1
+    )
+    before, after, token = split
+    text = tokenizer.decode([token])
+    (row,) = encoder(tokenizer).rows(answered("row", before + text[0], after[1:]))
+    assert row.prompt_ids.tolist() == tokenizer(before + text[0]).input_ids
+    assert texts(tokenizer, row)[1] == [f"{after[1:]}{END}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"context": 8}, "row has .* tokens with its answer, .* context is 8"), ({"vocabulary": 9}, "the model knows 9")],
+)
+def test_what_the_model_cannot_read_is_refused(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encoder(tokenizer, **settings).rows(answered("row", "How many apples?", "#### 12"))
+
+
+def test_rows_travel_as_they_are(tokenizer: Any) -> None:
+    rows = encoder(tokenizer).rows(chat("a", "1", "b", "2")) + encoder(tokenizer).rows(answered("row", "c", "3"))
+    for row, sent in zip(rows, unpack(pack(rows)), strict=True):
+        for name in ("prompt_ids", "completion_ids", "learned"):
+            assert np.array_equal(getattr(row, name), getattr(sent, name))
+    assert unpack(pack([])) == []
+
+
+def test_every_example_comes_once_an_epoch_in_another_order(tokenizer: Any) -> None:
+    examples = [encoder(tokenizer).rows(answered(str(n), str(n), "#")) for n in range(7)]
+
+    def order(seed: int) -> list[int]:
+        batches = Batches(examples, 3, seed)
+        return [int(row.prompt_ids.sum()) for step in range(5) for row in batches.rows(step, 14)]
+
+    found = order(1)
+    assert len(found) == 14  # the last batch has the two that are left
+    assert sorted(found[:7]) == sorted(found[7:]) == sorted(int(rows[0].prompt_ids.sum()) for rows in examples)
+    assert found[:7] != found[7:]
+    assert found == order(1) != order(2)

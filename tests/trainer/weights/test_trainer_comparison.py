@@ -1,0 +1,159 @@
+"""Checksums of engines against the tensors that were sent, as SGLang arranges them on one GPU and on several."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from learning.sharding import named_tensors
+from learning.weight_group import digest
+from tests.support.tiny_models import GEMMA, make
+from trainer.weights.comparison import Checksums, gpu_digest
+
+DIGESTS: dict[bool, Callable[[Tensor], str]] = {False: digest, True: gpu_digest}
+Tensors = dict[str, Tensor]
+
+
+def sent(kind: str) -> Tensors:
+    """What is published of a model whose vocabulary is no multiple of 64, in the precision of GPUs."""
+    model = make(kind, vocab_size=90)
+    tensors = revert_weight_conversion(model, named_tensors(model))
+    return {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
+
+
+def engine(tensors: Tensors, rank: int = 0, size: int = 1) -> Tensors:
+    """The parameters of a rank of SGLang, written down from its model files, not from the code under test."""
+    found: Tensors = {}
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        before, _, module = name.removesuffix(".weight").rpartition(".")
+        if ".experts." in name:
+            block, _, expert = before.partition(".experts.")
+            experts.setdefault(f"{block}.experts", {})[int(expert), module] = tensor
+        elif module == "q_proj" and not name.endswith("bias"):
+            k, v = (tensors[name.replace("q_proj", other)] for other in ("k_proj", "v_proj"))
+            heads = 2  # of keys and values, of 8 rows each
+            own = rank * heads // size
+            kv = [part.view(heads, 8, -1)[own : own + max(1, heads // size)].flatten(0, 1) for part in (k, v)]
+            found[f"{before}.qkv_proj.weight"] = torch.cat([tensor.chunk(size)[rank], *kv])
+        elif module == "gate_proj":
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            found[f"{before}.gate_up_proj.weight"] = torch.cat([tensor.chunk(size)[rank], up.chunk(size)[rank]])
+        elif module in ("o_proj", "down_proj"):
+            found[name] = tensor.chunk(size, 1)[rank]
+        elif module in ("embed_tokens", "lm_head", "position_embedding"):
+            found[name] = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])]).chunk(size)[rank]
+        elif module == "out_proj":
+            found[name.replace("out_proj", "proj")] = tensor.chunk(size, 1)[rank]
+        elif module not in ("k_proj", "v_proj", "up_proj"):
+            found[name] = tensor
+    for block, parts in experts.items():
+        gate, down, up = ("gate_proj", "down_proj", "up_proj") if (0, "gate_proj") in parts else ("w1", "w2", "w3")
+        both = [torch.cat([parts[i, name].chunk(size)[rank] for name in (gate, up)]) for i in range(3)]
+        found[f"{block}.w13_weight"] = torch.stack(both)
+        found[f"{block}.w2_weight"] = torch.stack([parts[i, down].chunk(size, 1)[rank] for i in range(3)])
+    return found
+
+
+def sums_of(parameters: Tensors, on_gpu: bool) -> dict[str, str]:
+    return {name: DIGESTS[on_gpu](tensor) for name, tensor in parameters.items()}
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama 3", "Mistral", "Qwen3-MoE", "Mixtral", GEMMA])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_every_tensor_that_was_sent_is_compared_on_every_gpu(kind: str, size: int, on_gpu: bool) -> None:
+    """With four GPUs two of them share a head of keys."""
+    tensors, checksums = sent(kind), Checksums(on_gpu)
+    ranks = [sums_of(engine(tensors, rank, size), on_gpu) for rank in range(size)]
+    found = checksums.compare(tensors, ranks)
+    assert (found.problem, found.unseen, found.unknown) == (None, [], [])
+    assert str(found) == f"{len(tensors)} of {len(tensors)} tensors with the trainer's"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_one_changed_number_anywhere_is_found(on_gpu: bool) -> None:
+    tensors, checksums = sent("Qwen3-MoE"), Checksums(on_gpu)
+    parameters = engine(tensors, 1, 2)
+    checksums.compare(tensors, [sums_of(engine(tensors, 0, 2), on_gpu), sums_of(parameters, on_gpu)])
+    for name, tensor in parameters.items():
+        changed = tensor.clone()
+        changed.view(-1)[-1 if "embed" not in name and "lm_head" not in name else 0] += 1
+        spoiled = sums_of(parameters | {name: changed}, on_gpu)
+        found = checksums.compare(tensors, [sums_of(engine(tensors, 0, 2), on_gpu), spoiled])
+        assert found.wrong == [name]
+        assert found.problem is not None
+        assert name in found.problem
+
+
+def test_an_engine_that_kept_its_old_experts_is_found() -> None:
+    """SGLang skips names that it does not know without a word."""
+    old, new = sent("Qwen3-MoE"), {name: tensor + 1 for name, tensor in sent("Qwen3-MoE").items()}
+    kept = {name: tensor for name, tensor in engine(old).items() if ".experts." in name}
+    found = Checksums(on_gpu=True).compare(new, [sums_of(engine(new) | kept, True)])
+    assert found.wrong == list(kept)
+
+
+def test_an_engine_may_have_experts_up_first_or_transposed() -> None:
+    tensors = sent("Mixtral")
+    changes: list[Callable[[Tensor], Tensor]] = [lambda w: torch.cat(w.chunk(2, 1)[::-1], 1), lambda w: w.transpose(1, 2)]
+    for change in changes:
+        found = {name: change(w) if name.endswith("w13_weight") else w for name, w in engine(tensors).items()}
+        assert Checksums(on_gpu=True).compare(tensors, [sums_of(found, True)]).problem is None
+
+
+def test_a_tensor_that_no_parameter_has_did_not_arrive() -> None:
+    tensors = sent("Llama 3") | {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 2)}
+    parameters = engine(sent("Llama 3"))
+    assert "1 tensors did not reach the engine: model.layers.0.mlp.experts.gate_up_proj" in str(
+        Checksums(on_gpu=True).compare(tensors, [sums_of(parameters, True)]).problem
+    )
+    renamed = parameters | {"model.layers.0.mlp.something": torch.ones(2, 2)}
+    found = Checksums(on_gpu=True).compare(tensors, [sums_of(renamed, True)])
+    assert found.problem is None
+    assert "by other names" in str(found)
+    assert "no parameter" in str(Checksums(on_gpu=True).compare(tensors, [{"other": "0"}]).problem)
+
+
+def test_an_engine_may_compute_in_another_precision_than_the_trainer_sends() -> None:
+    tensors = sent("Qwen3")
+    lower = {name: tensor.bfloat16() for name, tensor in engine(tensors).items()}
+    higher = {name: tensor.float() for name, tensor in tensors.items()}
+    assert Checksums(on_gpu=True).compare(higher, [sums_of(lower, True)]).problem is None
+
+
+def test_checksums_of_another_version_are_computed_again() -> None:
+    tensors, checksums = sent("Qwen3"), Checksums(on_gpu=False)
+    assert checksums.compare(tensors, [sums_of(engine(tensors), False)]).problem is None
+    newer = {name: tensor * 2 for name, tensor in tensors.items()}
+    checksums.clear()
+    checksums.prepare(newer)
+    assert checksums.compare(newer, [sums_of(engine(newer), False)]).problem is None
+    assert checksums.compare(newer, [sums_of(engine(tensors), False)]).problem is not None
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "expected"),
+    [
+        (1, torch.bfloat16, "9149bf2047a96e36"),
+        (3, torch.bfloat16, "ca2c79fa7fbb2b5f"),
+        (7, torch.float32, "3e7cad3f6142b0c7"),
+        (8192, torch.float32, "d81cc0aca0e3b7b4"),
+        (8193, torch.float32, "ad415f12a8d894bd"),
+        (100_001, torch.bfloat16, "fcbd6fa0af47d3bf"),
+    ],
+)
+def test_checksums_on_gpus_are_those_of_sglangs_kernel(size: int, dtype: torch.dtype, expected: str) -> None:
+    """Recorded from the Triton kernel of SGLang 0.5.21 in Triton's interpreter on a CPU."""
+    numbers = (torch.arange(size) * 2_654_435_761 + 12_345) % 65_536
+    assert gpu_digest((numbers.float() / 65_536 - 0.5).to(dtype)) == expected
+
+
+def test_a_checksum_is_the_same_however_many_words_are_mixed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    whole = gpu_digest(tensor)
+    monkeypatch.setattr("trainer.weights.comparison._TILES", 3)
+    assert gpu_digest(tensor) == whole
+    assert len({gpu_digest(torch.randn(n)) for n in range(1, 50)}) == 49

@@ -1,0 +1,223 @@
+"""Callbacks of a run in one process: hooks as those of transformers, with a state that tells and a control that stops."""
+
+import inspect
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common.errors import ConfigError
+from trainer.observe.run_dir import append_line
+from trainer.run import Listener, Run
+
+EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
+_OTHERS = (
+    *("init_end", "epoch_begin", "epoch_end", "substep_end", "pre_optimizer_step", "optimizer_step", "predict"),
+    *("prediction_step", "push_begin"),
+)
+"""Hooks of transformers that no run here reaches."""
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """The progress of a run, for callbacks and reward functions."""
+
+    global_step: int = 0
+    max_steps: int = 0
+    """Steps of the whole run."""
+    epoch: float = 0.0
+    """Passes over the training data so far."""
+    num_train_epochs: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    """A record of every step and evaluation of this call of `train`."""
+    best_metric: float | None = None
+    """The best accuracy in an evaluation so far; the best mean reward, where rewards are no verdicts."""
+    best_global_step: int | None = None
+    should_training_stop: bool = False
+    """Set it to end the run after the current step."""
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+
+
+@dataclass(slots=True)
+class TrainerControl:
+    """Wishes of a callback, which are done when its hook returns."""
+
+    should_training_stop: bool = False
+    """End the run after the current step, with an evaluation and a checkpoint as at the end of every run."""
+    should_save: bool = False
+    """Write a checkpoint of the current step."""
+    should_evaluate: bool = False
+    """Evaluate the current weights on the held-out problems."""
+    should_log: bool = False
+    """Every step is logged anyway."""
+
+
+class TrainerCallback:
+    """Base of callbacks. Overwrite any of the hooks; callbacks of transformers are taken too.
+
+    A hook gets `args` (the `TrainerConfig`), `state` and `control`, and by name `model` and `processing_class`, `logs`
+    (`on_log`), `metrics` (`on_evaluate`) or `checkpoint` (`on_save`). It may take fewer of them by their names.
+    """
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called when models and services are ready, before the first step."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called before a step."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called after a step, when it is recorded."""
+
+    def on_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Another name of `on_step_end`."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called after `on_step_end` with the record of the step (`logs`)."""
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called after an evaluation with its result (`metrics`)."""
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called when a checkpoint is being written (`checkpoint`)."""
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Called after the last step."""
+
+
+class Callbacks(Listener):
+    """Calls the callbacks of a run, and keeps what its reward functions log (`FunctionLog`).
+
+    Raises ConfigError for an object without hooks, and for a hook that no run reaches.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], args: Any, extras: Path) -> None:
+        self.callbacks, self.state, self._args, self._extras = list[Any](), TrainerState(), args, extras
+        self._problems = 1
+        self._lock = threading.Lock()
+        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._rows: list[dict[str, Any]] = []
+        self._aside = self._taken()
+        self._answering = False
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Adds a callback. Raises ConfigError as the constructor does."""
+        _check(callback)
+        self.callbacks.append(callback)
+
+    def begin(self, problems: int) -> None:
+        """Forgets the last call of `train`, and what it logged."""
+        self._problems = problems
+        self.state.log_history, self.state.should_training_stop = [], False
+
+    # ------------------------------------------------------------ what reward functions log
+
+    def log_metric(self, name: str, value: float) -> None:
+        """See `FunctionLog`."""
+        with self._lock:
+            self._metrics[name].append(float(value))
+
+    def log_rows(self, rows: list[dict[str, Any]]) -> None:
+        """See `FunctionLog`."""
+        with self._lock:
+            self._rows += rows
+
+    def measured(self, step: int) -> dict[str, float]:
+        """See `Listener`."""
+        return self._written(step, {})
+
+    def _taken(self) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+        """Returns what was logged since the last call."""
+        with self._lock:
+            taken = self._metrics, self._rows
+            self._metrics, self._rows = defaultdict(list), []
+        return taken
+
+    def _written(self, step: int, about: dict[str, Any]) -> dict[str, float]:
+        """Writes the rows that were logged, with `about`; returns the means of the numbers."""
+        metrics, rows = self._taken()
+        for row in rows:
+            append_line(self._extras, {"step": step, **about, **json.loads(json.dumps(row, default=str))})
+        return {name: mean(values) for name, values in metrics.items()}
+
+    # ------------------------------------------------------------ events
+
+    def hear(self, run: Run, event: str, **about: Any) -> None:
+        """See `Listener`."""
+        state, step = self.state, run.policy.step
+        if event == "evaluating":  # what answers in training log is not an evaluation's
+            self._aside = self._taken()
+            return
+        if event == "evaluate":
+            about["metrics"] = {**about["metrics"], "logged": self._written(step, {"evaluation": True})}
+            self._metrics, self._rows = defaultdict(list, self._aside[0]), self._aside[1]
+        state.global_step, state.epoch = step, step * run.config.trainer.batch_size / self._problems
+        if event == "train_begin":
+            self._taken()  # of answers that were made up to try the functions
+            state.max_steps, state.num_train_epochs = run.total_steps, run.config.trainer.num_epochs
+        if event in ("log", "evaluate"):
+            state.log_history.append({"step": step, "epoch": state.epoch, **about["logs" if event == "log" else "metrics"]})
+        if event == "evaluate":
+            self._note_best(about["metrics"], step)
+        control = TrainerControl()
+        given = {"model": run.policy.model, "processing_class": run.tokenizer, **about}
+        for callback in self.callbacks:
+            for name in (f"on_{event}", *(["on_step"] if event == "step_end" else [])):
+                if (hook := getattr(callback, name, None)) is not None:
+                    control = _call(hook, self._args, state, control, given) or control
+        self._do(run, control)
+
+    def _note_best(self, metrics: dict[str, Any], step: int) -> None:
+        found = metrics["mean_reward"] if metrics["accuracy"] is None else metrics["accuracy"]
+        if self.state.best_metric is None or found > self.state.best_metric:
+            self.state.best_metric, self.state.best_global_step = found, step
+
+    def _do(self, run: Run, control: TrainerControl) -> None:
+        """Does what callbacks wish for; what follows from it is told, but changes nothing more."""
+        if self.state.should_training_stop or control.should_training_stop:
+            run.stop()
+        if self._answering:
+            return
+        self._answering = True
+        try:
+            if control.should_evaluate:
+                run.evaluate_now()
+            if control.should_save:
+                run.save_now()
+        finally:
+            self._answering = False
+
+
+def _check(callback: Any) -> None:
+    hooks = [name for name in (*(f"on_{event}" for event in EVENTS), "on_step") if callable(getattr(callback, name, None))]
+    if isinstance(callback, type) or not hooks:
+        names = ", ".join(f"on_{event}" for event in EVENTS)
+        hint = "add parentheses to make an instance" if isinstance(callback, type) else f"give an object with any of {names}"
+        raise ConfigError("this is not a callback", field="callbacks", value=callback, remedy=hint)
+    for name in (f"on_{event}" for event in _OTHERS):
+        base = next((each for each in type(callback).__mro__ if each.__module__.startswith("transformers.")), object)
+        own = getattr(type(callback), name, None)
+        if own is not None and own is not getattr(base, name, None):
+            raise ConfigError(
+                f"{name} would never be called: a step here is one batch, with its updates, evaluation and checkpoint",
+                field="callbacks",
+                value=type(callback).__name__,
+                remedy="move its work to on_step_begin or on_step_end",
+            )
+
+
+def _call(hook: Any, args: Any, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> Any:
+    """Calls a hook with (args, state, control) and those of `given` that it takes, or with what it names alone."""
+    named = inspect.signature(hook).parameters
+    everything = any(each.kind is each.VAR_KEYWORD for each in named.values())
+    taken = {name: value for name, value in given.items() if everything or name in named}
+    if next(iter(named), "state") in ("state", "control"):
+        first = {"state": state, "control": control, "args": args}
+        return hook(**{name: value for name, value in first.items() if everything or name in named}, **taken)
+    return hook(args, state, control, **taken)

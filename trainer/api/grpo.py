@@ -1,0 +1,139 @@
+"""TRL's names: `GRPOTrainer` and `GRPOConfig`, with TRL's arguments and defaults, over `OnlineRLTrainer`."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from common.algorithm import RECIPES, Recipe
+from common.errors import ConfigError
+from trainer.api.online import OnlineRLTrainer
+from trainer.api.settings import TrainerConfig
+from trainer.api.trl import TRAINER, refuse
+
+
+class GRPOConfig(TrainerConfig):
+    """`TrainerConfig` with the arguments and defaults of TRL's GRPOConfig (docs/how-to/from-trl.md).
+
+    A GPU is used where there is one, in bfloat16, unless `use_cpu` is set. Without `eval_strategy="steps"` an evaluation comes
+    before and after training alone.
+    """
+
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
+    loss_type: str | None = "dapo"
+    num_generations: int = Field(8, ge=1)
+    learning_rate: float = Field(1e-6, gt=0)
+    num_train_epochs: int = Field(3, gt=0)
+    gradient_accumulation_steps: int = Field(1, gt=0)
+    max_new_tokens: int = Field(512, gt=0)
+    kl_coef: float = Field(0.0, ge=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    save_steps: int = Field(500, ge=0)
+    save_total_limit: int = Field(1_000_000, gt=0)
+    seed: int = Field(42, ge=0)
+
+    def _defaults(self) -> dict[str, Any]:
+        advantage = self.settings.get("algorithm.advantage", RECIPES[self.trainer_type].get("advantage", "group_normalised"))
+        compared = {"algorithm.advantage_eps": 1e-4} if advantage in ("group_normalised", "reward_normalised") else {}
+        near = {"algorithm.kl_estimator": "k2"} if self.kl_coef else {}
+        return super()._defaults() | {"trainer.adam_betas": self.betas} | compared | near
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_trl(cls, data: Any) -> Any:
+        """Chooses the device as TRL does, and leaves out what TRL does not read."""
+        if not isinstance(data, dict):
+            return data
+        if not {"use_gpu", "use_cpu"} & data.keys():
+            import torch
+
+            data = data | {"use_gpu": torch.cuda.is_available()}
+        if data.get("use_gpu") and "bf16" not in data:
+            data = data | {"bf16": True}
+        if data.get("loss_type", "dapo") is None:
+            raise ConfigError("TRL has no such loss", field="loss_type", value=None, remedy="leave it out for dapo")
+        return data
+
+
+class RLOOConfig(GRPOConfig):
+    """The same for TRL's RLOOConfig, whose advantages leave one out."""
+
+    trainer_type: Recipe = "rloo"
+    kl_coef: float = Field(0.05, ge=0)
+    num_generations: int = Field(2, ge=1)
+
+
+class GRPOTrainer(OnlineRLTrainer):
+    """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; what it cannot do is refused with the reason.
+
+    As in TRL, a prompt that is a text is continued as it is, without the model's chat template, and a chat has it.
+    """
+
+    _config: type[GRPOConfig] = GRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: TrainerConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        engine: str = "embedded",
+    ) -> None:
+        others = {
+            "reward_processing_classes": reward_processing_classes,
+            "quantization_config": quantization_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        for name, value in others.items():
+            refuse(name, TRAINER[name], value)
+        args = self._config() if args is None else args
+        train_dataset, plain = _is_plain(train_dataset)
+        if plain and not {"data.prompt_template", "model.chat_template"} & args.settings.keys():
+            args = args.model_copy(update={"settings": args.settings | {"data.prompt_template": "{question}"}})
+            args.model_fields_set.add("settings")
+        super().__init__(
+            args,
+            reward_funcs,
+            train_dataset,
+            eval_dataset,
+            model=model,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            callbacks=callbacks or (),
+            optimizers=optimizers,
+            engine=engine,
+        )
+
+
+class RLOOTrainer(GRPOTrainer):
+    """The same for TRL's RLOOTrainer."""
+
+    _config = RLOOConfig
+
+
+def _is_plain(dataset: Any) -> tuple[Any, bool]:
+    """Returns a data set that still has all of its rows, and whether the prompt of its first row is a text."""
+    if dataset is None or isinstance(dataset, str | Mapping) or not hasattr(dataset, "__iter__"):
+        return dataset, False  # refused later, with the reason
+    if hasattr(dataset, "iloc"):
+        return dataset, len(dataset) > 0 and isinstance(dataset.iloc[0].get("prompt"), str)
+    rows = iter(dataset)
+    first = next(rows, None)
+    plain = isinstance(first, Mapping) and isinstance(first.get("prompt"), str)
+    if rows is dataset and first is not None:
+        dataset = chain([first], rows)
+    return dataset, plain

@@ -1,0 +1,134 @@
+"""Objects of other libraries as arguments of the trainer: models, tokenizers, LoRA settings and optimisers."""
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, shorten
+from common.sections import ModelSection
+from trainer.api.settings import TrainerConfig
+from trainer.policy.scorer import load_model, load_tokenizer
+
+
+class GivenModel:
+    """A model and a tokenizer as the caller gave them, written to a directory where they are objects.
+
+    Args:
+        model: a model of transformers; None or a name where the settings name it.
+        tokenizer: a tokenizer, or its name; None for the model's own.
+        directory: where both are written.
+
+    Raises ConfigError for objects that are neither.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, directory: Path) -> None:
+        self.model, self._tokenizer, self._directory, self._done = model, tokenizer, directory, False
+        self.is_object = model is not None and not isinstance(model, str | Path)
+        if hasattr(model, "peft_config"):
+            remedy = "give the model without it, and its LoraConfig as peft_config"
+            raise ConfigError("the model has an adapter already", field="model", value=type(model).__name__, remedy=remedy)
+        for field, given, method in (("model", model, "save_pretrained"), ("processing_class", tokenizer, "encode")):
+            if given is not None and not isinstance(given, str | Path) and not hasattr(given, method):
+                remedy = "give an object of transformers, or a name"
+                raise ConfigError("it is nothing that can be saved", field=field, value=type(given).__name__, remedy=remedy)
+
+    def written(self, config: TrainerConfig) -> str:
+        """Returns the name or directory of the model, which it writes at the first call."""
+        if not self.is_object and self._tokenizer is None:
+            return config.model_name_or_path
+        if not self._done:
+            trust = bool(config.settings.get("model.trust_remote_code", False))
+            section = ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
+            model = self.model if self.is_object else load_model(section)
+            if self._tokenizer is None or isinstance(self._tokenizer, str | Path):
+                name = str(self._tokenizer or getattr(model, "name_or_path", "") or config.model_name_or_path)
+                tokenizer: Any = load_tokenizer(section.model_copy(update={"name": name}))
+            else:
+                tokenizer = self._tokenizer
+            self._directory.mkdir(parents=True, exist_ok=True)
+            model.save_pretrained(self._directory)
+            tokenizer.save_pretrained(self._directory)
+            self._done = True
+        return str(self._directory)
+
+    def load(self, directory: Path) -> None:
+        """Gives the object the weights in a directory."""
+        trained = type(self.model).from_pretrained(directory)
+        self.model.load_state_dict(trained.state_dict())
+
+
+def of_optimizers(optimizers: Any) -> dict[str, Any]:
+    """Returns the fields for TRL's `optimizers`, an AdamW and no scheduler. Raises ConfigError for any other."""
+    optimizer, scheduler = optimizers or (None, None)
+    if scheduler is not None:
+        remedy = "set lr_scheduler_type and warmup_steps instead"
+        reason = "the learning rate follows from the step, so that a run that is resumed has the same"
+        raise ConfigError(reason, field="optimizers", value=type(scheduler).__name__, remedy=remedy)
+    if optimizer is None:
+        return {}
+    import torch
+
+    if type(optimizer) is not torch.optim.AdamW:
+        reason = "the trainer has AdamW alone, whose state is sharded and saved with the weights"
+        raise ConfigError(reason, field="optimizers", value=type(optimizer).__name__, remedy="give torch.optim.AdamW, or none")
+    if optimizer.state or len(optimizer.param_groups) != 1:
+        reason = "it has taken steps" if optimizer.state else f"it has {len(optimizer.param_groups)} groups of parameters"
+        raise ConfigError(reason, field="optimizers", value="AdamW", remedy="give a new one with one group of parameters")
+    (group,) = optimizer.param_groups
+    plain = {"eps": 1e-8, "amsgrad": False, "maximize": False}
+    if other := [name for name, value in plain.items() if group[name] != value]:
+        remedy = f"leave it at {plain[other[0]]}"
+        raise ConfigError(
+            "the trainer's AdamW has another", field=f"optimizers: {other[0]}", value=group[other[0]], remedy=remedy
+        )
+    settings = {"trainer.adam_betas": tuple(group["betas"])}
+    return {"learning_rate": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "settings": settings}
+
+
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+_ANY = (
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "init_lora_weights"),
+)
+"""Fields of LoraConfig that say nothing about the adapter, or are judged by themselves."""
+
+
+def of_peft(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for what an adapter here cannot be."""
+    if type(config).__name__ != "LoraConfig":
+        remedy = "give a peft.LoraConfig, or none to train all weights"
+        raise ConfigError("adapters here are LoRA", field="peft_config", value=type(config).__name__, remedy=remedy)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name not in (*_READ, *_ANY) and value != default and value:
+            reason = "an adapter here is two matrices beside each linear layer, and nothing else"
+            raise ConfigError(reason, field=f"peft_config.{field.name}", value=shorten(value), remedy="leave it out")
+    if config.task_type not in (None, "CAUSAL_LM"):
+        remedy = "set CAUSAL_LM"
+        raise ConfigError("a policy generates", field="peft_config.task_type", value=config.task_type, remedy=remedy)
+    if config.init_lora_weights is not True:
+        remedy = "leave it at True"
+        value = config.init_lora_weights
+        raise ConfigError("an adapter begins with B = 0", field="peft_config.init_lora_weights", value=value, remedy=remedy)
+    scale = config.lora_alpha * (config.r**0.5 if config.use_rslora else 1)  # rank-stabilised: alpha / sqrt(r)
+    return {
+        "lora.rank": config.r,
+        "lora.alpha": float(scale),
+        "lora.dropout": config.lora_dropout,
+        "lora.target_modules": _targets(config, given),
+    }
+
+
+def _targets(config: Any, given: dict[str, Any]) -> list[str]:
+    targets = config.target_modules
+    if targets == "all-linear":
+        return []
+    if isinstance(targets, str):
+        remedy = "name the layers in a list, or all-linear"
+        raise ConfigError("layers are chosen by their names", field="peft_config.target_modules", value=targets, remedy=remedy)
+    if targets is None:
+        remedy = "name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear"
+        reason = "PEFT's choice depends on its version and on the model"
+        raise ConfigError(reason, field="peft_config.target_modules", value=None, remedy=remedy)
+    return sorted(targets)

@@ -1,0 +1,55 @@
+"""What a run is, beside its numbers: changed settings, and the note that people keep with it."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.config import Config
+from common.storing import storing
+
+NOTE = "notes.md"
+MAX_NOTE_CHARS = 20_000
+_PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
+"""Settings that every run has for itself: they say nothing about how it trains."""
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings by their full name: `{"trainer": {"port": 1}}` becomes `trainer.port`."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= {f"{name}.{part}": item for part, item in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flat(json.loads(Config().model_dump_json()))
+
+
+def changed_settings(config: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the settings that differ from this version's defaults, in the order of the file."""
+    if config is None:
+        return {}
+    defaults = _defaults()
+    return {name: value for name, value in flat(config).items() if name not in _PLACES and defaults.get(name, value) != value}
+
+
+def read_note(directory: Path) -> str:
+    """Returns the note of a run; empty without one."""
+    try:
+        return (directory / NOTE).read_text(encoding="utf-8", errors="replace")[:MAX_NOTE_CHARS]
+    except OSError:
+        return ""
+
+
+def write_note(directory: Path, text: str) -> None:
+    """Keeps a note in the run directory; an empty one removes it. Raises StorageFailed."""
+    path = directory / NOTE
+    with storing(NOTE, path, "RUN_DIR", "make room, or let this user write there"):
+        if not text.strip():
+            path.unlink(missing_ok=True)
+            return
+        partial = path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)

@@ -1,0 +1,89 @@
+"""The runs that a page shows: those that were named, and those below a directory that was."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+from common.errors import ConfigError
+from trainer.dashboard.runs import RunReader
+
+_LOOK_EVERY_S = 3.0
+_DEPTH = 3
+"""Levels of directories below the named one that are searched for runs."""
+_FILES = ("config.json", "metrics.jsonl")
+
+
+def is_run(directory: Path) -> bool:
+    """Returns whether a run has written this directory."""
+    return any((directory / name).is_file() for name in _FILES)
+
+
+class RunList(Sequence[RunReader]):
+    """Runs by index, which never changes; what begins below a directory later comes behind. Thread-safe.
+
+    Raises ConfigError for a directory that is no run and has none below.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._lock, self._looked = threading.Lock(), time.monotonic()
+        self._runs: list[RunReader] = []
+        self._roots = [directory for directory in directories if not is_run(directory)]
+        for directory in directories:
+            found = [(directory, "")] if is_run(directory) else list(_below(directory))
+            if not found:
+                message = "this is no run directory, and there is none below it"
+                raise ConfigError(
+                    message if directory.is_dir() else "there is no such run directory",
+                    field="RUN_DIR",
+                    value=str(directory),
+                    remedy="name the directory that a run wrote, as runs/NAME (it has a config.json), or one above several",
+                )
+            for path, name in found:
+                self._add(path, name)
+
+    def _add(self, directory: Path, name: str) -> None:
+        if any(run.directory.resolve() == directory.resolve() for run in self._runs):
+            return
+        name = name or directory.resolve().name
+        if any(run.name == name for run in self._runs):
+            name = "/".join(directory.resolve().parts[-2:])
+        taken = {run.name for run in self._runs}
+        unique = next(each for each in (name, *(f"{name} ({n})" for n in range(2, len(taken) + 3))) if each not in taken)
+        self._runs.append(RunReader(directory, name=unique))
+
+    def _look(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._looked < _LOOK_EVERY_S:
+                return
+            for root in self._roots:
+                for directory, name in _below(root):
+                    self._add(directory, name)
+            self._looked = time.monotonic()
+
+    def __len__(self) -> int:
+        self._look()
+        return len(self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> RunReader: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RunReader]: ...
+    def __getitem__(self, index: int | slice) -> RunReader | list[RunReader]:
+        return self._runs[index]
+
+
+def _below(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yields the run directories below `root`, each with its path from there; nothing within a run."""
+    for place, directories, files in os.walk(root):
+        path = Path(place)
+        depth = len(path.relative_to(root).parts)
+        if depth and any(name in files for name in _FILES) and is_run(path):
+            directories.clear()
+            yield path, str(path.relative_to(root))
+        elif depth >= _DEPTH:
+            directories.clear()
+        else:
+            directories[:] = sorted(name for name in directories if not name.startswith("."))

@@ -1,0 +1,107 @@
+"""Texts of completions: their beginnings for the list of groups, and a search through all of them."""
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.observe.group_files import GroupTexts, read_texts, recorded_steps
+
+Place = tuple[int, int]
+"""Step, and place in its line of `groups.jsonl`."""
+_EXCERPT_CHARS = 240
+_BEFORE_CHARS = 60
+"""Characters of an excerpt before what was searched for."""
+_AT_ONCE_S = 0.3
+"""Seconds that one answer spends on reading; the next one goes on."""
+_KEPT_EXCERPTS = 20_000
+_KEPT_SEARCHES = 8
+
+
+class _Search:
+    """One text, and what was found so far."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.done: dict[int, int] = {}
+        """Times of change of the files that were searched, by step."""
+        self.hits: dict[Place, dict[str, Any]] = {}
+
+
+class Texts:
+    """Reads the texts of one run directory. Thread-safe."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._searches: OrderedDict[str, _Search] = OrderedDict()
+        self._begins: OrderedDict[tuple[str, int | None], dict[str, Any]] = OrderedDict()
+
+    def search(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
+        """Returns the excerpt of each group with a completion that has `text` in any case, and how far the search is.
+
+        A call reads for a moment, the newest steps first, and the next one goes on; the second result is None at the end.
+        """
+        wanted = text.casefold()
+        with self._lock:
+            search = self._searches.setdefault(wanted, _Search(wanted))
+            self._searches.move_to_end(wanted)
+            while len(self._searches) > _KEPT_SEARCHES:
+                self._searches.popitem(last=False)
+            files = {step: _changed(path) for step, path in recorded_steps(self._run_dir).items()}
+            left = sorted((step for step, changed in files.items() if search.done.get(step) != changed), reverse=True)
+            end = time.monotonic() + _AT_ONCE_S
+            for count, step in enumerate(left):
+                if count and time.monotonic() > end:
+                    return dict(search.hits), {"done": len(files) - len(left) + count, "of": len(files)}
+                search.hits = {place: hit for place, hit in search.hits.items() if place[0] != step or step not in search.done}
+                for place, group in read_texts(self._run_dir, step).items():
+                    if (number := _first(group, wanted)) is not None:
+                        search.hits[step, place] = {"id": group.id, **_excerpt(group, number, wanted)}
+                search.done[step] = files[step]
+            return dict(search.hits), None
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Adds `completion` to these rows of the index: number, beginning, reward and verdict of the first; None: not known.
+
+        Takes a moment at most. What is missing then is there at the next call.
+        """
+        steps: dict[int, list[dict[str, Any]]] = {}
+        with self._lock:
+            for row in rows:
+                row["completion"] = self._begins.get((row["id"], row["step"]))
+                if row["completion"] is None and row["step"] is not None:
+                    steps.setdefault(row["step"], []).append(row)
+            end = time.monotonic() + _AT_ONCE_S
+            for step, missing in steps.items():
+                for row in missing:
+                    if time.monotonic() > end:
+                        return
+                    group = read_texts(self._run_dir, step, [row["place"]]).get(row["place"])
+                    if group is not None and group.id == row["id"] and group.completions:
+                        row["completion"] = self._begins[row["id"], step] = _excerpt(group, 0, "")
+            while len(self._begins) > _KEPT_EXCERPTS:
+                self._begins.popitem(last=False)
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # it left to make room
+        return 0
+
+
+def _first(group: GroupTexts, wanted: str) -> int | None:
+    return next((i for i, completion in enumerate(group.completions) if wanted in completion.text.casefold()), None)
+
+
+def _excerpt(group: GroupTexts, number: int, wanted: str) -> dict[str, Any]:
+    completion = group.completions[number]
+    text = re.sub(r"\s+", " ", completion.text[: None if wanted else 2 * _EXCERPT_CHARS]).strip()
+    at = text.casefold().find(re.sub(r"\s+", " ", wanted)) if wanted else 0
+    start = max(0, at - _BEFORE_CHARS)
+    verdict = completion.correct if completion.verified and completion.reward is not None else None
+    shown = ("… " if start else "") + text[start : start + _EXCERPT_CHARS]
+    return {"number": number + 1, "text": shown, "reward": completion.reward, "correct": verdict}

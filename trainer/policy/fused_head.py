@@ -1,0 +1,91 @@
+"""Triton kernels between the matrix products of a linear head: one pass over a block of logits forward, one backward.
+
+With z the logits divided by the temperature, y the target, p the probabilities and H the entropy: log p(y) = z(y) - lse(z),
+d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). See docs/adr/0027-head.md.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK, _WARPS = 4096, 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
+def _statistics(  # type: ignore[no-untyped-def]
+    logits, targets, logprobs, entropies, normalisers, vocabulary, scale, BLOCK: tl.constexpr
+):
+    """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none overflows or cancels."""
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * vocabulary
+    largest, total, weighted = -1e30, 0.0, 0.0  # finite, as what is beyond the end of a row: 0 times it is no NaN
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = tl.load(line + columns, mask=columns < vocabulary, other=-1e30) * scale
+        highest = tl.maximum(largest, tl.max(z, 0))
+        shift, factor = largest - highest, tl.exp(largest - highest)
+        below = z - highest
+        terms = tl.exp(below)
+        weighted = factor * (weighted + total * shift) + tl.sum(tl.where(terms > 0, terms * below, 0.0), 0)
+        total = factor * total + tl.sum(terms, 0)
+        largest = highest
+    normaliser = largest + tl.log(total)
+    tl.store(logprobs + row, tl.load(line + tl.load(targets + row)) * scale - normaliser)
+    tl.store(entropies + row, tl.log(total) - weighted / total)
+    tl.store(normalisers + row, normaliser)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
+def _gradient(  # type: ignore[no-untyped-def]
+    logits, targets, normalisers, entropies, by_logprob, by_entropy, gradient, vocabulary, scale, BLOCK: tl.constexpr
+):
+    """Writes one block of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocabulary
+    of_logprob = tl.load(by_logprob + row) * scale
+    z = tl.load(logits + row * vocabulary + columns, mask=inside, other=-1e30) * scale
+    log_p = z - tl.load(normalisers + row)
+    p = tl.exp(log_p)
+    slope = of_logprob * (tl.where(columns == tl.load(targets + row), 1.0, 0.0) - p)
+    if by_entropy is not None:
+        of_entropy = tl.load(by_entropy + row) * scale
+        slope -= of_entropy * tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
+    tl.store(gradient + row * vocabulary + columns, slope, mask=inside)
+
+
+def statistics(logits: "Tensor", targets: "Tensor", temperature: float, result: "Tensor") -> None:
+    """Computes the log-probabilities of `targets`, entropies and normalisers of `logits` [N, V] into `result` [3, N]."""
+    count, vocabulary = logits.shape
+    if count:
+        _launch(_statistics, (count,), vocabulary, logits, targets, *result.unbind(), vocabulary, 1 / temperature)
+
+
+def gradient(
+    logits: "Tensor",
+    targets: "Tensor",
+    normalisers: "Tensor",
+    entropies: "Tensor",
+    by_logprob: "Tensor",
+    by_entropy: "Tensor | None",
+    temperature: float,
+    result: "Tensor",
+) -> None:
+    """Computes the gradient [N, V] by the logits, of gradients [N] by log-probabilities and entropies, into `result`."""
+    count, vocabulary = logits.shape
+    if count:
+        given = (by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous())
+        arguments = (logits, targets, normalisers, entropies, *given, result, vocabulary, 1 / temperature)
+        _launch(_gradient, (count, triton.cdiv(vocabulary, _block(vocabulary))), vocabulary, *arguments)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], vocabulary: int, *arguments: object) -> None:
+    kernel[grid](*arguments, BLOCK=_block(vocabulary), num_warps=_WARPS)
+
+
+def _block(vocabulary: int) -> int:
+    return min(_BLOCK, int(triton.next_power_of_2(vocabulary)))

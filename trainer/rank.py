@@ -1,0 +1,39 @@
+"""One process of a run among those that torchrun starts: logs, the other ranks, and the lock on the run directory."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from common import VERSION, watchdog
+from common.config import Config
+from common.observe import setup_logging
+from common.run_lock import RunLock
+from common.topology import Topology
+from learning.liveness import Liveness
+from learning.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def started(config: Config, topology: Topology, task: str) -> Iterator[tuple[Ranks, RunLock | None]]:
+    """Joins the ranks while inside, and watches them; rank 0 holds the lock."""
+    settings = config.trainer
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    torch.manual_seed(config.seed)
+    assert settings.run_dir is not None, "`load` sets it"
+    patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
+    ranks = Ranks.from_env(patience, settings.device, settings.shard_size, settings.offload_optimizer)
+    setup_logging(f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank)
+    place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(task)} ({ranks.device})"
+    log.info("%s %s starts: %s, model=%s run_dir=%s", task, VERSION, place, config.model.name, settings.run_dir)
+    if ranks.world_size > 1:
+        log.info("waiting for the other ranks at %s", topology.node_ips[0])
+    watchdog.start()
+    group, alive = topology.group or "local", Liveness(ranks, topology, settings.lost_after_s)
+    mine = RunLock.of_new_run(settings.run_dir, group) if ranks.first else nullcontext()  # before the ranks meet
+    with mine as lock, watchdog.stalls(), ranks, alive:
+        yield ranks, lock

@@ -1,0 +1,91 @@
+"""Episodes of the environment-server, as completions of a group."""
+
+from common.config import Config
+from common.prompts import conversation
+from common.schemas import (
+    Completion,
+    Episode,
+    EpisodeLimits,
+    EpisodePolicy,
+    EpisodeRequest,
+    EpisodeSampling,
+    EpisodeTask,
+    Prompt,
+)
+from trainer.rollouts.requests import sampling_seed
+from trainer.rollouts.services import Services
+
+
+def episode_request(
+    config: Config, prompt: Prompt, request_id: str, n: int, position: int, temperature: float | None = None
+) -> EpisodeRequest:
+    """Returns the request for n episodes of a problem, at the run's temperature or another one."""
+    settings, sampling = config.environment, config.sampling
+    embedded = config.rollout.engine == "embedded"
+    return EpisodeRequest(
+        request_id=request_id,
+        n=n,
+        task=EpisodeTask(
+            env=settings.name,
+            prompt=prompt.prompt,
+            messages=[dict(message) for message in conversation(prompt, sampling.system_prompt, prompt.prompt)],
+            ground_truth=prompt.ground_truth,
+            columns=prompt.columns,
+            seed=sampling_seed(config.seed, position),
+        ),
+        sampling=EpisodeSampling(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature if temperature is None else temperature,
+        ),
+        limits=EpisodeLimits(
+            turns=settings.turns,
+            sampled_tokens=settings.sampled_tokens,
+            context=min(settings.context, config.rollout.max_context_tokens) if embedded else settings.context,
+            tool_calls=settings.tool_calls,
+            deadline_s=settings.deadline_s,
+        ),
+    )
+
+
+async def play(services: Services, request: EpisodeRequest) -> list[Episode]:
+    """Returns the episodes of a request, by the policy that the engines serve now. Raises ServiceError."""
+    assert services.environment is not None
+    adapter, version = services.rollout.adapter or ("", 0)
+    request.policy = EpisodePolicy(adapter=adapter, version=version)
+    return await services.environment.episodes(request)
+
+
+def answer_of(episode: Episode) -> Completion:
+    """Returns the last answer of an episode with its reward, if it has one, to be graded as a completion is."""
+    last, reward = episode.sequences[-1], episode.reward
+    answer = Completion(last.token_ids, last.logprobs, episode.answer, last.finish_reason, last.weight_versions)
+    if reward is not None:
+        answer.reward, answer.correct, answer.verified = reward, reward > 0.5, reward in (0.0, 1.0)
+        answer.components, answer.extracted_answer = episode.components, episode.answer
+    return answer
+
+
+def completions_of(episode: Episode, answer: Completion, number: int) -> list[Completion]:
+    """Returns a completion for each sequence of an episode, with the reward and the grade of its `answer`."""
+    graded = episode.reward is None  # by the run's reward functions, which do not know of its turns
+    turns = sum(turn.reward or 0.0 for sequence in episode.sequences for turn in sequence.turns) if graded else 0.0
+    return [
+        Completion(
+            token_ids=sequence.token_ids,
+            logprobs=sequence.logprobs,
+            text=sequence.text,
+            finish_reason=sequence.finish_reason,
+            weight_versions=sequence.weight_versions,
+            reward=answer.reward + turns,
+            correct=answer.correct,
+            verified=answer.verified,
+            status=answer.status,
+            extracted_answer=answer.extracted_answer,
+            components=answer.components,
+            mask=sequence.mask,
+            prompt_ids=sequence.prompt_ids,
+            turns=sequence.turns,
+            episode=number,
+        )
+        for sequence in episode.sequences
+    ]

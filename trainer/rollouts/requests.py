@@ -1,0 +1,37 @@
+"""Problems as the graders get them, and the seeds of their groups."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.schemas import Completion, Prompt, RewardItem
+
+if TYPE_CHECKING:
+    from trainer.rollouts.evaluation import GeneratedAnswer
+
+
+def reward_items(
+    prompt: Prompt, completions: "Sequence[Completion | GeneratedAnswer]", with_tokens: bool = False
+) -> list[RewardItem]:
+    """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column `completion_ids`."""
+
+    def columns(completion: "Completion | GeneratedAnswer") -> dict[str, Any]:
+        if not with_tokens or completion.token_ids is None:
+            return prompt.columns
+        return prompt.columns | {"completion_ids": [int(token) for token in completion.token_ids]}
+
+    return [
+        RewardItem(
+            prompt=prompt.prompt,
+            response=completion.text,
+            ground_truth=prompt.ground_truth,
+            finish_reason=completion.finish_reason,
+            task=prompt.task,
+            columns=columns(completion),
+        )
+        for completion in completions
+    ]
+
+
+def sampling_seed(seed: int, position: int) -> int:
+    """Returns the sampling seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
+    return (seed * 0x9E3779B1 + position * 0x85EBCA6B + 1) & 0x7FFFFFFF

@@ -1,0 +1,141 @@
+"""The teacher of on-policy distillation: a model behind an endpoint, which scores the tokens that the policy has sampled."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+
+from common.clients import Client
+from common.errors import ConfigError, ServiceError, Unauthorized, shorten
+from common.schemas import Float32, Int32
+from common.sections import TeacherSection
+
+API_KEY = "TEACHER_API_KEY"
+_PROBE = "Tom has 12 apples and buys 3.5 more.\n\n\tdef f(x): return x**2  # == 0"
+
+
+class TeacherFailed(ServiceError):
+    """The teacher's answer has no log-probabilities of the tokens that it was asked about."""
+
+    status = 502
+    code = "teacher_failed"
+
+
+class Teacher(Client):
+    """A teacher behind SGLang's `/generate`, or, with a URL that ends with /v1, OpenAI's `/completions`.
+
+    Both get token ids, as the engines gave them, and return log-probabilities at temperature 1.
+    """
+
+    def __init__(self, settings: TeacherSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        key = os.environ.get(API_KEY)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = settings.url.rstrip("/")
+        super().__init__("teacher", url, transport=transport, deadline_s=settings.timeout_s, headers=headers)
+        self._settings, self._turns = settings, asyncio.Semaphore(settings.concurrency)
+
+    async def score(self, prompt_ids: Sequence[int], completions: Sequence[Int32]) -> list[Float32]:
+        """Returns [L] log-probabilities of the tokens of each completion of a prompt. Raises ServiceError."""
+        rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
+        async with self._turns:
+            scored = await self._ask(rows, len(prompt_ids))
+        found = []
+        for row, pairs in zip(rows, scored, strict=True):
+            tokens = row[len(prompt_ids) :]
+            pairs = pairs[-len(tokens) :]
+            if [token for _, token in pairs] != tokens:
+                raise TeacherFailed("the teacher scored other tokens than it was asked about", field="url", value=self.base_url)
+            logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
+            if not np.isfinite(logprobs).all():
+                raise TeacherFailed("the teacher gives tokens no finite log-probability", field="url", value=self.base_url)
+            found.append(logprobs)
+        return found
+
+    async def check(self, tokenizer: Any, patience_s: float) -> None:
+        """Waits until the teacher answers. Raises ConfigError when it has another tokenizer or gives no such log-probabilities.
+
+        The texts are compared as the teacher reads them (SGLang) or writes them (OpenAI); every special token is in them.
+        """
+        specials = [str(token) for token in tokenizer.all_special_tokens]
+        own: list[int] = tokenizer(_PROBE + "".join(specials)).input_ids
+        try:
+            if self._settings.is_openai:
+                body = self._completions([own])
+                (choice,) = (await self._json("/completions", body, patience_s))["choices"]
+                theirs: list[Any] = [_written(token) for token in choice["logprobs"]["tokens"][: len(own)]]
+                ours: list[Any] = [_written(tokenizer.decode([token])) for token in own]
+            else:
+                body = {"text": _PROBE + "".join(specials), **_SCORED, "logprob_start_len": 0}
+                pairs = (await self._json("/generate", body, patience_s))["meta_info"]["input_token_logprobs"]
+                theirs, ours = [pair[1] for pair in pairs], own
+            if theirs == ours:
+                await self.score(own[:1], [np.array(own[1:], np.int32)])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise self._unfit(f"the teacher gives no log-probabilities of a prompt: {error!r}") from None
+        except TeacherFailed as error:
+            raise self._unfit(error.message) from None
+        if theirs != ours:
+            at = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), len(ours))
+            raise ConfigError(
+                f"the teacher has another tokenizer than the model that is trained: {shorten(_PROBE)!r} and the special tokens "
+                f"are {theirs[at : at + 3]} there and {ours[at : at + 3]} here, from token {at} on",
+                field="teacher.url",
+                value=self.base_url,
+                remedy="take a teacher with the tokenizer of model.name: its scores are per token",
+            )
+
+    def _unfit(self, reason: str) -> ConfigError:
+        return ConfigError(
+            reason,
+            field="teacher.url",
+            value=self.base_url,
+            remedy="take SGLang, this system's engine, or (with /v1) an endpoint whose /completions knows echo with logprobs",
+        )
+
+    async def _ask(self, rows: list[list[int]], start: int) -> list[list[tuple[float | None, int]]]:
+        """Returns (log-probability, token) of the last tokens of each row, at least from `start` on."""
+        try:
+            if not self._settings.is_openai:
+                body = {"input_ids": rows, **_SCORED, "logprob_start_len": start - 1}
+                answers = await self._json("/generate", body)
+                listed = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+                return [[(pair[0], pair[1]) for pair in pairs] for pairs in _as_many(listed, rows)]
+            choices = (await self._json("/completions", self._completions(rows)))["choices"]
+            ordered = sorted(_as_many(choices, rows), key=lambda choice: int(choice["index"]))
+            scores = [choice["logprobs"]["token_logprobs"][: len(row)] for choice, row in zip(ordered, rows, strict=True)]
+            return [list(zip(found, row, strict=True)) for found, row in zip(scores, rows, strict=True)]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise TeacherFailed(f"the teacher's answer has no log-probabilities of the prompt: {error!r}") from None
+
+    def _completions(self, rows: list[list[int]]) -> dict[str, Any]:
+        """Returns a request of OpenAI's, which has to generate a token."""
+        return {"model": self._settings.model, "prompt": rows, "max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
+
+    async def _json(self, path: str, body: dict[str, Any], patience_s: float | None = None) -> Any:
+        headers = {"content-type": "application/json"}
+        response = await self.request("POST", path, content=orjson.dumps(body), headers=headers, deadline_s=patience_s)
+        return orjson.loads(response.content)
+
+    def _error(self, response: httpx.Response) -> ServiceError:
+        error = super()._error(response)
+        if response.status_code == Unauthorized.status:
+            error.remedy = f"set {API_KEY} in the environment of the trainer"
+        return error
+
+
+_SCORED = {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True, "stream": False}
+
+
+def _as_many(found: list[Any], rows: list[list[int]]) -> list[Any]:
+    if len(found) != len(rows):
+        raise ValueError(f"{len(found)} answers for {len(rows)} completions")
+    return found
+
+
+def _written(token: Any) -> str:
+    """Returns a token as text: servers write the space before a word in several ways."""
+    return str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("ĉ", "\t").strip(" ")

@@ -1,0 +1,51 @@
+"""`python -m trainer.sft`, or `torchrun … -m trainer.sft` with a process per GPU: trains a model on worked answers."""
+
+import os
+import signal
+
+from common import VERSION
+from common.config import fail, load, program
+from common.errors import ConfigError, ServiceError
+from common.hub import check_model
+from common.logs import last_words, wants_json
+from common.storing import make_directory
+from common.topology import Topology, setting_status
+from trainer.sft.settings import PURPOSE
+from trainer.trackers.thread import prompt_exit
+
+
+def main() -> None:
+    """Runs this rank; exits with `setting_status()` for a wrong setting, 1 for any other named error, 130 for Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+    try:
+        config, topology, first = load(prog=program("trainer.sft"), purpose=PURPOSE), Topology.from_env(), _first()
+        check_model(config.model.name)
+        assert config.trainer.run_dir is not None, "`load` sets it"
+        make_directory(config.trainer.run_dir, "trainer.run_dir")
+        from services.data.worked import load_examples
+
+        examples = load_examples(config) if first else None  # before torch, which takes seconds
+        if first and not wants_json():
+            print(f"rlhf-sft {VERSION}: loading torch and {config.model.name} …", flush=True)
+        from trainer.sft.run import run  # heavy: torch and transformers
+
+        run(config, topology, examples)
+    except ConfigError as error:
+        fail(error, setting_status())
+    except ServiceError as error:
+        fail(error, status=1)
+    except KeyboardInterrupt:
+        last_words("interrupted; start again with the same run directory to go on from its newest checkpoint")
+        raise SystemExit(130) from None
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+if __name__ == "__main__":
+    with prompt_exit():
+        main()
+    from learning.ranks import end
+
+    end()

@@ -1,0 +1,74 @@
+"""Log of a run that learns from worked answers: console, run directory and trackers."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Column, Table
+
+from common.storing import storing
+from trainer.observe.run_dir import Recorder, read_lines, seconds_table
+from trainer.observe.timing import CpuClock, StageClock
+from trainer.sft.learner import Update
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The result of an evaluation."""
+
+    step: int
+    loss: float
+    """Mean negative log-probability of an answer's token, in nats."""
+    num_samples: int
+
+
+class SftLog:
+    """Log of rank 0."""
+
+    def __init__(self, recorder: Recorder, total_steps: int) -> None:
+        self.recorder, self.clock, self._cpu, self._total = recorder, StageClock(), CpuClock(), total_steps
+
+    def begin(self) -> None:
+        """Starts the clocks."""
+        self.clock.lap()
+        self._cpu.lap()
+
+    def step(self, step: int, epoch: float, examples: int, update: Update) -> None:
+        """Records a step, after `epoch` passes over the data."""
+        seconds = self.clock.lap()
+        record = {
+            "step": step,
+            "epoch": epoch,
+            "examples": examples,
+            "completion_tokens": update.trained_tokens / examples,
+            "seconds": seconds,
+            "cpu_seconds": self._cpu.lap(),
+            "update": asdict(update),
+        }
+        skipped = "  skipped: the gradient is not finite" if update.skipped else ""
+        text = f"step {step:>4}/{self._total}  loss {update.loss:.4f}  tokens {update.trained_tokens}"
+        self.recorder.measured(record, f"{text}  norm {update.grad_norm:.3g}  {sum(seconds.values()):.2f} s{skipped}")
+
+    def evaluation(self, found: HeldOut) -> None:
+        """Records an evaluation."""
+        text = f"evaluation at step {found.step}: held-out loss {found.loss:.4f} ({found.num_samples} examples)"
+        self.recorder.evaluated(asdict(found), text)
+
+    def report(self, checkpoint: Path) -> None:
+        """Writes the curves, and prints seconds, held-out loss before and after, and paths."""
+        directory, say = self.recorder.directory, self.recorder.say
+        metrics, evaluations = (read_lines(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+        from trainer.observe.plots import plot_losses  # heavy: matplotlib
+
+        curves = directory / "curves.png"
+        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
+            plot_losses(metrics, evaluations, curves)
+        self.recorder.show(seconds_table(metrics))
+        if len(evaluations) >= 2:
+            before, after = evaluations[0], evaluations[-1]
+            names = ("", f"before (step {before['step']})", f"after (step {after['step']})")
+            table = Table(
+                *(Column(name, justify="right") for name in names), title=f"held-out split, {after['num_samples']} examples"
+            )
+            table.add_row("loss (nats per token)", f"{before['loss']:.4f}", f"{after['loss']:.4f}")
+            self.recorder.show(table)
+        say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {directory}")

@@ -1,0 +1,145 @@
+"""Worked answers as tokens: rows of a prompt and what follows it, with the tokens to learn marked."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
+from common.prompts import Prompter, answered_text, text_ids
+from common.schemas import Float32, Int32, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One passage that the model learns from."""
+
+    prompt_ids: Int32
+    completion_ids: Int32
+    """[L] from the first answer on. Between two answers are the messages that stand there."""
+    learned: Float32
+    """[L] 1 for the tokens of answers, 0 for the others."""
+
+
+@dataclass
+class Encoder:
+    """Turns worked answers into rows, as the model reads and writes them in generation.
+
+    A prompt has the tokens that it has in training from rewards. An answer ends with a token that ends generation; what a
+    chat template writes behind that is not learned. The answers of a chat share one row. Where the template rewrites earlier
+    messages, as that of a thinking model does, an answer gets a row of its own, since that is what the model would read.
+
+    Args:
+        prompter: renders and tokenises prompts.
+        vocabulary: tokens that the model knows.
+        context: longest row in tokens; None for no limit.
+    """
+
+    prompter: Prompter
+    vocabulary: int
+    context: int | None
+    _tokenizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokenizer = self.prompter.tokenizer
+
+    def rows(self, example: Prompt) -> list[Row]:
+        """Returns the rows of a chat that ends with an answer. Raises ConfigError when the model cannot read it."""
+        rows: list[tuple[list[int], list[int], list[int]]] = []
+        for before, answer in self._turns(example):
+            if rows:
+                prompt, completion, learned = rows[-1]
+                known = len(prompt) + len(completion)
+                if before[:known] == prompt + completion:
+                    between = before[known:]
+                    completion += between + answer
+                    learned += [0] * len(between) + [1] * len(answer)
+                    continue
+            rows.append((before, list(answer), [1] * len(answer)))
+        for prompt, completion, _ in rows:
+            self._check(example, prompt + completion)
+        return [Row(_int32(prompt), _int32(completion), np.array(learned, np.float32)) for prompt, completion, learned in rows]
+
+    def _turns(self, example: Prompt) -> Iterator[tuple[list[int], list[int]]]:
+        """Yields the tokens before every answer of a chat, and the answer's own."""
+        for i, message in enumerate(example.chat):
+            if message["role"] == "assistant":
+                asked = {"prompt": example.chat[i - 1]["content"], "chat": example.chat[:i] if i > 1 else []}
+                yield self._split(example.model_copy(update=asked), message["content"])
+
+    def _split(self, asked: Prompt, answer: str) -> tuple[list[int], list[int]]:
+        before, after = answered_text(asked, answer, self.prompter.style, self._tokenizer)
+        prompt, both = text_ids([before, before + after], self.prompter.style, self._tokenizer)
+        own = both[len(prompt) :]
+        if both[: len(prompt)] != prompt:  # the tokens that join them do not occur in generation, which begins after the prompt
+            own = self._tokenizer(after, add_special_tokens=False).input_ids
+        stops = set(self.prompter.stop_token_ids)
+        ends = [place for place, token in enumerate(own) if token in stops]
+        return prompt, own[: ends[-1] + 1] if ends else [*own, self._end()]
+
+    def _end(self) -> int:
+        own: int | None = self._tokenizer.eos_token_id
+        return self.prompter.stop_token_ids[0] if own is None else own
+
+    def _check(self, example: Prompt, tokens: list[int]) -> None:
+        if not tokens or max(tokens) >= self.vocabulary:
+            raise ConfigError(
+                f"the tokenizer makes the token {max(tokens, default=-1)} of {example.id}, the model knows {self.vocabulary}",
+                field="model.name",
+                value=self._tokenizer.name_or_path,
+                remedy="take the tokenizer that belongs to the model",
+            )
+        if self.context is not None and len(tokens) > self.context:
+            raise ConfigError(
+                f"{example.id} has {len(tokens)} tokens with its answer, and the model's context is {self.context}",
+                field="data.source",
+                value=example.prompt,
+                remedy="shorten it or leave it out (data.map), or take a model with a longer context",
+            )
+
+
+def _int32(tokens: Sequence[int]) -> Int32:
+    return np.array(tokens, np.int32)
+
+
+def pack(rows: Sequence[Row]) -> bytes:
+    """Returns rows as bytes for other ranks."""
+    sizes = [[len(row.prompt_ids), len(row.completion_ids)] for row in rows]
+    parts = [part for row in rows for part in (row.prompt_ids, row.completion_ids, row.learned.astype(np.int32))]
+    return np.concatenate([[len(rows)], *sizes, *parts]).astype(np.int32).tobytes()
+
+
+def unpack(body: bytes) -> list[Row]:
+    """Inverts `pack`."""
+    numbers: NDArray[np.int32] = np.frombuffer(body, np.int32)
+    count, start, rows = int(numbers[0]), 1 + 2 * int(numbers[0]), list[Row]()
+    for prompt, completion in numbers[1:start].reshape(count, 2).tolist():
+        ids, tokens, learned = np.split(numbers[start : start + prompt + 2 * completion], [prompt, prompt + completion])
+        rows.append(Row(ids, tokens, learned.astype(np.float32)))
+        start += prompt + 2 * completion
+    return rows
+
+
+class Batches:
+    """An endless stream of examples, each once an epoch, in an order that follows from the seed alone."""
+
+    def __init__(self, examples: Sequence[Sequence[Row]], size: int, seed: int) -> None:
+        self._examples, self._size, self._seed = examples, size, seed
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        """Examples of an epoch."""
+        return len(self._examples)
+
+    def rows(self, step: int, last: int) -> list[Row]:
+        """Returns the rows of the batch after `step` steps; the stream ends before the position `last`."""
+        places = range(step * self._size, min((step + 1) * self._size, last))
+        return [row for place in places for row in self._at(place)]
+
+    def _at(self, place: int) -> Sequence[Row]:
+        epoch, within = divmod(place, len(self._examples))
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._examples)))
+        return self._examples[self._order[1][within]]
