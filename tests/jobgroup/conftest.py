@@ -1,9 +1,10 @@
 """Small job groups run by the real runner in processes of their own."""
 
-import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.local_run import LocalRun
@@ -23,7 +24,8 @@ def make_run(tmp_path: Path) -> Iterator[Callable[[str], LocalRun]]:
     yield make
     for run in runs:
         for process in run.marked():
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
         if run.process is not None:
             run.process.communicate()
 
