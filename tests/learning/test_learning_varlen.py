@@ -24,9 +24,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3 with larger heads": ("Qwen3", {"head_dim": 24}),
 }
 
-COMPILED = ["Qwen2", "Qwen3", "Llama 3", "Mistral", "Phi-3", "Qwen3-MoE", "Mixtral"]
-"""Beside the one that shows whether windows and norms of heads compile."""
-
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
@@ -77,8 +74,9 @@ def test_the_kernel_for_variable_lengths_gives_what_rows_give(kind: str, monkeyp
             torch.testing.assert_close(theirs[name], expected, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at it
-@pytest.mark.parametrize("kind", ["Gemma 3 text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in COMPILED)])
+@pytest.mark.parametrize("kind", ["Gemma 3 text", "Qwen2", "Qwen3", "Llama 3", "Mistral", "Phi-3", "Qwen3-MoE", "Mixtral"])
 def test_layers_compile_without_breaks_and_not_anew_for_every_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
     scorer, compiled = Scorer(make(kind), "on"), Scorer(make(kind), "on")

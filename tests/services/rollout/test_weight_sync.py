@@ -164,6 +164,7 @@ def test_a_broadcast_writes_no_files_and_keeps_its_group(both: Cluster) -> None:
     assert both.serving("quiet", 3)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     both: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

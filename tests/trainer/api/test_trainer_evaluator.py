@@ -254,6 +254,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, test_data: list[Prompt], rewa
         ModelEvaluator(tmp_path / "nothing").evaluate(test_data, reward)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub(
     base_model: Path, test_data: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
 ) -> None:

@@ -37,7 +37,7 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
     [
         ("0.5B", 1, []),
         pytest.param("1.5B", 1, [], marks=pytest.mark.slow),
-        ("7B", 8, _CHECKPOINTING),
+        pytest.param("7B", 8, _CHECKPOINTING, marks=pytest.mark.slow),
         pytest.param("7B", 8, ["--lora.rank", "16"], marks=pytest.mark.slow),
         pytest.param("32B", 16, _CHECKPOINTING, marks=pytest.mark.slow),
         pytest.param("7B", 16, [*_CHECKPOINTING, "--trainer.shard_size", "8"], marks=pytest.mark.slow),

@@ -249,6 +249,7 @@ def test_lengths_that_are_trained_on_are_distributed_as_those_that_are_sampled(r
     assert chi_square(waiting.trained) < 20.09 < chi_square(dropping.trained)  # the 99 % quantile
 
 
+@pytest.mark.slow
 def test_dropping_what_is_long_learns_to_be_short_and_waiting_does_not(run: Runs) -> None:
     waiting, training, dropping = (run(when, 30, 1.0) for when in ("wait", "train", "drop"))
     assert min(waiting.engine.reasons, training.engine.reasons) > dropping.engine.reasons + 0.1
