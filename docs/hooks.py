@@ -103,7 +103,8 @@ def _outside() -> dict[str, str]:
 
 def settings() -> str:
     """A table of every setting by section, from its declaration."""
-    from common.config import SHORT_NAMES, Config
+    from common.config import Config
+    from common.config_sources import SHORT_NAMES
 
     short = {".".join(keys): name for name, keys in SHORT_NAMES.items()}
     lines = [

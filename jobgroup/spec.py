@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.config import misspelt, unread
+from common.config import misspelt
+from common.config_sources import unread
 from common.errors import ConfigError
 from common.explain import did_you_mean, explained
 

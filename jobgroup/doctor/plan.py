@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.config import Config, load, packaged
+from common.config import Config, load
+from common.config_sources import packaged
 from common.errors import ConfigError
 from common.explain import did_you_mean
 from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology

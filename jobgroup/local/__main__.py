@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.cli import Parser
-from common.config import fail, packaged
+from common.config import fail
+from common.config_sources import packaged
 from common.errors import ConfigError, ServiceError
 from common.run_lock import LOCK, RunLock
 from common.security import TOKEN, token

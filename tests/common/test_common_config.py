@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import SHORT_NAMES, Config, load, names
+from common.config import Config, load, names
+from common.config_sources import SHORT_NAMES
 from common.errors import ConfigError
 from common.removed import REMOVED
 

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from common.config import SHORT_NAMES, Config
+from common.config import Config
+from common.config_sources import SHORT_NAMES
 from tests.support.paths import ROOT
 
 GENERATED = {

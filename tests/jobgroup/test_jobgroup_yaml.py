@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from common import topology
-from common.config import SHORT_NAMES, Config
+from common.config import Config
+from common.config_sources import SHORT_NAMES
 from jobgroup import spec
 from jobgroup.local.places import choose, share_gpus
 from tests.support.paths import ROOT

@@ -164,7 +164,9 @@ async def test_many_items_are_refused_with_a_short_error_while_others_are_answer
                 assert len(answer.content) < 3000, where
                 if kind in ("millions", "chains"):
                     assert answer.status_code == 413, where
-                    assert index or between > 1 or name == "trainer", f"{where}: nobody was answered meanwhile"  # its bodies are small
+                    assert index or between > 1 or name == "trainer", (
+                        f"{where}: nobody was answered meanwhile"
+                    )  # its bodies are small
 
 
 def test_an_error_formats_no_whole_body() -> None:

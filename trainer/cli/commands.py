@@ -10,7 +10,8 @@ from typing import Any, get_args
 import yaml
 from pydantic.fields import FieldInfo
 
-from common.config import from_mapping, is_list, names
+from common.config import from_mapping, names
+from common.config_sources import is_list
 from common.errors import ConfigError, ServiceError
 from common.prompt_templates import check_prompts
 from common.schemas import Prompt

@@ -1,0 +1,259 @@
+"""Checks of settings against one another."""
+
+from typing import TYPE_CHECKING
+
+from common.algorithm import CORRECTION, TURN_ADVANTAGES
+from common.sections import MAX_KEPT, CriticSection, EvaluationSection, LoraSection
+
+if TYPE_CHECKING:
+    from common.config import Config
+
+_SINGLE_SAMPLING = (
+    *("top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos"),
+    *("chat_template_kwargs", "prefill", "completion_timeout_s", "max_thinking_tokens"),
+)
+"""Settings of `sampling` that episodes do not have."""
+_RANK_OPTIONS = frozenset(
+    f"--{name}"
+    for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
+    for name in (way, f"{way}-size", size, "nnodes")
+)
+"""Arguments of SGLang that change the number of ranks of an engine; a data-parallel one refuses a weight-sync group."""
+
+
+def check(config: "Config") -> None:
+    """Raises ValueError for settings that contradict one another, or that another one makes pointless.
+
+    The message names the settings, their values and the remedy.
+    """
+    if config.rollout.engine == "embedded" and config.sampling.max_new_tokens >= config.rollout.max_context_tokens:
+        raise ValueError(
+            f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.max_context_tokens {config.rollout.max_context_tokens}: raise the latter or lower the former"
+        )
+    if config.algorithm.overlong_buffer >= config.sampling.max_new_tokens:
+        raise ValueError(
+            f"algorithm.overlong_buffer {config.algorithm.overlong_buffer} is not below sampling.max_new_tokens "
+            f"{config.sampling.max_new_tokens}: lower the former"
+        )
+    if config.sampling.group_size == 1 and config.algorithm.advantage not in ("gae", "none"):
+        raise ValueError(
+            f"algorithm.advantage {config.algorithm.advantage} compares the completions of a group, but "
+            "sampling.group_size is 1: raise the latter, or take a critic (algorithm.name ppo)"
+        )
+    if config.algorithm.advantage == "none" and not config.teacher.url:
+        raise ValueError(
+            "algorithm.advantage none learns from a teacher alone, and teacher.url is empty: set the latter, or take "
+            "another algorithm.advantage"
+        )
+    if config.algorithm.advantage == "reward_normalised":
+        _check_gdpo(config)
+    if config.teacher.url and config.sampling.cuts():
+        raise ValueError(
+            f"sampling.{next(iter(config.sampling.cuts()))} leaves the policy other tokens than the teacher has, so that "
+            "their log-probabilities cannot be compared: leave it out, or teacher.url empty"
+        )
+    completions = config.trainer.batch_size * config.sampling.group_size
+    if config.algorithm.mini_batches > completions:
+        raise ValueError(
+            f"algorithm.mini_batches {config.algorithm.mini_batches} is more than the {completions} completions of a batch: "
+            "lower it"
+        )
+    if config.trainer.weight_sync == "distributed" and config.rollout.engine == "sglang":
+        ranks = _RANK_OPTIONS.intersection(word.partition("=")[0] for word in config.rollout.engine_args)
+        if ranks:
+            raise ValueError(
+                f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
+                "are its rollout.tensor_parallel_size: set that instead, or trainer.weight_sync http"
+            )
+    _check_sampling(config)
+    _check_lora(config)
+    _check_colocate(config)
+    _check_environment(config)
+    for name, reason in _unread(config).items():
+        section, _, field = name.partition(".")
+        holder = getattr(config, section)
+        if getattr(holder, field) != type(holder).model_fields[field].default:
+            raise ValueError(f"{name} is set but not read, since {reason}: leave it out")
+    in_flight = (config.trainer.max_staleness + 1) * config.trainer.batch_size * config.sampling.group_size
+    if in_flight > config.replay.capacity:
+        raise ValueError(
+            f"(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = {in_flight} completions do not "
+            f"fit in replay.capacity {config.replay.capacity}: raise the latter or lower one of the former"
+        )
+
+
+def _check_gdpo(config: "Config") -> None:
+    """Refuses what changes the sum of the rewards alone, where each reward is normalised by itself."""
+    if config.reward.require_stop:
+        raise ValueError(
+            "reward.require_stop changes the sum of the rewards, and algorithm.advantage reward_normalised compares each "
+            "by itself: set the former to false and algorithm.mask_truncated to true"
+        )
+    if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
+        raise ValueError(
+            "algorithm.kl_in reward changes the sum of the rewards, and algorithm.advantage reward_normalised compares "
+            "each by itself: take algorithm.kl_in loss"
+        )
+    if paths := [name for name in config.reward.weights if ":" in name]:
+        raise ValueError(
+            f"reward.weights has {paths[0]}, whose scores come under a name of its own, and algorithm.advantage "
+            "reward_normalised weighs scores by their names: leave it at 1"
+        )
+
+
+def _check_sampling(config: "Config") -> None:
+    sampling, evaluation = config.sampling, config.evaluation
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        raise ValueError(
+            f"sampling.min_new_tokens {sampling.min_new_tokens} is above sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}: lower it"
+        )
+    if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
+        raise ValueError(
+            f"sampling.max_thinking_tokens {sampling.max_thinking_tokens} leaves no room for an answer in "
+            f"sampling.max_new_tokens {sampling.max_new_tokens}: lower the former"
+        )
+    if (sampling.completion_timeout_s or 0) > sampling.request_timeout_s:
+        raise ValueError(
+            f"sampling.completion_timeout_s {sampling.completion_timeout_s:g} is above sampling.request_timeout_s "
+            f"{sampling.request_timeout_s:g}, after which the group is lost: lower it"
+        )
+    longest, room = evaluation.max_new_tokens or 0, config.rollout.max_context_tokens
+    if config.rollout.engine == "embedded" and longest >= room:
+        raise ValueError(
+            f"evaluation.max_new_tokens {longest} leaves no room for a prompt in rollout.max_context_tokens {room}: raise "
+            "the latter or lower the former"
+        )
+    if evaluation.n > 1 and evaluation.temperature == 0:
+        raise ValueError(f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature")
+    if (sampling.top_k or 0) > MAX_KEPT:
+        raise ValueError(
+            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, and in training the tokens that were sampled from "
+            "travel with every token: lower it, or leave it unset and set evaluation.top_k"
+        )
+    if sampling.cuts() and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
+        raise ValueError(
+            f"sampling.{next(iter(sampling.cuts()))} is for training, where the trainer has to know which tokens SGLang "
+            "sampled from, and rollout.router sglang-router drops that question: set rollout.router smg, or leave it out "
+            "and set that of evaluation"
+        )
+
+
+def _check_colocate(config: "Config") -> None:
+    if not config.rollout.colocate:
+        return
+    if config.trainer.max_staleness:
+        raise ValueError(
+            f"trainer.max_staleness {config.trainer.max_staleness} generates beside the update, and with rollout.colocate "
+            "both have the same GPUs in turn: set the former to 0, or the latter to false"
+        )
+    if config.trainer.weight_sync == "distributed":
+        raise ValueError(
+            "trainer.weight_sync distributed needs the GPUs of both sides at once, and with rollout.colocate they have the "
+            "same in turn: set the former to http or shared"
+        )
+    if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
+        raise ValueError(
+            "rollout.device cpu leaves no GPU to share, and SGLang releases the memory of GPUs alone: set rollout.colocate "
+            "to false, or rollout.engine embedded"
+        )
+
+
+def _check_environment(config: "Config") -> None:
+    """Refuses what is of single completions alone."""
+    if not config.environment.name:
+        return
+    if config.algorithm.needs_critic:
+        raise ValueError(
+            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, and "
+            "environment.name makes episodes: take another algorithm, such as grpo"
+        )
+    if config.environment.turn_discount is not None and config.algorithm.advantage not in TURN_ADVANTAGES:
+        raise ValueError(
+            f"algorithm.advantage {config.algorithm.advantage} does not compare single turns: leave "
+            f"environment.turn_discount out, or take one of {', '.join(TURN_ADVANTAGES)}"
+        )
+    single = {"sampling": _SINGLE_SAMPLING, "evaluation": ("top_p", "top_k", "min_p"), "data": ("prompt_template",)}
+    for section, names in single.items():
+        holder = getattr(config, section)
+        for name in names:
+            if getattr(holder, name) != type(holder).model_fields[name].default:
+                raise ValueError(
+                    f"{section}.{name} is of single completions, and environment.name makes episodes, where it has no "
+                    "effect: leave it out"
+                )
+    others = {
+        "teacher.url": config.teacher.url,
+        "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
+        "algorithm.length_penalty": config.algorithm.length_penalty,
+        "algorithm.advantage": "reward_normalised" * (config.algorithm.advantage == "reward_normalised"),
+    }
+    for setting, value in others.items():
+        if value:
+            raise ValueError(f"{setting} {value} is of single completions, and environment.name makes episodes: leave it out")
+
+
+def _check_lora(config: "Config") -> None:
+    """Refuses settings that contradict an adapter."""
+    if config.lora.rank == 0:
+        return
+    if config.algorithm.reference_refresh:
+        raise ValueError(
+            f"algorithm.reference_refresh is {config.algorithm.reference_refresh}, but with lora.rank the reference is the "
+            "frozen model, which never changes: leave it at 0"
+        )
+
+    if config.trainer.weight_sync == "distributed" and config.lora.publishes_adapter:
+        raise ValueError(
+            "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is adapter: set lora.publish "
+            "merged, or trainer.weight_sync http (or shared), by which an adapter comes as its two small files"
+        )
+    fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
+    named = set(config.lora.target_modules)
+    for needed, beside in fused.items():
+        if config.rollout.engine == "sglang" and config.lora.publishes_adapter and needed not in named and named & {*beside}:
+            raise ValueError(
+                f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without {needed}, and SGLang, which fuses "
+                f"them, loses such an adapter: add {needed}, or set lora.publish merged"
+            )
+
+
+def _unread(config: "Config") -> dict[str, str]:
+    """Returns the settings that others make pointless, and why."""
+    unread = {
+        f"{section}.{name}": reason
+        for section in ("data", "reward", "environment", "teacher", "trackers")
+        for name, reason in getattr(config, section).unread().items()
+    }
+    if not config.algorithm.needs_critic:
+        without = (name for name in CriticSection.model_fields if name != "port")  # ports may be set once for all runs
+        unread |= {f"critic.{name}": f"algorithm.advantage {config.algorithm.advantage} has no critic" for name in without}
+    if config.model.dtype == "float32":
+        unread["model.fp32_head"] = "model.dtype is float32"
+    if config.algorithm.kl_coef == 0:
+        unread |= dict.fromkeys(("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0")
+    if config.algorithm.rollout_correction == "none":
+        reason = "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and engines on CPUs"
+        unread |= {f"algorithm.{name}": reason for name in CORRECTION}
+    elif config.algorithm.old_logprobs == "engine":
+        unread["algorithm.old_logprobs"] = f"algorithm.rollout_correction is {config.algorithm.rollout_correction}"
+    if config.algorithm.rejects and config.algorithm.old_logprobs == "engine":
+        unread["algorithm.old_logprobs"] = "algorithm.geometric_low and geometric_high compare with the trainer's own"
+    if config.data.prompt_template and not config.model.chat_template:
+        reason = "data.prompt_template takes the place of the chat template, unless model.chat_template is set"
+        unread |= dict.fromkeys(("sampling.system_prompt", "sampling.chat_template_kwargs"), reason)
+    if config.sampling.ignore_eos:
+        unread |= dict.fromkeys(("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set")
+    if config.trainer.eval_samples == 0:
+        unread |= {f"evaluation.{name}": "trainer.eval_samples is 0" for name in EvaluationSection.model_fields}
+    if config.lora.rank == 0:
+        unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
+    elif not config.model.reference:
+        unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
+    if config.trainer.max_staleness == 0:
+        unread["trainer.when_stale"] = "trainer.max_staleness is 0"
+    if config.replay.reuse_ratio == 0:
+        reuse = ("priority", "max_times_sampled", "max_reuse_staleness", "corrected")
+        unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
+    return unread

@@ -1,0 +1,163 @@
+"""Settings as a file, the environment and the command line give them: nested mappings, not yet checked."""
+
+import difflib
+import json
+from argparse import ArgumentError, ArgumentParser
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from common.errors import ConfigError
+from common.removed import REMOVED
+
+PREFIX = "RLHF_"
+SHORT_NAMES = {
+    "MODEL_NAME": ("model", "name"),
+    "NUM_EPOCHS": ("trainer", "num_epochs"),
+    "BATCH_SIZE": ("trainer", "batch_size"),
+    "MAX_STEPS": ("trainer", "max_steps"),
+    "SEED": ("seed",),
+    "STATE_DIR": ("state_dir",),
+    "RUN_DIR": ("trainer", "run_dir"),
+}
+
+
+def packaged(path: Path, folder: str = ".") -> Path:
+    """Returns `path` if it is a file here, else that file of the installed package (below its root or `folder`) if any.
+
+    So `jobgroup/configs/tiny-cpu.yaml` names a file where the working directory is not a checkout.
+    """
+    root = Path(__file__).resolve().parents[1]
+    return next((each for each in (path, root / path, root / folder / path) if each.is_file()), path)
+
+
+def variable(setting: str) -> str:
+    """Returns the environment variable of a setting."""
+    return f"{PREFIX}{setting}".replace(".", "__").upper()
+
+
+def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Returns the file of `--config` and the other arguments."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        known, rest = parser.parse_known_args(argv)
+    except ArgumentError:
+        raise ConfigError("--config needs a file", field="--config", remedy="write --config FILE") from None
+    return known.config, rest
+
+
+def take_json_lists(argv: list[str], known: Mapping[str, FieldInfo]) -> tuple[list[str], dict[str, Any]]:
+    """Returns the arguments but for lists in JSON, and these by section: pydantic-settings would keep their escapes."""
+    lists = {name for name, field in known.items() if is_list(field)}
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option[2:] not in lists or not option.startswith("--"):
+            rest.append(word)
+            continue
+        given = [word] if equals else [word, *(following for following in [next(words, None)] if following is not None)]
+        try:
+            read = json.loads(value if equals else given[-1])
+        except ValueError:
+            read = None
+        if isinstance(read, list):
+            put(found, tuple(option[2:].split(".")), read)
+        else:
+            rest += given
+    return rest, found
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Returns whether a setting is a list."""
+    return any(get_origin(kind) is list for kind in (field.annotation, *get_args(field.annotation)))
+
+
+def unread(error: Exception) -> str:
+    """Returns in one line why a YAML file cannot be read."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return str(error.strerror if isinstance(error, OSError) else " ".join(str(error).split()))
+
+
+def from_file(path: Path) -> dict[str, Any]:
+    """Reads a YAML file with settings by section. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
+        reason = unread(error)
+        remedy = "name a YAML file with settings by section, as those in jobgroup/configs"
+        problem = f"the configuration file cannot be read: {reason}"
+        raise ConfigError(problem, field="--config", value=str(path), remedy=remedy) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        remedy = "write sections with settings, such as `trainer: {max_steps: 10}`"
+        raise ConfigError(
+            "the configuration file is not a mapping of sections", field="--config", value=str(path), remedy=remedy
+        )
+    return content
+
+
+def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Reads `RLHF_SECTION__FIELD` and the short names. Raises ConfigError for a name that is not among `known`."""
+    content = dict[str, Any]()
+    for name, keys in SHORT_NAMES.items():
+        if env.get(name):
+            put(content, keys, env[name])
+    for name, value in sorted(env.items()):
+        if name.startswith(PREFIX):
+            setting = name.removeprefix(PREFIX).lower().replace("__", ".")
+            if setting not in known:
+                if any(name.startswith(f"{setting}.") for name in known):
+                    raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
+                raise unknown(known, setting, name)
+            given = value if known[setting].annotation is str else _list_or_text(name, value)
+            put(content, tuple(setting.split(".")), given)
+    return content
+
+
+def _list_or_text(name: str, value: str) -> object:
+    try:
+        return yaml.safe_load(value) if value[:1] in "[{" else value
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not a list: {error}", field=name, value=value, remedy="write it as JSON") from None
+
+
+def put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:
+    """Sets a value of a nested mapping."""
+    for key in keys[:-1]:
+        content = content.setdefault(key, {})
+    content[keys[-1]] = value
+
+
+def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both nested mappings in one; values of `high` replace those of `low`."""
+    merged = dict(low)
+    for key, value in high.items():
+        both = isinstance(merged.get(key), dict) and isinstance(value, Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """Returns the settings that a name that does not exist may mean."""
+    leaves = {setting: setting.rpartition(".")[2] for setting in known}
+    found = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
+    found = found or [setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]]
+    return found or [setting for setting, leaf in leaves.items() if difflib.get_close_matches(name, [leaf], cutoff=0.8)]
+
+
+def unknown(known: Iterable[str], name: str, field: str, value: object = None) -> ConfigError:
+    """Returns the error for a setting that does not exist, or no longer does. `field` is how the user wrote it."""
+    if name in REMOVED:
+        return ConfigError(f"there is no setting {name} any more", field=field, value=value, remedy=REMOVED[name])
+    likely = near(name := name.replace("-", "_"), known)
+    written = map(variable, likely) if field.startswith(PREFIX) else ("--" * field.startswith("--") + each for each in likely)
+    hint = f"did you mean {' or '.join(written)}? " if likely else ""
+    return ConfigError(f"there is no setting {name}", field=field, value=value, remedy=f"{hint}--help-all lists every one")
