@@ -41,6 +41,7 @@ def create_environment_app(
 
     app = create_app(
         "environment-server",
+        not_ready=service.problem,
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -69,7 +70,7 @@ def create_environment_app(
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Episodes so far by status, what runs now, and how many nodes the environment-server has."""
+        """Episodes so far by status, what runs now, calls that hang, and how many nodes the environment-server has."""
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
     for dialect in DIALECTS:

@@ -26,6 +26,7 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.programs import Program, free_port, words_of
 from services.environment.runner import Runner
 from services.environment.session import Session
+from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _LOOK_S = 0.1
@@ -49,6 +50,7 @@ class OpenEnv:
         self.name, self.tools = name, dict[str, Any]()
         self.has_steps = False
         self.has_reward: bool | None = None
+        self.threads: Threads | None = None
         self._slots = asyncio.Semaphore(calls)
         self._url = target.rstrip("/") if re.match(r"(https?|wss?)://\S", target) else ""
         self._words = [] if self._url else words_of(target, FIELD)

@@ -82,9 +82,8 @@ class Template:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens as they are."""
-        return str(
-            self._tokenizer.decode(np.asarray(token_ids, np.int32), skip_special_tokens=False)
-        )  # it looks at lists item by item
+        ids = np.asarray(token_ids, np.int32)  # a list it would look at item by item
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _ids(self, text: str) -> list[int]:
         return self._encoder(text)
