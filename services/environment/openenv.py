@@ -87,13 +87,14 @@ class OpenEnv:
             tool=Connection.tool,
             is_done=lambda made: bool(made.done),
         )
+        server = self._server
         async with self._slots:
             try:
                 outcome = await Runner(environment, task, session, limits).run()
             finally:
                 await asyncio.shield(connection.close())
-        if outcome.status == "timeout" and self._server is not None:
-            await self._end_if_hung(self._server)
+        if outcome.status in ("timeout", "died") and server is not None:
+            await self._end_if_lost(server)
         return outcome
 
     async def close(self) -> None:
@@ -128,8 +129,10 @@ class OpenEnv:
             except EnvironmentLost:
                 await asyncio.sleep(_LOOK_S)
 
-    async def _end_if_hung(self, server: Program) -> None:
-        """Kills the server, which is then started again, unless it answers."""
+    async def _end_if_lost(self, server: Program) -> None:
+        """Kills the server, which is then started again, unless it answers. It may be ending without having ended."""
+        if server is not self._server or server.ended:
+            return
         try:
             async with asyncio.timeout(_HUNG_S):
                 await self._get("/health")
