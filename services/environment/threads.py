@@ -78,7 +78,8 @@ class Threads:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            result, error = None, None
+            result: Any = None
+            error: Exception | None = None
             try:
                 result = call.function()
             except StopIteration as stop:  # a future takes none
