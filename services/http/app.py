@@ -192,6 +192,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app, files = app, tls()
+        self._work: InWork = getattr(app.state, "in_work", InWork())
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
@@ -218,7 +219,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(GRACE_S, self.app.state.in_work.end)
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self._work.end)
         try:
             await super().shutdown(sockets)
         finally:
