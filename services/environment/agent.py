@@ -21,6 +21,7 @@ from common.security import trusted
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle
 from services.environment.programs import Program, words_of
 from services.environment.session import Session
+from services.environment.threads import Threads
 
 FIELD = "environment.name"
 GRACE_S = 10.0
@@ -49,6 +50,7 @@ class Agent:
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward = has_reward
+        self.threads: Threads | None = None
         self._url = target if target.startswith(("http://", "https://")) else ""
         self._words = [] if self._url else words_of(target, FIELD)
         if self._url and not _is_url(self._url):

@@ -16,7 +16,7 @@ from common.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, Dialect, read_call
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
-from services.http.app import create_app, read_json
+from services.http.app import BareRoute, create_app, read_json
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
 SESSIONS = "/sessions/"
@@ -41,6 +41,7 @@ def create_environment_app(
 
     app = create_app(
         "environment-server",
+        not_ready=service.problem,
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
@@ -69,7 +70,7 @@ def create_environment_app(
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Episodes so far by status, what runs now, and how many nodes the environment-server has."""
+        """Episodes so far by status, what runs now, calls that hang, and how many nodes the environment-server has."""
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
     for dialect in DIALECTS:
@@ -93,24 +94,32 @@ def create_environment_app(
 def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
     """Adds the route of one API that a session speaks."""
 
-    @app.post(
-        f"{SESSIONS}{{session}}/v1/{dialect.path}",
-        **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
-    )
     async def call(session: str, request: Request) -> Response:
         """Answers a call of the program whose episode this is. The session's key is its name."""
         _check_key(session, request)
         found = service.session(session)
         body = await read_json(request)
         parsed = read_call(body, dialect)
-        content = dialect.path.encode() + orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-        key = hashlib.blake2b(content, digest_size=16).hexdigest()
+        key = _key(body, dialect)
         service.calls.labels(dialect.path).inc()
         answer = await found.call(parsed.messages, parsed.tools, key)
         written = dialect.write(answer, parsed, key)
         if parsed.streams:
             return StreamingResponse(dialect.events(written), media_type=EVENTS)
         return Response(orjson.dumps(written), media_type=JSON)
+
+    about = described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410))
+    path = f"{SESSIONS}{{session}}/v1/{dialect.path}"
+    app.router.add_api_route(path, call, methods=["POST"], route_class_override=BareRoute, **about)
+
+
+def _key(body: Any, dialect: Dialect) -> str:
+    """Returns what equal requests have in common. Raises InvalidInput."""
+    try:
+        content = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # orjson writes less than it reads
+        raise InvalidInput("the body is nested too deeply", field="body", remedy="at most 250 levels") from None
+    return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
 
 
 def _check_key(session: str, request: Request) -> None:

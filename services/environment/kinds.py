@@ -13,6 +13,7 @@ from services.environment.openenv import OpenEnv
 from services.environment.outcome import Outcome
 from services.environment.runner import ClassEpisodes
 from services.environment.session import Session
+from services.environment.threads import Threads
 
 _THREADS = 1024
 _PROGRAMS = 64
@@ -29,6 +30,8 @@ class Kind(Protocol):
     has_steps: bool
     has_reward: bool | None
     """None: known once an episode had one."""
+    threads: Threads | None
+    """What may hang in this process; None for episodes that run in processes of their own."""
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Returns how an episode ended; never raises, except when it is cancelled."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import orjson
+
 from common.errors import InvalidInput
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -51,7 +53,12 @@ class Message:
 
     def is_sent(self, sent: "Message") -> bool:
         """Whether `sent` is this recorded message, perhaps without its thoughts."""
-        return self.key == sent.key and sent.reasoning.strip() in ("", self.reasoning.strip())
+        mine, other = self.fields, sent.fields
+        if mine["content"] != other["content"] or mine["role"] != other["role"] or mine.get("name") != other.get("name"):
+            return False
+        if ("tool_calls" in mine or "tool_calls" in other) and self.key != sent.key:
+            return False
+        return "reasoning_content" not in other or sent.reasoning.strip() in ("", self.reasoning.strip())
 
 
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:
@@ -159,6 +166,11 @@ def parse_tools(content: Any, where: str = "tools") -> list[dict[str, Any]]:
     return content
 
 
-def tools_key(tools: Sequence[dict[str, Any]]) -> str:
-    """Returns a text that is the same for the same tools."""
-    return json.dumps(list(tools), sort_keys=True)
+def tools_key(tools: Sequence[dict[str, Any]]) -> bytes:
+    """Returns bytes that are the same for the same tools, whatever the order of their keys."""
+    if not tools:
+        return b""
+    try:
+        return orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # it has no integers of more than 64 bits
+        return json.dumps(list(tools), sort_keys=True).encode()

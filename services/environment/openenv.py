@@ -26,6 +26,7 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.programs import Program, free_port, words_of
 from services.environment.runner import Runner
 from services.environment.session import Session
+from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _LOOK_S = 0.1
@@ -49,6 +50,7 @@ class OpenEnv:
         self.name, self.tools = name, dict[str, Any]()
         self.has_steps = False
         self.has_reward: bool | None = None
+        self.threads: Threads | None = None
         self._slots = asyncio.Semaphore(calls)
         self._url = target.rstrip("/") if re.match(r"(https?|wss?)://\S", target) else ""
         self._words = [] if self._url else words_of(target, FIELD)
@@ -85,13 +87,14 @@ class OpenEnv:
             tool=Connection.tool,
             is_done=lambda made: bool(made.done),
         )
+        server = self._server
         async with self._slots:
             try:
                 outcome = await Runner(environment, task, session, limits).run()
             finally:
                 await asyncio.shield(connection.close())
-        if outcome.status == "timeout" and self._server is not None:
-            await self._end_if_hung(self._server)
+        if outcome.status in ("timeout", "died") and server is not None:
+            await self._end_if_lost(server)
         return outcome
 
     async def close(self) -> None:
@@ -126,8 +129,10 @@ class OpenEnv:
             except EnvironmentLost:
                 await asyncio.sleep(_LOOK_S)
 
-    async def _end_if_hung(self, server: Program) -> None:
-        """Kills the server, which is then started again, unless it answers."""
+    async def _end_if_lost(self, server: Program) -> None:
+        """Kills the server, which is then started again, unless it answers. It may be ending without having ended."""
+        if server is not self._server or server.ended:
+            return
         try:
             async with asyncio.timeout(_HUNG_S):
                 await self._get("/health")

@@ -5,7 +5,6 @@ import inspect
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from common.errors import InvalidInput, shorten
@@ -14,10 +13,11 @@ from services.environment.environments import Environment
 from services.environment.messages import Message, parse_messages
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle
 from services.environment.session import LimitReached, Session, request_key
+from services.environment.threads import Threads
 
 
 class Runner:
-    """One episode. `threads` run the methods of the environment."""
+    """One episode. `threads` run the methods of the environment that are no coroutines; None: there are none that may hang."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Runner:
         task: EpisodeTask,
         session: Session,
         limits: EpisodeLimits,
-        threads: Executor | None = None,
+        threads: Threads | None = None,
     ) -> None:
         self._environment, self._task, self._session = environment, task, session
         self._limits, self._threads = limits, threads
@@ -175,7 +175,10 @@ class Runner:
     async def _in_thread(self, method: Callable[..., Any], *arguments: Any, **columns: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **columns)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: method(*arguments, **columns))
+        if self._threads is None:
+            return await asyncio.to_thread(method, *arguments, **columns)
+        name = f"{self._environment.name}: {getattr(method, '__name__', 'a method')}"
+        return await self._threads.run(lambda: method(*arguments, **columns), name)
 
 
 class ClassEpisodes:
@@ -187,15 +190,16 @@ class ClassEpisodes:
         self._environment = environment
         if (prepare := getattr(environment.make, "_prepare", None)) is not None:
             prepare()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="environment")
+        self.threads: Threads | None = Threads(threads)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Returns how an episode ended; never raises, except when it is cancelled."""
-        return await Runner(self._environment, task, session, limits, self._threads).run()
+        return await Runner(self._environment, task, session, limits, self.threads).run()
 
     async def close(self) -> None:
         """Gives up the threads that do not hang."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.threads is not None:
+            self.threads.close()
 
 
 class _ToolRefused(Exception):

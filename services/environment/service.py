@@ -72,6 +72,10 @@ class EpisodeService:
         self.calls = metrics.counter("environment_calls_total", "Calls of the model through the gateway, by API", ["api"])
         metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(lambda: self._running)
         metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(MAX_EPISODES)
+        hung = metrics.gauge("environment_hung_calls", "Calls of the environment that still run after the end of their episode")
+        hung.set_function(lambda: self._hung()["hung_calls"])
+        limit = metrics.gauge("environment_hung_calls_limit", "Hung calls at which no more episodes can run")
+        limit.set(self._hung()["hung_calls_limit"])
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Runs the episodes of a request, or returns those that the same request got before.
@@ -161,7 +165,13 @@ class EpisodeService:
             "running": self._running,
             "running_limit": MAX_EPISODES,
             "sessions": len(self._sessions),
+            **self._hung(),
         }
+
+    def problem(self) -> str | None:
+        """Returns why no more episodes can run, or None."""
+        threads = self.environment.threads
+        return threads.problem if threads is not None else None
 
     async def close(self) -> None:
         """Ends every episode."""
@@ -170,6 +180,10 @@ class EpisodeService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.environment.close()
+
+    def _hung(self) -> dict[str, int]:
+        threads = self.environment.threads
+        return {"hung_calls": threads.hung if threads else 0, "hung_calls_limit": threads.limit if threads else 0}
 
     def _check(self, request: EpisodeRequest) -> None:
         if request.task.env != self.environment.name:

@@ -138,7 +138,7 @@ class Session:
         if self.turns >= limits.turns:
             raise self._reached("turns", limits.turns)
         parent, new, added = self._continued(messages, tools)
-        before = [*(parent.tokens if parent else ()), *added]
+        before = parent.tokens + added if parent else added
         room: dict[StopReason, int] = {
             "length": self._settings.max_new_tokens,
             "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved,
@@ -199,5 +199,5 @@ class Session:
 
 def request_key(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
     """Returns the key of a call that a runner makes itself."""
-    content = f"{tools_key(tools)}\n" + "\n".join(message.key for message in messages)
-    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    keys = "\n".join(message.key for message in messages).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(tools_key(tools) + b"\n" + keys, digest_size=16).hexdigest()

@@ -5,9 +5,11 @@ after the end of a made-up answer, so nothing that it does to earlier answers (s
 `Template` proves on the model's own template that this text depends on the new messages alone, or refuses with the reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import ConfigError, InvalidInput
@@ -15,14 +17,14 @@ from services.environment.messages import Message
 
 _MARK = "Zq7Answer7qZ"
 _NEWS = ("Xj5News5jX", "Yk6News6kY")
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "Probes.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "Text."}}, "required": ["x"]},
-    },
-}
+
+
+def _tool(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "Text."}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": name, "description": "Probes.", "parameters": parameters}}
+
+
+_TOOL, _OTHER_TOOL = _tool("probe_tool"), _tool("other_probe")
 
 
 class Template:
@@ -37,7 +39,9 @@ class Template:
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._encoder = tokenizer, _encoder(tokenizer)
+        self._repeats_tools = True
+        """Whether what the template writes after an answer has to do with which tools there are."""
         self._stops = {self._tokenizer.decode([token]): token for token in stop_token_ids}
         self.name = str(tokenizer.name_or_path)
         if not tokenizer.chat_template:
@@ -59,7 +63,8 @@ class Template:
             tools: the functions offered.
             ended: whether its sampled tokens end with a stop token; else the template's own is put before the new messages.
         """
-        found = self._after(_stand_in(answer), new, tools)
+        shown = tools if self._repeats_tools or not tools else [_TOOL]
+        found = self._after(_stand_in(answer), new, shown)
         if found is None:
             return None
         stop, text = found
@@ -73,15 +78,15 @@ class Template:
         ids = list(token_ids)
         if ids and ids[-1] in self._stops.values():
             ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return self.text(ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens as they are."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        ids = np.asarray(token_ids, np.int32)  # a list it would look at item by item
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+        return self._encoder(text)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], asks: bool = True) -> str:
         chat = [message.fields for message in messages]
@@ -125,6 +130,9 @@ class Template:
             self._check(called, results, [_TOOL], "")
         except InvalidInput:
             return False
+        followed = [(called, results), (called, [*results, _user("x")]), (plain, [_user("x")])]
+        with suppress(InvalidInput):  # some templates have no message of the user there
+            self._repeats_tools = any(self._after(*each, [_TOOL]) != self._after(*each, [_OTHER_TOOL]) for each in followed)
         return True
 
     def _check(
@@ -159,6 +167,20 @@ class Template:
             value=self.name,
             remedy="take an instruct model whose template continues a conversation, or train without an environment",
         )
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Returns what makes tokens of a text: the tokenizer's own core where that gives the same, in a third of the time."""
+
+    def whole(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    probe = f"{_MARK}  é\n{''.join(tokenizer.all_special_tokens)} x\n"
+    expected, core = whole(probe), getattr(tokenizer, "backend_tokenizer", None)  # `whole` switches off truncation and padding
+    if core is None or core.encode(probe, add_special_tokens=False).ids != expected:
+        return whole
+    return lambda text: list(core.encode(text, add_special_tokens=False).ids)
 
 
 def _user(text: str) -> Message:

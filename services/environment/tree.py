@@ -39,7 +39,11 @@ class Node:
     @property
     def tokens(self) -> list[int]:
         """All tokens up to the end of the answer."""
-        return [token for node in self.path for token in (*node.added, *node.sampled.token_ids.tolist())]
+        found: list[int] = []
+        for node in self.path:
+            found += node.added
+            found += node.sampled.token_ids.tolist()
+        return found
 
 
 class SessionTree:
@@ -47,7 +51,7 @@ class SessionTree:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self._roots: dict[str, list[Node]] = {}
+        self._roots: dict[bytes, list[Node]] = {}
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Node | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.

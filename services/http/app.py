@@ -26,6 +26,7 @@ from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
+from services.http.ending import Ending, InWork
 from services.http.errors import add_error_handlers
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.tracing import RequestTracing
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SMALL_BYTES = 64 << 10
 """A body of less is read in the event loop, a larger one in a thread."""
+GRACE_S = 30.0
+"""Seconds that requests in work have to end by themselves after SIGTERM; the others are then answered with 503."""
+_LAST_S = 5.0
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
@@ -87,6 +91,8 @@ def create_app(
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
+    app.state.in_work = InWork()
+    app.add_middleware(Ending, work=app.state.in_work)
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
     app.add_middleware(
         CallerAuth, open_paths=open_paths, keyed_path=keyed_path
@@ -158,6 +164,20 @@ class _JsonRoute(APIRoute):
         return handle
 
 
+class BareRoute(APIRoute):
+    """A route whose function gets the request and the texts of its path, and returns the response.
+
+    FastAPI checks and converts nothing, which takes longer than a small handler.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def handle(request: Request) -> Response:
+            answer: Response = await self.endpoint(request=request, **request.path_params)
+            return answer
+
+        return handle
+
+
 async def read_json(request: Request) -> Any:
     """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8, or TooLarge."""
     body = await request.body()
@@ -165,10 +185,14 @@ async def read_json(request: Request) -> Any:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that reports "draining" on /health from the first SIGTERM until all requests are answered."""
+    """A uvicorn server that reports "draining" on /health from the first SIGTERM until all requests are answered.
+
+    Those that take longer than `GRACE_S` get 503.
+    """
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app, files = app, tls()
+        self._work: InWork = getattr(app.state, "in_work", InWork())
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
@@ -183,7 +207,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=30,
+            timeout_graceful_shutdown=int(GRACE_S + _LAST_S),  # then uvicorn drops them, with a traceback for each
             timeout_keep_alive=30,
             ssl_certfile=files.certificate or None,
             ssl_keyfile=files.key or None,
@@ -193,6 +217,13 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.app.state.draining = True
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self._work.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ or a header that a page may not send. A request with the run's token needs none 
 import ipaddress
 import re
 import socket
+from functools import lru_cache
 
 from starlette.types import Scope
 
@@ -80,8 +81,13 @@ class CallerCheck:
         name = match[1].removesuffix(".") if match else ""
         if not host or name in self._names or (self._of_group and self._of_group.fullmatch(name)):
             return match is not None  # only old programs send no Host
-        try:
-            return bool(ipaddress.ip_address(name.strip("[]")))
-        except ValueError:
-            server = scope.get("server")  # in this process, the name that the client was given
-            return server is not None and name == server[0]
+        server = scope.get("server")  # in this process, the name that the client was given
+        return _is_address(name.strip("[]")) or (server is not None and name == server[0])
+
+
+@lru_cache(1024)
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False

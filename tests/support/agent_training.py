@@ -16,7 +16,7 @@ def train_on(environment: str, base_model: Path, directory: Path, **columns: str
     """Returns the metrics of two steps, each checked: tokens were trained, they are the sampled ones, no episode was lost."""
     config = small_run(base_model, directory)
     config.environment.name, config.environment.turns = environment, 6
-    config.sampling.max_new_tokens, config.sampling.group_size = 20, 4
+    config.sampling.max_new_tokens, config.sampling.group_size = 64, 4
     config.trainer.batch_size, config.trainer.max_steps, config.trainer.eval_samples = 1, 2, 0
     config.trainer.eval_pass_samples, config.rollout.max_context_tokens = 0, 512
     prompts = [

@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 from starlette.types import Message
 
 from common.clients import Client
 from common.errors import ConfigError, NotFound, shorten
 from common.schemas import Wire
-from services.http.app import Server, create_app, listen, read_json
+from services.http.app import Server, create_app, listen, read_json, serving
 from tests.support.paths import ROOT
 
 JSON = {"content-type": "application/json"}
@@ -287,6 +288,38 @@ async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> 
             assert "draining" in reason or "Error" in reason  # the socket closes a moment after the signal
             assert (await in_flight).json() == {"status": "finished"}
         assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def test_requests_that_do_not_end_are_answered_when_the_service_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("services.http.app.GRACE_S", 0.05)
+    app, sock = make_app(), listen("127.0.0.1", 0)
+
+    @app.get("/forever")
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    @app.get("/part")
+    async def part() -> StreamingResponse:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"begin"
+            await asyncio.Event().wait()
+
+        return StreamingResponse(parts())
+
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60, trust_env=False) as http:
+        async with serving(app, sock):
+            calls = [asyncio.create_task(http.get(path)) for path in ("/forever", "/forever", "/part")]
+            while app.state.load.requests < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        *answers, cut = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        assert isinstance(answer, httpx.Response)
+        assert "ending" in error_of(answer, 503, "not_ready")["message"]
+    assert isinstance(cut, httpx.TransportError), "a part is not taken for the whole"
+    assert "3 requests that wait are answered with 503" in caplog.text
+    assert [record.message for record in caplog.records if record.exc_info] == []
 
 
 @pytest.mark.process

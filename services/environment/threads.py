@@ -1,0 +1,114 @@
+"""Threads for methods of environments, which may hang: Python cannot end a thread, but another one can take its place."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from services.environment.outcome import EnvironmentLost
+
+log = logging.getLogger(__name__)
+_WARN_EVERY_S = 60.0
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call, and the future of who waits for it."""
+
+    function: Callable[[], Any]
+    future: "asyncio.Future[Any]"
+    name: str
+    is_left: bool = False
+    """Whether nobody waits for it any more."""
+    is_over: bool = False
+
+
+class Threads:
+    """Runs calls in threads, `limit` at once; further ones wait.
+
+    A call whose caller has given up keeps its thread until it ends, and no place: it counts as `hung`, up to `limit` as well.
+    Then no more calls are taken. The threads end with the process, whatever they do.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.hung = limit, 0
+        self._places, self._idle = asyncio.Semaphore(limit), 0
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._warned = -_WARN_EVERY_S
+
+    @property
+    def problem(self) -> str | None:
+        """Why no more calls are taken, or None."""
+        if self.hung < self.limit:
+            return None
+        return (
+            f"{self.hung} calls of the environment hang, the limit is {self.limit} (environment.workers): restart this server"
+        )
+
+    async def run(self, function: Callable[[], Any], name: str) -> Any:
+        """Returns what `function` returns, or raises what it raises; EnvironmentLost when too many calls hang."""
+        async with self._places:
+            if reason := self.problem:
+                raise EnvironmentLost(reason)
+            call = _Call(function, asyncio.get_running_loop().create_future(), name)
+            if self._idle:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._work, name="environment", daemon=True).start()
+            self._calls.put(call)
+            try:
+                return await call.future
+            except asyncio.CancelledError:
+                if not call.is_over:
+                    call.is_left = True
+                    self.hung += 1
+                    self._warn(name)
+                raise
+
+    def close(self) -> None:
+        """Ends the threads that do not hang."""
+        for _ in range(self._idle):
+            self._calls.put(None)
+        self._idle = 0
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            result: Any = None
+            error: Exception | None = None
+            try:
+                result = call.function()
+            except StopIteration as stop:  # a future takes none
+                error = RuntimeError(f"StopIteration: {stop}")
+            except Exception as raised:
+                error = raised
+            except BaseException as ending:  # SystemExit would end the server
+                error = RuntimeError(f"{type(ending).__name__}: {ending}")
+            with suppress(RuntimeError):  # the loop has ended
+                call.future.get_loop().call_soon_threadsafe(self._ended, call, result, error)
+
+    def _ended(self, call: _Call, result: Any, error: Exception | None) -> None:
+        self._idle += 1
+        call.is_over = True
+        self.hung -= call.is_left
+        if call.future.cancelled():
+            return
+        if error is not None:
+            call.future.set_exception(error)
+        else:
+            call.future.set_result(result)
+
+    def _warn(self, name: str) -> None:
+        now = time.monotonic()
+        if now - self._warned >= _WARN_EVERY_S or self.hung == self.limit:
+            self._warned = now
+            log.warning(
+                "%s still runs though its episode has ended: %d such calls keep their threads, the limit is %d",
+                name,
+                self.hung,
+                self.limit,
+            )

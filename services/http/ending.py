@@ -1,0 +1,61 @@
+"""Answers what is still in work when a service has to end."""
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import NotReady
+from services.http.errors import error_response
+
+log = logging.getLogger(__name__)
+
+
+class InWork:
+    """The requests in work."""
+
+    def __init__(self) -> None:
+        self.tasks = set[asyncio.Task[None]]()
+        self.ended = set[asyncio.Task[None]]()
+
+    def end(self) -> None:
+        """Ends every request: one without an answer gets 503."""
+        if self.tasks:
+            log.warning("the process is ending: %d requests that wait are answered with 503", len(self.tasks))
+        self.ended |= self.tasks
+        for task in self.tasks:
+            task.cancel()
+
+
+class Ending:
+    """Lists requests in `work` while they run, and answers those that it ends."""
+
+    def __init__(self, app: ASGIApp, work: InWork) -> None:
+        self.app, self._work = app, work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        if scope["type"] != "http" or task is None:
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        work = self._work
+        work.tasks.add(task)
+        try:
+            await self.app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if task not in work.ended:
+                raise
+            task.uncancel()
+            if not started:  # else the connection is closed, so that nobody takes the part for the whole
+                error = NotReady("the service is ending", remedy="try again: it may come back, or ask another one")
+                await error_response(error, scope)(scope, receive, send)
+        finally:
+            work.tasks.discard(task)
+            work.ended.discard(task)
