@@ -89,7 +89,7 @@ class GRPOTrainer(OnlineRLTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
         *,
-        engine: str = "embedded",
+        engine: str | Sequence[str] = "embedded",
     ) -> None:
         others = {
             "reward_processing_classes": reward_processing_classes,
