@@ -29,6 +29,7 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from services.environment.app import create_environment_app
+from services.environment.environments import Environment
 from services.environment.kinds import needs_gateway
 from services.environment.service import EpisodeService
 from services.environment.template import Template
@@ -67,6 +68,7 @@ def train_in_process(
     rewards: Sequence[RewardFunction] | None = None,
     listener: Listener | None = None,
     engine: str | Sequence[str] = "embedded",
+    environment: Environment | None = None,
 ) -> Path:
     """Trains on this machine in this process and returns the path of the last checkpoint.
 
@@ -79,6 +81,7 @@ def train_in_process(
         listener: hears of steps, evaluations and checkpoints.
         engine: `embedded`, `sglang` (started here, by the settings of `rollout`), or the URLs of SGLang servers that see this
             disk.
+        environment: plays the episodes, in the place of the one that `config.environment.name` names.
 
     Raises ConfigError, or another ServiceError with the reason when training cannot go on.
     """
@@ -88,7 +91,7 @@ def train_in_process(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
     wrap = rollout_transport or httpx.ASGITransport
-    backend = InProcessBackend(console or standard_console(), wrap, problems, rewards, engine)
+    backend = InProcessBackend(console or standard_console(), wrap, problems, rewards, engine, environment)
     with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
         run = Run.build(config, ranks, run_dir, lock, backend, stack, listener)
         train(run)
@@ -107,6 +110,7 @@ class InProcessBackend:
     problems: Problems | None
     rewards: Sequence[RewardFunction] | None
     engine: str | Sequence[str] = "embedded"
+    environment: Environment | None = None
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
@@ -189,7 +193,9 @@ class InProcessBackend:
             router = await apps.enter_async_context(rollout())
             sock = listen("127.0.0.1", 0) if needs_gateway(config.environment) else None
             gateway = f"{tls().scheme}://127.0.0.1:{sock.getsockname()[1]}" if sock else ""
-            episodes = EpisodeService(config.environment, template[0], router, template[1], gateway=gateway)
+            episodes = EpisodeService(
+                config.environment, template[0], router, template[1], gateway=gateway, own=self.environment
+            )
             environment = create_environment_app(episodes, body)
             if sock:
                 await apps.enter_async_context(serving(environment, sock))

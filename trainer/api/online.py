@@ -20,6 +20,7 @@ from services.reward.functions import RewardFunction
 from trainer.api.callbacks import Callbacks, TrainerState
 from trainer.api.choice import chosen
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards
+from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
 from trainer.api.evaluator import EvaluationResults, ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
 from trainer.api.objects import GivenModel, of_optimizers, of_peft
@@ -76,6 +77,9 @@ class OnlineRLTrainer:
         optimizers: an AdamW, whose learning rate, betas and weight decay are taken, and no scheduler.
         engine: generates the answers: `embedded`; `sglang`, which is started and ended here; or the URL, or a list of URLs, of
             SGLang servers that have the model and see this disk.
+        environment_factory: a class of environments, or a function that makes one: episodes of several turns in the place of
+            single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, takes the place of `reward_fn`.
+        tools: functions that the model may call, each with types and a docstring; `reward_fn` grades its last answer.
 
     Raises ConfigError for settings and data that do not fit together, before a model is loaded.
     """
@@ -93,9 +97,16 @@ class OnlineRLTrainer:
         callbacks: Sequence[Any] = (),
         optimizers: tuple[Any, Any] = (None, None),
         engine: str | Sequence[str] = "embedded",
+        environment_factory: Any = None,
+        tools: Sequence[Any] | None = None,
     ) -> None:
         config = TrainerConfig() if config is None else config
         given = config.model_dump(exclude_unset=True) | of_optimizers(optimizers)
+        self._environment = as_environment(environment_factory, tools, reward_fn)
+        if environment_settings := with_environment(self._environment, config.settings):
+            given["settings"] = environment_settings
+        if self._environment is not None and self._environment.has_reward:
+            reward_fn = EnvironmentReward()
         if peft_config is not None:
             given["settings"] = dict(given.get("settings") or {}) | of_peft(peft_config, given)
         if model is not None and given.get("model_name_or_path", str(model)) != str(model):
@@ -176,6 +187,7 @@ class OnlineRLTrainer:
                     rewards=self._rewards,
                     listener=self._callbacks,
                     engine=self._engine,
+                    environment=self._environment,
                 )
         except ConfigError:
             if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: all of it is this call's
@@ -262,6 +274,9 @@ class OnlineRLTrainer:
             dataset: the trainer's `eval_dataset` when None.
             k: samples per problem, as in `ModelEvaluator.evaluate`.
         """
+        if self.config.settings.get("environment.name"):
+            remedy = "give an eval_dataset: it is evaluated by episodes before and after training, and every eval_steps"
+            raise ConfigError("it is for single answers, and this trainer has episodes", field="evaluate", remedy=remedy)
         if dataset is None and not self._problems.held_out:
             raise ConfigError("there is no data to evaluate on", field="dataset", remedy="give it here, or as eval_dataset")
         settings = self.config

@@ -340,8 +340,10 @@ class TrainerConfig(BaseModel):
             else:
                 continue
             raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
-        # `Config` checks the rest: now, not when training starts.
-        self.to_config(self.problems_per_step, 0, Path("outputs"))
+        # `Config` checks the rest: now, not when training starts. The trainer may bring the environment of these settings.
+        later = any(name.startswith("environment.") for name in self.settings) and not self.settings.get("environment.name")
+        checked = self.model_copy(update={"settings": self.settings | {"environment.name": "python"}}) if later else self
+        checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
 def _decided_elsewhere(name: str) -> bool:
