@@ -111,6 +111,7 @@ class InProcessBackend:
     rewards: Sequence[RewardFunction] | None
     engine: str | Sequence[str] = "embedded"
     environment: Environment | None = None
+    _engine_gpus: int | None = None
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
@@ -133,6 +134,10 @@ class InProcessBackend:
         """No agents."""
         return []
 
+    def engine_gpus(self) -> int | None:
+        """See `Backend`. The embedded engine is on the trainer's GPU."""
+        return self._engine_gpus
+
     @staticmethod
     def _engine(config: Config, directory: Path, label: str) -> FastAPI:
         """Returns the app of the embedded engine."""
@@ -149,11 +154,14 @@ class InProcessBackend:
         """Starts the engine, or connects to servers, and returns what makes a client that generates."""
         make: Callable[[], RolloutClient]
         if embedded is not None:
+            self._engine_gpus = 0
             await apps.enter_async_context(embedded.router.lifespan_context(embedded))
             publisher.engines = [EngineClient("engine", _BASE, transport=httpx.ASGITransport(embedded))]
             transport = self.rollout_transport(embedded)
             make = partial(RolloutClient, "rollout-server", _BASE, transport=transport)
         elif self.engine == "sglang":
+            rollout = opening.config.rollout
+            self._engine_gpus = 0 if rollout.colocate or rollout.device == "cpu" else rollout.tensor_parallel_size
             own = OwnSGLang(opening.config, publisher)
             opening.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)

@@ -36,7 +36,7 @@ function summary({ model, data, recipe, step, total_steps: total, state, note, c
     ["Steps", step === null ? "none" : `${text(step)}${total ? ` of ${text(total)}` : ""}, ${state}`],
     ["Held-out", before],
     ["Reward", report.verdict.text || text(more.reward)],
-    ["Wall time", cost(more)],
+    ["Cost", cost(more)],
     ["Changed settings", Object.entries(changed).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join("\n") || "none"],
     ...(note ? [["Note", note]] : []),
   ];
