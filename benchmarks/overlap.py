@@ -219,6 +219,9 @@ class Sockets:
     def agents(self) -> list[Client]:
         return []
 
+    def engine_gpus(self) -> int | None:
+        return None
+
 
 def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of a run."""

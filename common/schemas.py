@@ -305,6 +305,8 @@ class WorkerReport(Wire):
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
     """The reason, when the state is `stale` or `failed`."""
     tensor_parallel_size: int = Field(1, ge=1)
+    """Processes of the engine, each with a GPU of its own where there are any."""
+    gpus: int = Field(0, ge=0)
     """GPUs of the engine."""
     epoch: _Name = ""
     """Changes when the engine has to join a new group: it was restarted, or a broadcast to it failed."""

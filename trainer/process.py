@@ -68,6 +68,10 @@ class JobGroupBackend:
         port = self._config.rollout.agent_port
         return [Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node)) for node in nodes]
 
+    def engine_gpus(self) -> int | None:
+        """See `Backend`."""
+        return 0 if self._config.rollout.colocate else sum(worker.gpus for worker in self._board.workers())
+
     def _publisher(self, opening: Opening, services: Services) -> WeightPublisher:
         config, run_id, board = opening.config, opening.run_id, self._board
 

@@ -89,6 +89,9 @@ class Backend(Protocol):
     def agents(self) -> list[Client]:
         """The agents of the rollout nodes, to be flushed at the end."""
 
+    def engine_gpus(self) -> int | None:
+        """The GPUs that engines hold now, without those that they share with the trainer; None where nobody knows."""
+
 
 class Listener:
     """The caller of a run in one process. This one hears nothing."""
@@ -171,7 +174,12 @@ class Run:
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
         if metrics is not None:  # from here on nothing is refused: lines of lost steps may go
             recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
-            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, run.listener.measured)
+            own = ranks.world_size if ranks.on_gpu else 0
+
+            def gpus() -> int | None:
+                return None if (more := backend.engine_gpus()) is None else own + more
+
+            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, run.listener.measured, gpus)
             if policy.step >= run.total_steps:
                 remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to go on"
                 recorder.say(

@@ -12,7 +12,7 @@ All but `reset` are optional. Without `get_reward` the last answer is graded by 
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,22 +68,36 @@ class Environment:
             name,
             made,
             None if takes_all else frozenset(each.name for each in parameters),
-            {key: _schema(method, name) for key, method in methods.items() if key not in _RESERVED},
+            {key: _schema(types.MethodType(method, object()), name) for key, method in methods.items() if key not in _RESERVED},
             "step" in methods,
             "get_reward" in methods,
         )
+
+    @classmethod
+    def of_functions(cls, functions: Iterable[Callable[..., Any]], name: str) -> "Environment":
+        """Returns an environment whose tools are functions without a state. Raises ConfigError."""
+        tools = {function.__name__: function for function in functions}
+        schemas = {key: _schema(function, name) for key, function in tools.items()}
+        return cls(name, _Stateless, frozenset(), schemas, tool=lambda _, key: tools[key])
 
     def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns of a row that `reset` takes."""
         return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
 
 
-def _schema(method: types.FunctionType, name: str) -> Any:
-    """Returns what a model is told about a tool, from the method's types and docstring. Raises ConfigError."""
+class _Stateless:
+    """The environment of tools that are functions."""
+
+    def reset(self) -> None:
+        """Nothing begins."""
+
+
+def _schema(method: Callable[..., Any], name: str) -> Any:
+    """Returns what a model is told about a tool, from its types and docstring. Raises ConfigError."""
     from transformers.utils import get_json_schema  # slow to import
 
     try:
-        return get_json_schema(types.MethodType(method, object()))
+        return get_json_schema(method)
     except Exception as error:
         raise ConfigError(
             f"the tool {method.__name__} of {name} cannot be described: {error}",

@@ -45,11 +45,16 @@ def needs_gateway(config: EnvironmentSection) -> bool:
     return config.name.partition(":")[0] in ("agent", "verifiers")
 
 
+def of_class(environment: Environment, config: EnvironmentSection) -> Kind:
+    """Returns what plays the episodes of a class."""
+    return ClassEpisodes(environment, config.workers or _THREADS)
+
+
 def load_kind(config: EnvironmentSection, gateway: str) -> Kind:
     """Returns what the settings name; programs reach this server at `gateway`. Raises ConfigError when it cannot work here."""
     kind, _, target = config.name.partition(":")
     if kind == "python":
-        return ClassEpisodes(Environment.load(config.name), config.workers or _THREADS)
+        return of_class(Environment.load(config.name), config)
     if kind == "agent":
         return Agent(config.name, target, config.workers or _PROGRAMS, gateway)
     if kind == "openenv":

@@ -12,7 +12,8 @@ from common.observe import Metrics
 from common.rollout_client import RolloutClient, completion_from_answer
 from common.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
 from common.sections import EnvironmentSection
-from services.environment.kinds import load_kind
+from services.environment.environments import Environment
+from services.environment.kinds import load_kind, of_class
 from services.environment.session import Session, SessionSettings, session_closed
 from services.environment.template import Template
 
@@ -36,6 +37,7 @@ class EpisodeService:
         stop_token_ids: tokens that end an answer.
         metrics: Prometheus metrics; a new set when None.
         gateway: URL at which programs reach this server.
+        own: the caller's environment, in the place of the one that `config` names.
 
     Raises:
         ConfigError: the environment does not exist or cannot work here.
@@ -49,8 +51,9 @@ class EpisodeService:
         stop_token_ids: Sequence[int],
         metrics: Metrics | None = None,
         gateway: str = "",
+        own: Environment | None = None,
     ) -> None:
-        self.environment = load_kind(config, gateway)
+        self.environment = load_kind(config, gateway) if own is None else of_class(own, config)
         if self.environment.tools and not template.takes_tools:
             raise ConfigError(
                 f"{self.environment.name} has tools, and the model's chat template does not write them",

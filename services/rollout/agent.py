@@ -19,7 +19,8 @@ from common.errors import ServiceError, shorten
 from common.observe import Metrics
 from common.rollout_client import BASE_VERSION
 from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
-from common.topology import ROLLOUT, TRAINER, Topology
+from common.sections import RolloutSection
+from common.topology import ROLLOUT, TRAINER, Topology, assigned_gpus
 from services.http.app import listen
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Supervised, Timing
@@ -137,6 +138,7 @@ class Agent:
             run_id=None if serves is None else serves.run_id,
             detail=shorten(self.state.detail, MAX_DETAIL_CHARS),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
+            gpus=_gpus(self._config.rollout),
             epoch=self._follower.epoch,
             checksum=received[1] if received and received[0] == serves else "",
         )
@@ -275,6 +277,13 @@ class Agent:
             except ServiceError as error:
                 self._warnings.warn("report", f"could not report to the trainer: {error}")
             await wait_event(self._wake_report, _HEARTBEAT_S)
+
+
+def _gpus(rollout: RolloutSection) -> int:
+    """Returns the number of GPUs of an engine. The embedded one takes one where this node was given any."""
+    if rollout.engine == "embedded":
+        return int(rollout.device == "cuda" or (rollout.device == "auto" and assigned_gpus() is not None))
+    return rollout.tensor_parallel_size if rollout.device != "cpu" else 0
 
 
 async def _stop(tasks: list[asyncio.Task[None]]) -> None:

@@ -37,16 +37,16 @@ class ChildFailed(ServiceError):
 class Child:
     """A running process group, made by `start`; a task copies its output."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_file: Path) -> None:
-        self.name, self._process = name, process
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log_file: Path, shown: bool) -> None:
+        self.name, self._process, self._shown_too = name, process, shown
         self.pid = process.pid
         self._tail = b""
         self._log, self._log_failed = log_file.open("ab"), False
         self._pump = asyncio.create_task(self._copy_output())
 
     @classmethod
-    async def start(cls, name: str, words: list[str], env: Mapping[str, str], log_file: Path) -> Self:
-        """Starts `words` with `env` added to the environment; its output is appended to `log_file`."""
+    async def start(cls, name: str, words: list[str], env: Mapping[str, str], log_file: Path, shown: bool = True) -> Self:
+        """Starts `words` with `env` added to the environment; its output is appended to `log_file`, and `shown` on stderr."""
         log_file.parent.mkdir(parents=True, exist_ok=True)
         process = await asyncio.create_subprocess_exec(
             *child.command(words),
@@ -56,7 +56,7 @@ class Child:
             env={**os.environ, **env},
             start_new_session=True,
         )
-        return cls(name, process, log_file)
+        return cls(name, process, log_file, shown)
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
@@ -71,7 +71,7 @@ class Child:
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > 65536:
                 lines, rest = [*lines, rest], b""
-            if not lines:
+            if not lines or not self._shown_too:
                 continue
             with contextlib.suppress(OSError):  # stderr is closed; the log file has everything
                 print(*(self._shown(line.decode("utf-8", "replace")) for line in lines), sep="\n", file=sys.stderr, flush=True)
@@ -145,7 +145,7 @@ class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
     `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error of `on_up`
-    counts as a failed start; `on_down` gets the reason.
+    counts as a failed start; `on_down` gets the reason. The output is also `shown` on stderr.
     """
 
     def __init__(
@@ -159,9 +159,10 @@ class Supervised:
         timing: Timing,
         on_up: Callable[[], Awaitable[None]],
         on_down: Callable[[str], None],
+        shown: bool = True,
     ) -> None:
         self.name, self._launch, self._probe = name, launch, probe
-        self._env, self._log_file, self._timing = env, log_file, timing
+        self._env, self._log_file, self._timing, self._shown = env, log_file, timing, shown
         self._on_up, self._on_down = on_up, on_down
         self.up = False
         self.starts = 0
@@ -205,7 +206,7 @@ class Supervised:
         try:
             command = await self._launch()
             log.info("starting %s: %s", self.name, " ".join(command))
-            child = await Child.start(self.name, command, self._env, self._log_file)
+            child = await Child.start(self.name, command, self._env, self._log_file, self._shown)
             self.pid = child.pid
             reason = await self._watch(child)
         except asyncio.CancelledError:

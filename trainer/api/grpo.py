@@ -89,20 +89,19 @@ class GRPOTrainer(OnlineRLTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
         *,
-        engine: str = "embedded",
+        engine: str | Sequence[str] = "embedded",
     ) -> None:
         others = {
             "reward_processing_classes": reward_processing_classes,
             "quantization_config": quantization_config,
-            "tools": tools,
             "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
         }
         for name, value in others.items():
             refuse(name, TRAINER[name], value)
         args = self._config() if args is None else args
         train_dataset, plain = _is_plain(train_dataset)
-        if plain and not {"data.prompt_template", "model.chat_template"} & args.settings.keys():
+        templates = {"data.prompt_template", "model.chat_template", "environment.name"}
+        if plain and not (environment_factory or tools or templates & args.settings.keys()):
             args = args.model_copy(update={"settings": args.settings | {"data.prompt_template": "{question}"}})
             args.model_fields_set.add("settings")
         super().__init__(
@@ -116,6 +115,8 @@ class GRPOTrainer(OnlineRLTrainer):
             callbacks=callbacks or (),
             optimizers=optimizers,
             engine=engine,
+            environment_factory=environment_factory,
+            tools=tools,
         )
 
 

@@ -18,7 +18,9 @@ from common.schemas import Prompt
 from learning.device import choose_device
 from services.reward.functions import RewardFunction
 from trainer.api.callbacks import Callbacks, TrainerState
+from trainer.api.choice import chosen
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards
+from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
 from trainer.api.evaluator import EvaluationResults, ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
 from trainer.api.objects import GivenModel, of_optimizers, of_peft
@@ -73,7 +75,11 @@ class OnlineRLTrainer:
         peft_config: a `LoraConfig` of PEFT.
         callbacks: objects with the hooks of `TrainerCallback`.
         optimizers: an AdamW, whose learning rate, betas and weight decay are taken, and no scheduler.
-        engine: generates the answers: `embedded`, or the URL of an SGLang server on this machine that has the model.
+        engine: generates the answers: `embedded`; `sglang`, which is started and ended here; or the URL, or a list of URLs, of
+            SGLang servers that have the model and see this disk.
+        environment_factory: a class of environments, or a function that makes one: episodes of several turns in the place of
+            single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, takes the place of `reward_fn`.
+        tools: functions that the model may call, each with types and a docstring; `reward_fn` grades its last answer.
 
     Raises ConfigError for settings and data that do not fit together, before a model is loaded.
     """
@@ -90,10 +96,17 @@ class OnlineRLTrainer:
         peft_config: Any = None,
         callbacks: Sequence[Any] = (),
         optimizers: tuple[Any, Any] = (None, None),
-        engine: str = "embedded",
+        engine: str | Sequence[str] = "embedded",
+        environment_factory: Any = None,
+        tools: Sequence[Any] | None = None,
     ) -> None:
         config = TrainerConfig() if config is None else config
         given = config.model_dump(exclude_unset=True) | of_optimizers(optimizers)
+        self._environment = as_environment(environment_factory, tools, reward_fn)
+        if environment_settings := with_environment(self._environment, config.settings):
+            given["settings"] = environment_settings
+        if self._environment is not None and self._environment.has_reward:
+            reward_fn = EnvironmentReward()
         if peft_config is not None:
             given["settings"] = dict(given.get("settings") or {}) | of_peft(peft_config, given)
         if model is not None and given.get("model_name_or_path", str(model)) != str(model):
@@ -107,7 +120,7 @@ class OnlineRLTrainer:
         self.output_dir = self.config.output_dir or Path("outputs") / name
         self._given = GivenModel(model, processing_class, self.output_dir / "initial")
         self._callbacks = Callbacks(callbacks, self.config, self.output_dir / "extras.jsonl")
-        self._url = _served(engine, self.config)
+        self._engine = chosen(engine, self.config)
         if reward_fn is None or train_dataset is None:
             field = "reward_fn" if reward_fn is None else "train_dataset"
             raise ConfigError("there is none", field=field, remedy=f"give {field}")
@@ -161,7 +174,7 @@ class OnlineRLTrainer:
         newest = checkpoint.newest(self.output_dir / "checkpoints")
         done = int(newest.name.removeprefix("step_")) if newest else 0
         rounds = max(self._rounds + 1, math.ceil(done / per_round))
-        settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds, self._url is not None)
+        settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds, self._engine)
         settings.reward = settings.reward.model_copy(update={"weights": self._weights, "functions": list(self._weights)})
         self._callbacks.begin(count)
         target = console() if self.config.verbose else Console(quiet=True)
@@ -173,7 +186,8 @@ class OnlineRLTrainer:
                     problems=self._problems,
                     rewards=self._rewards,
                     listener=self._callbacks,
-                    engine_url=self._url,
+                    engine=self._engine,
+                    environment=self._environment,
                 )
         except ConfigError:
             if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: all of it is this call's
@@ -260,6 +274,9 @@ class OnlineRLTrainer:
             dataset: the trainer's `eval_dataset` when None.
             k: samples per problem, as in `ModelEvaluator.evaluate`.
         """
+        if self.config.settings.get("environment.name"):
+            remedy = "give an eval_dataset: it is evaluated by episodes before and after training, and every eval_steps"
+            raise ConfigError("it is for single answers, and this trainer has episodes", field="evaluate", remedy=remedy)
         if dataset is None and not self._problems.held_out:
             raise ConfigError("there is no data to evaluate on", field="dataset", remedy="give it here, or as eval_dataset")
         settings = self.config
@@ -316,20 +333,6 @@ def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict
             if answer["correct"] is not None:
                 found.setdefault(f"eval_{name}_accuracy", []).append(float(answer["correct"]))
     return {name: sum(shares) / len(shares) for name, shares in found.items()}
-
-
-def _served(engine: str, config: TrainerConfig) -> str | None:
-    """Returns the URL of a server that generates; None for the embedded engine."""
-    if engine == "embedded":
-        return None
-    if not engine.startswith(("http://", "https://")):
-        remedy = "give embedded, or start SGLang with the model and give its URL, http://127.0.0.1:30000"
-        raise ConfigError("it is no engine", field="engine", value=engine, remedy=remedy)
-    if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
-        reason = "a server that this trainer did not start may not take adapters"
-        remedy = "set settings={'lora.publish': 'merged'}: it gets the whole model with the adapter merged"
-        raise ConfigError(reason, field="engine", value=engine, remedy=remedy)
-    return engine.rstrip("/")
 
 
 def _weights(config: TrainerConfig, rewards: Sequence[RewardFunction]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """`TrainerConfig`: settings of the Python API, by TRL's names too, and their conversion to `Config`."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -55,6 +55,8 @@ _RECIPES = {
 }
 """The same for fields that say something only where they are set: else the recipe, or the system's default, does."""
 FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
+OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
+"""Settings of `rollout` for an SGLang that the trainer starts."""
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 
 
@@ -201,14 +203,16 @@ class TrainerConfig(BaseModel):
         steps = problems * self.num_train_epochs // self.problems_per_step
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
-    def to_config(self, problems: int, held_out: int, output_dir: Path, rounds: int = 1, served: bool = False) -> Config:
+    def to_config(
+        self, problems: int, held_out: int, output_dir: Path, rounds: int = 1, engine: str | Sequence[str] = "embedded"
+    ) -> Config:
         """Returns the system's configuration of a run.
 
         Args:
             problems, held_out: number of training and of evaluation problems.
             output_dir: directory of the run.
             rounds: number of calls of `train`, including this one; each adds the steps of a whole run.
-            served: whether a server of its own generates the answers.
+            engine: as `OnlineRLTrainer` has chosen it.
 
         Raises ConfigError when `settings` are invalid.
         """
@@ -224,8 +228,12 @@ class TrainerConfig(BaseModel):
                 "trainer.eval_samples": held_out,
             }
         )
-        if served:  # on which device is not known
-            mapped |= {"rollout.engine": "sglang", "rollout.router": "smg", "rollout.device": "auto"}
+        if engine != "embedded":  # without a router, nothing is lost on the way
+            mapped |= {"rollout.engine": "sglang", "rollout.router": "smg"}
+        if engine == "sglang":
+            mapped |= {"rollout.colocate": self.use_gpu}
+        elif engine != "embedded":  # on which device is not known
+            mapped |= {"rollout.device": "auto"}
         try:
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
@@ -332,8 +340,10 @@ class TrainerConfig(BaseModel):
             else:
                 continue
             raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
-        # `Config` checks the rest: now, not when training starts.
-        self.to_config(self.problems_per_step, 0, Path("outputs"))
+        # `Config` checks the rest: now, not when training starts. The trainer may bring the environment of these settings.
+        later = any(name.startswith("environment.") for name in self.settings) and not self.settings.get("environment.name")
+        checked = self.model_copy(update={"settings": self.settings | {"environment.name": "python"}}) if later else self
+        checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
 def _decided_elsewhere(name: str) -> bool:
@@ -342,7 +352,7 @@ def _decided_elsewhere(name: str) -> bool:
     return rest == "port" or {
         "data": rest not in ("curriculum", "prompt_template"),
         "reward": rest not in ("workers", "function_timeout_s", "require_stop"),
-        "rollout": rest != "max_running_requests",
+        "rollout": rest not in ("max_running_requests", *OWN_SGLANG),
         "critic": rest == "location",
     }.get(section, False)
 

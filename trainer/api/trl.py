@@ -161,6 +161,9 @@ ARGUMENTS: dict[str, Argument] = {
         chat_template_kwargs="sampling.chat_template_kwargs",
         project="trackers.project",
     ),
+    "max_tool_calling_iterations": Argument(
+        "environment.turns", "the answer after them is one more", convert=lambda value: {"environment.turns": value + 1}
+    ),
     "use_bias_correction_kl": Argument(
         "algorithm.kl_estimator",
         "True: k2, which has the same expected gradient; False: k3",
@@ -218,7 +221,6 @@ ARGUMENTS: dict[str, Argument] = {
     **_refused(_SAMPLING, repetition_penalty=1.0),
     **_refused("give `model` as an object that you have loaded", model_init_kwargs=None, router_aux_loss_coef=None),
     **_refused("dropout of a model is as its configuration says", disable_dropout=False),
-    **_refused("tools need an environment (docs/how-to/agents.md)", max_tool_calling_iterations=None),
     **_refused("evaluation.n is the number of answers to a held-out problem", num_generations_eval=None),
     **_refused("columns that a reward function does not name do not reach it", remove_unused_columns=False),
     **_free("there is no data loader to tune", "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
@@ -274,11 +276,11 @@ TRAINER: dict[str, Argument] = {
     "peft_config": Argument("peft_config", "a LoraConfig; what an adapter here cannot be is refused"),
     "reward_processing_classes": Argument("", "a reward model here has the tokenizer in its own directory", (None,)),
     "quantization_config": Argument("", "the weights that are trained are float32", (None,)),
-    "tools": Argument("", "tools need an environment (docs/how-to/agents.md)", (None,)),
-    "rollout_func": Argument("", "episodes come from an environment (docs/how-to/agents.md)", (None,)),
+    "tools": Argument("tools", "functions; not beside an environment_factory"),
     "environment_factory": Argument(
-        "", "name the class: settings={'environment.name': 'python:package.module:Class'} (docs/how-to/agents.md)", (None,)
+        "environment_factory", "a class or a function; reward functions get no `environments`: give it get_reward()"
     ),
+    "rollout_func": Argument("", "episodes come from an environment (docs/how-to/agents.md)", (None,)),
 }
 """Every argument of TRL's GRPOTrainer."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from common.errors import ConfigError, NotFound
@@ -52,6 +53,8 @@ class RunSummary(BaseModel):
     standard_error: float | None
     hours: float
     """Wall time of all steps."""
+    gpu_hours: float | None
+    """That time the GPUs of trainer and engines, by step; 0 on CPUs, None where the number of GPUs is not known."""
     changed: dict[str, Any]
     """Settings that differ from their defaults, by name."""
     note: str
@@ -103,7 +106,7 @@ class RunReader:
             columns = self._columns
             newest = int(columns.steps[-1]) if columns.steps else None
             total, moment, examples = (columns.last(name) for name in ("total_steps", "time", "examples"))
-            seconds = columns.column("seconds")
+            seconds, gpus = columns.column("seconds"), columns.column("gpus")
             evaluation = self._found[-1] if self._found else {}
             recent = {name: columns.last(name, _RECENT) for name in ("reward", "update.loss")}
         name = self.setting("algorithm", "name")
@@ -119,6 +122,7 @@ class RunReader:
             accuracy=evaluation.get("accuracy"),
             standard_error=evaluation.get("standard_error"),
             hours=float(np.nansum(seconds)) / 3600,
+            gpu_hours=_gpu_hours(seconds, gpus),
             changed=changed_settings(self.config),
             note=read_note(self.directory),
         )
@@ -231,6 +235,11 @@ def _state(step: int | None, total: float | None, moment: float | None, seconds:
     if total is not None and step >= total:
         return "finished"
     return "running" if moment is not None and time.time() - moment < 60 + 5 * seconds else "stopped"
+
+
+def _gpu_hours(seconds: NDArray[np.float64], gpus: NDArray[np.float64]) -> float | None:
+    held = seconds * gpus
+    return float(held.sum()) / 3600 if len(held) and np.isfinite(held).all() else None
 
 
 def _text(value: object) -> str | None:

@@ -78,6 +78,8 @@ class StepRecord:
     """Alarms by name, with the likely cause (`trainer.observe.alarms`)."""
     hints: dict[str, str] = field(default_factory=dict)
     """Hints by name (`trainer.observe.hints`); the recorder adds them."""
+    gpus: int | None = None
+    """GPUs that trainer and engines hold; None where servers of somebody else generate."""
     verified: bool = True
     """Whether the rewards say what is correct."""
     rewards: dict[str, float] = field(default_factory=dict)

@@ -48,7 +48,7 @@ class RunLog:
 
 
 class RecordedRun(RunLog):
-    """Log of rank 0 for a run that continues after `step`; records have what `measured` returns for their step."""
+    """Log of rank 0 for a run that continues after `step`; records have what `measured` returns for their step, and `gpus`."""
 
     def __init__(
         self,
@@ -58,10 +58,11 @@ class RecordedRun(RunLog):
         clock: StageClock,
         step: int,
         measured: Callable[[int], dict[str, float]] = lambda step: {},
+        gpus: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._recorder, self._metrics, self._clock, self._cpu = config, recorder, metrics, clock, CpuClock()
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
-        self._step, self._measured = step, measured
+        self._step, self._measured, self._gpus = step, measured, gpus
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
@@ -113,6 +114,7 @@ class RecordedRun(RunLog):
             cpu_seconds=self._cpu.lap(),
             update=asdict(update.metrics) | ({} if (kl := batch.teacher_kl()) is None else {"teacher_kl": kl}),
             critic=asdict(critic) if critic else None,
+            gpus=self._gpus(),
             verified=verified,
             rewards=_rewards(answers),
             logged=self._measured(step),

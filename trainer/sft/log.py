@@ -24,7 +24,8 @@ class HeldOut:
 class SftLog:
     """Log of rank 0."""
 
-    def __init__(self, recorder: Recorder, total_steps: int) -> None:
+    def __init__(self, recorder: Recorder, total_steps: int, gpus: int) -> None:
+        self._gpus = gpus
         self.recorder, self.clock, self._cpu, self._total = recorder, StageClock(), CpuClock(), total_steps
 
     def begin(self) -> None:
@@ -42,6 +43,7 @@ class SftLog:
             "completion_tokens": update.trained_tokens / examples,
             "seconds": seconds,
             "cpu_seconds": self._cpu.lap(),
+            "gpus": self._gpus,
             "update": asdict(update),
         }
         skipped = "  skipped: the gradient is not finite" if update.skipped else ""

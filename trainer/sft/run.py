@@ -113,7 +113,8 @@ class SftRun:
         tokens = sum(int(row.learned.sum()) for rows in train for row in rows)
         tell(console, f"{len(train)} examples with {tokens:,} tokens to learn, {len(held_out)} held out; {total} steps")
         recorder = Recorder(run_dir, config, console, policy.step, None, lock.run, ("metrics",))
-        log = SftLog(self._stack.enter_context(recorder), total)
+        gpus = policy.ranks.world_size if policy.ranks.on_gpu else 0
+        log = SftLog(self._stack.enter_context(recorder), total, gpus)
         if policy.step >= total:
             recorder.say(f"already finished: all {total} steps were trained before, and below is their result")
         told = _Told(log, Batches(train, settings.batch_size, config.seed), lock, identity(config, "answers"))

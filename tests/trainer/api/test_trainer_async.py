@@ -26,7 +26,7 @@ from tests.support.in_process import metrics
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
-from trainer.in_process import DirectPublisher
+from trainer.engines import DirectPublisher
 from trainer.observe.timing import PUBLISHING, StageClock
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy

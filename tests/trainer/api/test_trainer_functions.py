@@ -1,26 +1,17 @@
 """Plain functions, callbacks and objects in real runs of a step or two on the built-in task."""
 
 import asyncio
-import contextlib
-import socket
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
 import torch
-import uvicorn
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from common.errors import ConfigError
 from services.data.tiny import problems
-from services.engine.app import make_app
-from services.engine.engine import Engine
-from services.engine.model import Model
 from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
 from trainer.observe.run_dir import read_lines
 
@@ -179,35 +170,6 @@ def test_a_model_and_a_tokenizer_as_objects(
     for words in ("trained with grpo", "`lora.rank` | `4`", "12 training problems", "95 % interval", "`length`"):
         assert words in card
     assert "not pushed, the hub cannot be reached" in capsys.readouterr().out
-
-
-@contextlib.contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """An engine with SGLang's API on a port of this machine."""
-    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), "float32"), seed=0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def test_a_server_generates_and_gets_the_weights(base_model: Path, tmp_path: Path) -> None:
-    with served(base_model) as url:
-        trainer = GRPOTrainer(str(base_model), length, config(tmp_path, max_steps=2), ROWS, engine=url)
-        result = trainer.train()
-    assert result.global_step == 2
-    assert all(line["update"]["delta_logprob"] < 1e-4 for line in result.history)  # it has every version
-    with pytest.raises(ConfigError, match=r"it is no engine.*field: engine.*value: vllm.*start SGLang"):
-        GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, engine="vllm")
 
 
 def test_a_text_is_continued_as_it_is_by_grpo_trainer_alone(base_model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Run directories are read as they grow, and whatever state they are in."""
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -185,3 +187,29 @@ def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:
 def test_one_sentence_says_whether_it_learns(reward: np.ndarray, level: str) -> None:
     noise = 0.02 * np.random.default_rng(0).standard_normal(len(reward)) if len(set(reward)) > 1 else 0
     assert verdict(reward + noise, reward)["level"] == level
+
+
+def test_the_cost_counts_the_gpus_of_every_step(tmp_path: Path) -> None:
+    """Each step takes 4 s (eight stages of 0.5 s)."""
+    assert RunReader(make_run(tmp_path / "cpu", 9, gpus=0)).summary().gpu_hours == 0
+    assert RunReader(make_run(tmp_path / "unknown", 9, gpus=None)).summary().gpu_hours is None
+    assert RunReader(make_run(tmp_path / "older", 9)).summary().gpu_hours is None
+    directory = make_run(tmp_path / "moved", 450, gpus=8)
+    write(directory / "metrics.jsonl", [line(step, gpus=4) for step in range(451, 901)], "a")
+    found = RunReader(directory).summary()
+    assert (found.hours, found.gpu_hours) == (1.0, 6.0)
+
+
+def test_the_csv_has_every_number_of_every_step_whatever_its_name(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 2)
+    odd = {'a,"b"\n': 2.5, "=1+1": 1e-7}
+    write(directory / "metrics.jsonl", [line(step, logged=odd) for step in range(3, 1003)], "a")
+    run = RunReader(directory)
+    rows = list(csv.reader(io.StringIO(run.csv(), newline="")))
+    assert [row[0] for row in rows] == ["step", *map(str, range(1, 1003))]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    first, last = (dict(zip(rows[0], row, strict=True)) for row in (rows[1], rows[-1]))
+    assert float(last["reward"]) == line(1002)["reward"]
+    assert float(last['logged.a,"b"\n']) == 2.5
+    assert float(last["logged.=1+1"]) == 1e-7  # a name never begins a cell as a formula
+    assert first["logged.=1+1"] == ""

@@ -22,7 +22,13 @@ overview.show([report]);
 /** The numbers of the charts, for a table of one's own; the run directory has every step. */
 function csv({ steps, columns }) {
   const names = Object.keys(columns).sort();
-  return [["step", ...names], ...steps.map((step, i) => [step, ...names.map((name) => columns[name][i] ?? "")])].map((row) => row.join(",")).join("\r\n");
+  return [["step", ...names.map(quoted)], ...steps.map((step, i) => [step, ...names.map((name) => columns[name][i] ?? "")])].map((row) => row.join(",")).join("\r\n");
+}
+
+/** A name as a cell that no spreadsheet takes for a formula. */
+function quoted(name) {
+  const safe = /^[=+\-@\t\r]/.test(name) ? `'${name}` : name;
+  return /[,"\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
 }
 
 /** What one would say about the run in a few lines. */
@@ -36,7 +42,7 @@ function summary({ model, data, recipe, step, total_steps: total, state, note, c
     ["Steps", step === null ? "none" : `${text(step)}${total ? ` of ${text(total)}` : ""}, ${state}`],
     ["Held-out", before],
     ["Reward", report.verdict.text || text(more.reward)],
-    ["Wall time", cost(more)],
+    ["Cost", cost(more)],
     ["Changed settings", Object.entries(changed).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join("\n") || "none"],
     ...(note ? [["Note", note]] : []),
   ];

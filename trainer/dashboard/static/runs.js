@@ -7,8 +7,11 @@ const FEW_CHANGES = 4;
 const COLUMNS = ["model.name", "data.source", "algorithm.name"]; // which have a column of their own
 const last = (path) => path?.split("/").filter(Boolean).slice(-2).join("/") ?? "–";
 
-/** Wall time of all steps. */
-export const cost = ({ hours }) => duration(3600 * hours);
+/** Wall time of all steps, and what it took of GPUs, as far as it is known. */
+export function cost({ hours, gpu_hours: held }) {
+  const gpus = held === 0 ? ", no GPU" : isNumber(held) ? `, ${text(held)} GPU-hours` : "";
+  return duration(3600 * hours) + gpus;
+}
 
 /** How good the newest evaluation was, with its standard error; the loss of a run on worked answers. */
 export function result({ accuracy, standard_error: error, loss, reward }) {
@@ -29,7 +32,7 @@ export class RunsTable {
     if (now === this.shown || this.editing !== null) return;
     this.shown = now;
     this.runs = runs;
-    const heads = ["", "Run", "State", "Model", "Data", "Recipe", "Step", "Held-out", "Reward", "Wall time", "Changed settings", "Note"];
+    const heads = ["", "Run", "State", "Model", "Data", "Recipe", "Step", "Held-out", "Reward", "Cost", "Changed settings", "Note"];
     const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run;
     fill(
       this.element,
@@ -64,7 +67,7 @@ export class RunsTable {
       cell("Step", summary.step === null ? "–" : `${text(summary.step)}${total}`),
       cell("Held-out", result({ ...summary, reward: null })),
       cell("Reward", text(summary.reward)),
-      cell("Wall time", cost(summary)),
+      cell("Cost", cost(summary)),
       cell("Changed settings", this.changes(summary.changed)),
       cell("Note", this.note(data)),
     );

@@ -1,0 +1,135 @@
+"""The engines of the Python API: several servers, and an SGLang that the trainer starts, starts again and ends."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import uvicorn
+
+from common.errors import ConfigError, ServiceError
+from services.data.tiny import problems
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
+from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed
+from trainer import GRPOConfig, GRPOTrainer
+
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+ROWS = [{"prompt": [{"role": "user", "content": problem.question}]} for problem in islice(problems("train"), 12)]
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [len(completion[0]["content"]) / 50 for completion in completions]
+
+
+def config(folder: Path, **fields: Any) -> GRPOConfig:
+    small = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "use_cpu": True}
+    return GRPOConfig(output_dir=folder / "run", verbose=False, **small | {"max_steps": 2} | fields)
+
+
+@contextlib.contextmanager
+def served(directory: Path, asked: Counter[str]) -> Iterator[str]:
+    """An engine with SGLang's API on a port of this machine; `asked` counts its calls by URL and path."""
+    app = make_app(Engine(Model(directory, 256, torch.device("cpu"), "float32"), seed=0))
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            asked[url + scope["path"]] += 1
+        await app(scope, receive, send)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    server = uvicorn.Server(uvicorn.Config(counting, "127.0.0.1", port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_servers_share_the_prompts_and_get_every_version(base_model: Path, tmp_path: Path) -> None:
+    asked: Counter[str] = Counter()
+    with served(base_model, asked) as first, served(base_model, asked) as second:
+        result = GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, engine=[first, f"{second}/"]).train()
+    assert result.global_step == 2
+    assert all(line["update"]["delta_logprob"] < 1e-4 for line in result.history)  # both have every version
+    assert asked[first + "/update_weights_from_disk"] == asked[second + "/update_weights_from_disk"] == 3
+    assert asked[first + "/generate"] > 0
+    assert asked[second + "/generate"] > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "message"),
+    [
+        ("vllm", {}, r"it is no engine.*field: engine.*value: vllm.*sglang, or the URLs"),
+        (["http://a:1", "http://a:1/"], {}, r"it is there twice.*value: http://a:1"),
+        ("http://a:1", {"lora.rank": 4}, r"may not take adapters.*lora.publish"),
+        ("embedded", {"rollout.engine_args": []}, r"SGLang that is started here.*engine='sglang'"),
+        ("sglang", {"rollout.engine_python": "no/python"}, r"no Python with sglang.*rollout.engine_python.*no/python"),
+    ],
+)
+def test_what_cannot_generate_is_refused_at_once(
+    engine: Any, settings: dict[str, Any], message: str, base_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOTrainer(str(base_model), length, config(tmp_path, settings=settings), ROWS, engine=engine)
+
+
+def test_an_sglang_that_does_not_start_ends_the_run_with_its_words(base_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such kernel\nexit 3\n")
+    broken.chmod(0o755)
+    settings = config(tmp_path, settings={"rollout.engine_python": str(broken)})
+    trainer = GRPOTrainer(str(base_model), length, settings, ROWS, engine="sglang")
+    with pytest.raises(ServiceError, match=r"(?s)engine failed to start.*status 3.*no such kernel.*engine.log"):
+        trainer.train()
+
+
+class Killed:
+    """Kills the engine, once, after the first step."""
+
+    def __init__(self) -> None:
+        self.servers: set[int] = set()
+        self.family: list[psutil.Process] = []
+
+    def on_step_end(self, state: Any) -> None:
+        family = psutil.Process().children(recursive=True)
+        (server,) = [each for each in family if "sglang.launch_server" in each.cmdline() and "-S" not in each.cmdline()]
+        self.servers.add(server.pid)
+        self.family += [server, *server.children(recursive=True)]
+        if state.global_step == 1:
+            server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
+@pytest.mark.parametrize("lora", [{}, {"lora.rank": 4}], ids=["whole", "adapter"])
+def test_real_sglang_is_started_and_started_again_and_ended(
+    lora: dict[str, Any], base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+    own = {"rollout.engine_python": str(SGLANG / "bin" / "python"), "rollout.max_running_requests": 16, **lora}
+    killed = Killed()
+    settings = config(tmp_path, max_steps=3, learning_rate=1e-3, settings=own)
+    trainer = GRPOTrainer(str(base_model), length, settings, ROWS, ROWS[:2], callbacks=[killed], engine="sglang")
+    result = trainer.train()
+    assert result.global_step == 3
+    assert all(line["update"]["delta_logprob"] < 1e-3 for line in result.history)
+    assert len(result.evaluations) == 2
+    assert len(killed.servers) == 2
+    assert [each for each in killed.family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []

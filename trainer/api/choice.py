@@ -1,0 +1,36 @@
+"""The choice of the engine that generates."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.topology import Topology
+from services.rollout.engine_client import engine_command
+from trainer.api.settings import OWN_SGLANG, TrainerConfig
+
+
+def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str]:
+    """Returns `embedded`, `sglang` or a list of URLs. Raises ConfigError where engine and settings do not fit together."""
+    if engine != "sglang":
+        for name in OWN_SGLANG:
+            if (setting := f"rollout.{name}") in config.settings:
+                value, remedy = {setting: config.settings[setting]}, "leave it out, or give engine='sglang'"
+                raise ConfigError("it is for an SGLang that is started here", field="settings", value=value, remedy=remedy)
+    if engine == "embedded":
+        return "embedded"
+    if engine == "sglang":
+        system = config.to_config(config.problems_per_step, 0, config.output_dir or Path("outputs"), engine="sglang")
+        engine_command(system, Topology(), system.model.name, "0")
+        return "sglang"
+    urls = [url.rstrip("/") for url in ([engine] if isinstance(engine, str) else engine)]
+    for url in urls or [""]:
+        if not url.startswith(("http://", "https://")):
+            remedy = "give embedded, sglang, or the URLs of SGLang servers that have the model, http://127.0.0.1:30000"
+            raise ConfigError("it is no engine", field="engine", value=url, remedy=remedy)
+        if urls.count(url) > 1:
+            raise ConfigError("it is there twice", field="engine", value=url, remedy="name every server once")
+    if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
+        reason = "a server that this trainer did not start may not take adapters"
+        remedy = "set settings={'lora.publish': 'merged'}: it gets the whole model with the adapter merged"
+        raise ConfigError(reason, field="engine", value=urls[0], remedy=remedy)
+    return urls

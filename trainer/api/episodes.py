@@ -1,0 +1,79 @@
+"""Environments and tools as callers of the Python API give them."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.errors import ConfigError, shorten
+from services.environment.environments import Environment
+from services.reward.functions import RewardFunction
+
+_NAME = "environment.name"
+
+
+class EnvironmentReward(RewardFunction):
+    """Stands for the rewards that an environment gives itself."""
+
+    @property
+    def name(self) -> str:
+        """See `RewardFunction`."""
+        return "environment"
+
+    def __call__(self, completions: Any, **columns: Any) -> list[float]:
+        """Called for the made-up answers that a run begins with, alone: an episode has its environment's reward, or fails."""
+        return [0.0] * len(completions)
+
+
+def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) -> Environment | None:
+    """Returns the environment of a class, of a function that makes one, or of tools; None where neither is given.
+
+    Raises ConfigError where they do not fit together, or with the reward functions.
+    """
+    for function in reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]:
+        if inspect.isroutine(function) and "environments" in inspect.signature(function).parameters:
+            reason = "a reward function here gets no environments, which may run in another process"
+            remedy = "give the environment a method get_reward(), which returns the reward of its episode"
+            raise ConfigError(reason, field="reward_fn", value=function.__name__, remedy=remedy)
+    if factory is None:
+        return None if not tools else _of_tools(tools)
+    if tools:
+        remedy = "make them methods of the environment"
+        raise ConfigError("an environment_factory brings its own tools", field="tools", value=shorten(tools), remedy=remedy)
+    if not callable(factory):
+        remedy = "give a class with reset(**columns), or a function that makes one environment"
+        raise ConfigError("it makes no environments", field="environment_factory", value=shorten(factory), remedy=remedy)
+    kind = factory if inspect.isclass(factory) else type(factory())
+    made = replace(Environment.of(kind, _path([factory])), make=factory)
+    if made.has_reward and reward_fn is not None:
+        remedy = "leave the reward functions out, or get_reward"
+        raise ConfigError("the environment has get_reward, which is the whole reward", field="reward_fn", remedy=remedy)
+    return made
+
+
+def _of_tools(tools: Sequence[Any]) -> Environment:
+    for tool in tools:
+        if not inspect.isroutine(tool):
+            remedy = "give functions with types and a docstring, or an environment_factory"
+            raise ConfigError("it is no function", field="tools", value=shorten(tool), remedy=remedy)
+    return Environment.of_functions(tools, _path(tools))
+
+
+def _path(made: Sequence[Any]) -> str:
+    """Returns what a run records as the name of its environment; nothing is imported by it."""
+    names = [getattr(each, "__name__", type(each).__name__).strip("<>") for each in made]
+    return f"python:{getattr(made[0], '__module__', 'given')}:{'_'.join(names)}"
+
+
+def with_environment(environment: Environment | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings that record which environment a run has. Raises ConfigError where they have another one, or lack one."""
+    if environment is None:
+        for name in settings:
+            if name.startswith("environment.") and not settings.get(_NAME):
+                remedy = "leave it out, or give tools or an environment_factory"
+                raise ConfigError("there is no environment to read it", field=name, value=settings[name], remedy=remedy)
+        return settings
+    if settings.get(_NAME, environment.name) != environment.name:
+        remedy = "leave one of them out"
+        raise ConfigError("there is another environment", field=_NAME, value=settings[_NAME], remedy=remedy)
+    return settings | {_NAME: environment.name}

@@ -1,0 +1,204 @@
+"""The engines of a run in one process: the embedded one, an SGLang of its own, or SGLang servers that run already."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common.clients import Client, Unreachable
+from common.config import Config
+from common.rollout_client import BASE_VERSION, RolloutClient
+from common.schemas import WeightManifest
+from common.topology import ROLLOUT, Topology
+from services.http.app import listen
+from services.rollout.engine_client import (
+    EngineClient,
+    adapters_kept,
+    engine_command,
+    engine_env,
+    released_memory,
+)
+from services.rollout.process import Supervised, Timing
+from trainer.run import Opening
+from trainer.weights.adapters import base_directory
+from trainer.weights.publisher import Weights, version_name, write_version
+
+_STARTUP_S = 3600.0
+"""Time to load a large model and to compile its kernels."""
+_REST_S = 5.0
+"""A server that did not answer gets no request for so long while others are there."""
+
+
+@dataclass
+class _Server:
+    """A server, and what is asked of it now."""
+
+    client: Client
+    running: int = 0
+    rests_until: float = 0.0
+
+
+class ServersClient(RolloutClient):
+    """`RolloutClient` of one or several servers: each attempt of a request goes to the one with the fewest.
+
+    `check` raises Unreachable where none of them will answer again, and httpx.ConnectError as long as none can.
+    """
+
+    def __init__(self, urls: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        super().__init__("rollout-server", urls[0])
+        self._servers = [_Server(Client("rollout-server", url)) for url in urls]
+        self._check = check
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.client.close()
+        await super().close()
+
+    async def unhealthy_reason(self) -> str | None:
+        """See `Client`: all of them have to be there."""
+        reasons = await asyncio.gather(*(server.client.unhealthy_reason() for server in self._servers))
+        named = zip(self._servers, reasons, strict=True)
+        return "; ".join(f"{server.client.base_url}: {reason}" for server, reason in named if reason) or None
+
+    async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+        self._check()
+        now = time.monotonic()
+        server = min(self._servers, key=lambda server: (server.rests_until > now, server.running))
+        server.running += 1
+        answered = False
+        try:
+            response = await server.client._exchange(method, path, timeout, arguments)
+            answered = not self._is_passing(response)
+            return response
+        finally:
+            server.running -= 1
+            server.rests_until = 0.0 if answered else time.monotonic() + _REST_S
+
+
+class OwnSGLang:
+    """An SGLang server that this process starts, starts again when it dies, and ends."""
+
+    def __init__(self, config: Config, publisher: "DirectPublisher") -> None:
+        with listen("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        rollout, self._topology = config.rollout.model_copy(update={"engine_port": port}), Topology()
+        self._config, self._publisher = config.model_copy(update={"rollout": rollout}), publisher
+        self.url = self._topology.url(ROLLOUT, port)
+        self.log_file = config.state_dir / "logs" / "engine.log"
+        self._lost: str | None = None
+        self._up, self._api = asyncio.Event(), EngineClient("engine", self.url)
+        self._child = Supervised(
+            "engine",
+            self._launch,
+            self._api.unhealthy_reason,
+            env=engine_env(config) | self._topology.loopback_env(),
+            log_file=self.log_file,
+            timing=Timing(startup_s=_STARTUP_S, hang_s=rollout.hang_timeout_s, max_failed_starts=1),
+            on_up=self._came_up,
+            on_down=lambda _: None,
+            shown=False,
+        )
+
+    async def _launch(self) -> list[str]:
+        model, label = self._publisher.starts_with()
+        return engine_command(self._config, self._topology, str(model), label)
+
+    async def _came_up(self) -> None:
+        if self._up.is_set():  # again
+            await self._publisher.reload()
+        self._up.set()
+
+    def check(self) -> None:
+        """Raises Unreachable when it will not be started again, and httpx.ConnectError until it has the newest weights."""
+        if self._lost is not None:
+            raise Unreachable(self._lost)
+        if not self._child.up:
+            raise httpx.ConnectError("SGLang is being started")
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Returns when it answers; `stack` ends it. Raises ServiceError, with the end of its output, when it does not start."""
+        stack.push_async_callback(self._api.close)
+        run, up = asyncio.create_task(self._child.run()), asyncio.create_task(self._up.wait())
+        stack.push_async_callback(_ended, run)
+        await asyncio.wait({run, up}, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if run.done():
+            run.result()
+        run.add_done_callback(self._note)
+
+    def _note(self, run: "asyncio.Task[None]") -> None:
+        if not run.cancelled():
+            self._lost = str(run.exception())
+
+
+async def _ended(run: "asyncio.Task[None]") -> None:
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+class DirectPublisher:
+    """Writes a version and has the engines load it, as agents do on rollout nodes, but without a download."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.engines: list[EngineClient] = []
+        self._opening = opening
+        self._timeout_s = opening.config.trainer.publish_timeout_s
+        self._base: Path | None = None
+        self._newest: tuple[WeightManifest, Path] | None = None
+        if opening.config.lora.publishes_adapter:
+            self._base = base_directory(opening.config, opening.tokenizer, opening.run_dir / "base")
+        else:
+            self.write(opening.policy.weights(), opening.policy.step)
+
+    def starts_with(self) -> tuple[Path, str]:
+        """Returns directory and label of the weights that an engine starts with."""
+        if self._base is not None:
+            return self._base, BASE_VERSION
+        assert self._newest is not None
+        return self._newest[1], str(self._newest[0].version)
+
+    def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
+        """Writes a version and removes the others; returns its manifest and directory."""
+        directory = self._opening.run_dir / "weights"
+        shutil.rmtree(directory, ignore_errors=True)
+        manifest = write_version(weights, self._opening.static_files, directory, self._opening.run_id, version)
+        self._newest = manifest, directory / version_name(version)
+        return self._newest
+
+    def publish(self, weights: Weights, version: int) -> None:
+        """Waits until every engine has confirmed the version. Raises LoadFailed when one does not."""
+        self.write(weights, version)
+        self.wake()
+
+    def sleep(self) -> None:
+        """See `Sleepers`."""
+        memory = released_memory(self._opening.config)
+        self._opening.loop.call(_together(engine.sleep(memory, self._timeout_s) for engine in self.engines))
+
+    def wake(self) -> None:
+        """See `Sleepers`."""
+        self._opening.loop.call(self.reload())
+
+    async def reload(self) -> None:
+        """Has the engines load the newest version, if there is one already."""
+        if self._newest is None:
+            return
+        manifest, path = self._newest
+        if manifest.kind == "adapter":
+            kept = adapters_kept(self._opening.config)
+            await _together(engine.load_adapter(path, manifest, kept, self._timeout_s) for engine in self.engines)
+        else:
+            await _together(engine.load(path, str(manifest.version), self._timeout_s) for engine in self.engines)
+
+
+async def _together(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Waits for all calls, also where one fails: none goes on behind the caller's back. Raises the first error."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
