@@ -2,10 +2,10 @@
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, Unpack
 
 import httpx
 import numpy as np
@@ -14,9 +14,10 @@ import orjson
 from common.clients import Client
 from common.errors import NotFound, ServiceError
 from common.pacing import Pace, paced
-from common.schemas import Completion, Int32
+from common.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class GenerationFailed(ServiceError):
@@ -63,9 +64,11 @@ class RolloutClient(Client):
         Raises GenerationFailed when an answer was aborted or lacks what training needs.
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
-        found = await self.answers(input_ids, lora_path=name, **options)
-        with _without_cycle_collection():
-            return [completion_from_answer(answer, version, _truncates(options)) for answer in found]
+
+        def read(answers: list[dict[str, Any]]) -> list[Completion]:
+            return [completion_from_answer(answer, version, _truncates(options)) for answer in answers]
+
+        return await self._read(read, input_ids, options, name)
 
     async def answers(
         self,
@@ -76,11 +79,21 @@ class RolloutClient(Client):
         **options: Unpack[SamplingOptions],
     ) -> list[dict[str, Any]]:
         """Returns the n answers of the engine as they came. Raises GenerationFailed when there are not n."""
+        return await self._read(lambda answers: answers, input_ids, options, lora_path, logprobs)
+
+    async def _read(
+        self,
+        read: Callable[[list[dict[str, Any]]], list[_T]],
+        input_ids: Sequence[int],
+        options: SamplingOptions,
+        lora_path: str | None,
+        logprobs: bool = True,
+    ) -> list[_T]:
         if (pace := options.get("pace")) is not None:
-            return await self._paced(pace, input_ids, options, lora_path, logprobs)
+            return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
         content = await self._generate(input_ids, options, lora_path, logprobs)
-        with _without_cycle_collection():
-            return _n_answers(content, options["n"])
+        with _without_cycle_collection():  # until the lists of the answers are gone
+            return read(_n_answers(content, options["n"]))
 
     async def _paced(
         self, pace: Pace, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
@@ -201,9 +214,11 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
-        token_ids: Int32 = np.array(answer["output_ids"], np.int32)
-        pairs = zip(*meta["output_token_logprobs"], strict=True)  # lists of three: a log-probability, a token, its text
-        logprobs, scored, kept = np.array(next(pairs, ()), np.float32), list(next(pairs, ())), _Kept()
+        ids, pairs = answer["output_ids"], meta["output_token_logprobs"]
+        flat = list(chain.from_iterable(pairs))  # a log-probability, its token and the token's text in turn
+        token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
+        logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
+        matches, kept = len(flat) == 3 * len(pairs) and flat[1::3] == ids, _Kept()
         if truncated or "output_token_sampling_mask" in meta:
             if "output_token_sampling_mask" not in meta:
                 raise GenerationFailed(
@@ -229,7 +244,7 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
     complete = len(token_ids) == len(logprobs)
     if truncated or len(kept.counts):
         complete &= len(token_ids) == len(kept.counts)
-    if len(token_ids) == 0 or not complete or answer["output_ids"] != scored or not np.isfinite(logprobs).all():
+    if len(token_ids) == 0 or not complete or not matches or not np.isfinite(logprobs).all():
         raise GenerationFailed("tokens and logprobs of the completion do not match", value=answer)
     found = Completion(token_ids, logprobs, answer["text"], finish, versions)
     found.kept_tokens, found.kept_counts = kept
