@@ -1,5 +1,6 @@
 """The client of the router: asks for groups of completions and validates the engines' answers."""
 
+import asyncio
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +56,15 @@ class RolloutClient(Client):
     adapter: tuple[str, int] | None = None
     """Name and weight version of the LoRA adapter that answers; None for the engines' own weights."""
     repeats_prompt = False
-    """Ask for n completions of an adapter as n prompts in one request. With n > 1 SGLang (0.5.21) counts one use of the adapter
-    too few, and then never finishes unloading it. Not for engines that honour `sampling_seed`."""
+    """Ask for n completions of an adapter, or of truncated sampling, as n prompts in one request. With n > 1 SGLang (0.5.21)
+    first asks itself for no token at all; then it counts one use of the adapter too few and never finishes unloading it, and
+    fails for want of the tokens that truncation left. Not for engines that honour `sampling_seed`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._turn = asyncio.Lock()
+        """One answer is read in a turn of the event loop: thousands that come together would keep it from all other calls until
+        these give up."""
 
     async def generate(self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]) -> list[Completion]:
         """Returns n completions of one prompt, from token ids to token ids.
@@ -92,8 +100,10 @@ class RolloutClient(Client):
         if (pace := options.get("pace")) is not None:
             return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
         content = await self._generate(input_ids, options, lora_path, logprobs)
-        with _without_cycle_collection():  # until the lists of the answers are gone
-            return read(_n_answers(content, options["n"]))
+        async with self._turn:
+            await asyncio.sleep(0)
+            with _without_cycle_collection():  # until the lists of the answers are gone
+                return read(_n_answers(content, options["n"]))
 
     async def _paced(
         self, pace: Pace, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
@@ -119,7 +129,8 @@ class RolloutClient(Client):
         self, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool = True
     ) -> bytes:
         n, prompt = options["n"], list(input_ids)
-        repeated = lora_path is not None and self.repeats_prompt and n > 1
+        asks_for_kept = logprobs and _truncates(options)
+        repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
         sampling = {
             "n": 1 if repeated else n,
             "max_new_tokens": options["max_new_tokens"],
@@ -136,7 +147,7 @@ class RolloutClient(Client):
             "return_logprob": logprobs,
             "stream": False,
         }
-        if logprobs and _truncates(options):
+        if asks_for_kept:
             body["return_sampling_mask"] = True
         if lora_path is not None:
             body["lora_path"] = lora_path

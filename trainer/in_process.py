@@ -124,7 +124,7 @@ class InProcessBackend:
             template = Template(opening.tokenizer, stops), stops
         services, publisher.engine = loop.call(self._start(config, rollout, apps, template))
         if config.lora.publishes_adapter:
-            return services, AdapterPublisher(publisher, services.rollout, opening.run_id, sglang=False)
+            return services, AdapterPublisher(publisher, services.rollout, opening.run_id)
         return services, publisher
 
     def agents(self) -> list[Client]:
