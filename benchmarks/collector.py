@@ -3,8 +3,8 @@
 The real collector and the real clients over real sockets, thousands of completions in flight. Light stand-ins, one process
 each, are the data-server, reward-server and replay-buffer, and one endpoint that stands for the router and 64 engines: it
 answers a group after a second or two, with about 500 tokens and log-probabilities a completion, in SGLang's format. Groups
-that are stored free their slots at once. Measured: completions per second, CPU seconds of this process for 1,000 completions and the
-shares of them that parsing SGLang's JSON takes and that remains, and the resident memory as it goes on.
+that are stored free their slots at once. Measured: completions per second, CPU seconds of this process for 1,000
+completions and the shares of them that parsing SGLang's JSON takes and that remains, and the resident memory as it goes on.
 """
 
 import argparse
