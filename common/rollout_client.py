@@ -19,6 +19,7 @@ from common.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_TURN_S = 0.1
 
 
 class GenerationFailed(ServiceError):
@@ -62,9 +63,7 @@ class RolloutClient(Client):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._turn = asyncio.Lock()
-        """One answer is read in a turn of the event loop: thousands that come together would keep it from all other calls until
-        these give up."""
+        self._turn_ends, self._turn_over = 0.0, False
 
     async def generate(self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]) -> list[Completion]:
         """Returns n completions of one prompt, from token ids to token ids.
@@ -100,10 +99,28 @@ class RolloutClient(Client):
         if (pace := options.get("pace")) is not None:
             return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
         content = await self._generate(input_ids, options, lora_path, logprobs)
-        async with self._turn:
+        await self._turn()
+        with _without_cycle_collection():  # until the lists of the answers are gone
+            return read(_n_answers(content, options["n"]))
+
+    async def _turn(self) -> None:
+        """Waits for a turn to read an answer.
+
+        Thousands of answers that come together would keep the event loop from all other calls until these give up, so every
+        `_TURN_S` seconds of reading the others have their turn.
+        """
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            self._turn_ends, self._turn_over = loop.time() + _TURN_S, False
+
+        while True:
+            if not self._turn_over and loop.time() > self._turn_ends:
+                self._turn_over = True
+                loop.call_soon(begin)
+            if not self._turn_over:
+                return
             await asyncio.sleep(0)
-            with _without_cycle_collection():  # until the lists of the answers are gone
-                return read(_n_answers(content, options["n"]))
 
     async def _paced(
         self, pace: Pace, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
