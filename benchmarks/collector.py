@@ -1,10 +1,10 @@
-"""What the collector costs the trainer's node: `python -m benchmarks.collector [--completions 40000] [--profile]`.
+"""What collecting costs the trainer's node: `python -m benchmarks.collector [--in-flight 4096] [--completions 40000]`.
 
-The real collector and the real clients over real sockets, 4,096 completions in flight. Light stand-ins, one process each, are
-the data-server, reward-server and replay-buffer, and one endpoint that stands for the router and 64 engines: it answers a
-group after a second or two, with about 500 tokens and log-probabilities a completion, in SGLang's format. Groups that are
-stored free their slots at once. Measured: completions per second, CPU seconds of this process for 1,000 completions and the
-shares of them that parsing SGLang's JSON takes and that remains, and the resident memory as it goes on.
+The real collector and the real clients over real sockets, thousands of completions in flight. Light stand-ins, one process
+each, are the data-server, reward-server and replay-buffer, and one endpoint that stands for the router and 64 engines: it
+answers a group after a second or two, with about 500 tokens and log-probabilities a completion, in SGLang's format. Groups
+that are stored free their slots at once. Measured: completions per second, CPU seconds of this process for 1,000
+completions and the shares of them that parsing SGLang's JSON takes and that remains, and the resident memory as it goes on.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
 
-IN_FLIGHT, COMPLETIONS, TOKENS, POOL = 4096, 8, 500, 16
+COMPLETIONS, TOKENS, POOL = 8, 500, 16
 
 
 def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def parse_seconds() -> tuple[float, float]:
     return middle - start, time.process_time() - middle
 
 
-def measure(config: Config, url: str, completions: int, profile: cProfile.Profile | None) -> None:
+def measure(config: Config, url: str, in_flight: int, completions: int, profile: cProfile.Profile | None) -> None:
     with LoopThread() as loop:
 
         async def connect() -> Services:
@@ -172,15 +172,15 @@ def measure(config: Config, url: str, completions: int, profile: cProfile.Profil
                 (profile.enable if on else profile.disable)()
 
         gc.freeze()  # as the trainer does before its first batch
-        task = loop.start(collector.run(1 << 40, IN_FLIGHT // COMPLETIONS))
-        marks = [IN_FLIGHT, *range(10_000, completions + 1, 10_000)]
+        task = loop.start(collector.run(1 << 40, in_flight // COMPLETIONS))
+        marks = [in_flight, *range((in_flight // 10_000 + 1) * 10_000, completions + 1, 10_000)]
         begin, used = 0.0, 0.0
         for mark in marks:
             while replay.stored * COMPLETIONS < mark:
                 time.sleep(0.02)
                 if task.done():
                     task.result()
-            if mark == IN_FLIGHT:
+            if mark == in_flight:
                 loop.call(enable(True))
                 first, begin, used = replay.stored, time.perf_counter(), time.process_time()
             print(f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB", flush=True)
@@ -202,6 +202,7 @@ def measure(config: Config, url: str, completions: int, profile: cProfile.Profil
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=int, default=4096, help="completions, a multiple of 8")
     parser.add_argument("--completions", type=int, default=40_000)
     parser.add_argument("--profile", action="store_true", help="also say where the CPU time of the event loop goes")
     parser.add_argument("--app", help=argparse.SUPPRESS)
@@ -214,14 +215,14 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     engines, services = free_port(), free_port()
     words = [
-        *("--model.name", str(ROOT / ".cache/tiny-base"), "--trainer.batch_size", str(IN_FLIGHT // COMPLETIONS)),
+        *("--model.name", str(ROOT / ".cache/tiny-base"), "--trainer.batch_size", str(arguments.in_flight // COMPLETIONS)),
         *("--sampling.group_size", str(COMPLETIONS), "--sampling.max_new_tokens", "1024"),
         *("--data.port", str(services), "--reward.port", str(services), "--replay.port", str(services)),
     ]
     apps = [["benchmarks.collector", "--app", json.dumps(pair)] for pair in (("rollout", engines), ("services", services))]
     profile = cProfile.Profile(time.thread_time) if arguments.profile else None
     with processes(apps):
-        measure(load(words, {}), f"http://127.0.0.1:{engines}", arguments.completions, profile)
+        measure(load(words, {}), f"http://127.0.0.1:{engines}", arguments.in_flight, arguments.completions, profile)
     if profile:
         pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
 

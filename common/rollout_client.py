@@ -1,11 +1,12 @@
 """The client of the router: asks for groups of completions and validates the engines' answers."""
 
+import asyncio
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar, Unpack
 
 import httpx
 import numpy as np
@@ -14,9 +15,11 @@ import orjson
 from common.clients import Client
 from common.errors import NotFound, ServiceError
 from common.pacing import Pace, paced
-from common.schemas import Completion, Int32
+from common.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_TURN_S = 0.1
 
 
 class GenerationFailed(ServiceError):
@@ -54,8 +57,13 @@ class RolloutClient(Client):
     adapter: tuple[str, int] | None = None
     """Name and weight version of the LoRA adapter that answers; None for the engines' own weights."""
     repeats_prompt = False
-    """Ask for n completions of an adapter as n prompts in one request. With n > 1 SGLang (0.5.21) counts one use of the adapter
-    too few, and then never finishes unloading it. Not for engines that honour `sampling_seed`."""
+    """Ask for n completions of an adapter, or of truncated sampling, as n prompts in one request. With n > 1 SGLang (0.5.21)
+    first asks itself for no token at all; then it counts one use of the adapter too few and never finishes unloading it, and
+    fails for want of the tokens that truncation left. Not for engines that honour `sampling_seed`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._turn_ends, self._turn_over = 0.0, False
 
     async def generate(self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]) -> list[Completion]:
         """Returns n completions of one prompt, from token ids to token ids.
@@ -63,9 +71,11 @@ class RolloutClient(Client):
         Raises GenerationFailed when an answer was aborted or lacks what training needs.
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
-        found = await self.answers(input_ids, lora_path=name, **options)
-        with _without_cycle_collection():
-            return [completion_from_answer(answer, version, _truncates(options)) for answer in found]
+
+        def read(answers: list[dict[str, Any]]) -> list[Completion]:
+            return [completion_from_answer(answer, version, _truncates(options)) for answer in answers]
+
+        return await self._read(read, input_ids, options, name)
 
     async def answers(
         self,
@@ -76,11 +86,41 @@ class RolloutClient(Client):
         **options: Unpack[SamplingOptions],
     ) -> list[dict[str, Any]]:
         """Returns the n answers of the engine as they came. Raises GenerationFailed when there are not n."""
+        return await self._read(lambda answers: answers, input_ids, options, lora_path, logprobs)
+
+    async def _read(
+        self,
+        read: Callable[[list[dict[str, Any]]], list[_T]],
+        input_ids: Sequence[int],
+        options: SamplingOptions,
+        lora_path: str | None,
+        logprobs: bool = True,
+    ) -> list[_T]:
         if (pace := options.get("pace")) is not None:
-            return await self._paced(pace, input_ids, options, lora_path, logprobs)
+            return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
         content = await self._generate(input_ids, options, lora_path, logprobs)
-        with _without_cycle_collection():
-            return _n_answers(content, options["n"])
+        await self._turn()
+        with _without_cycle_collection():  # until the lists of the answers are gone
+            return read(_n_answers(content, options["n"]))
+
+    async def _turn(self) -> None:
+        """Waits for a turn to read an answer.
+
+        Thousands of answers that come together would keep the event loop from all other calls until these give up, so every
+        `_TURN_S` seconds of reading the others have their turn.
+        """
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            self._turn_ends, self._turn_over = loop.time() + _TURN_S, False
+
+        while True:
+            if not self._turn_over and loop.time() > self._turn_ends:
+                self._turn_over = True
+                loop.call_soon(begin)
+            if not self._turn_over:
+                return
+            await asyncio.sleep(0)
 
     async def _paced(
         self, pace: Pace, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
@@ -106,7 +146,8 @@ class RolloutClient(Client):
         self, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool = True
     ) -> bytes:
         n, prompt = options["n"], list(input_ids)
-        repeated = lora_path is not None and self.repeats_prompt and n > 1
+        asks_for_kept = logprobs and _truncates(options)
+        repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
         sampling = {
             "n": 1 if repeated else n,
             "max_new_tokens": options["max_new_tokens"],
@@ -123,7 +164,7 @@ class RolloutClient(Client):
             "return_logprob": logprobs,
             "stream": False,
         }
-        if logprobs and _truncates(options):
+        if asks_for_kept:
             body["return_sampling_mask"] = True
         if lora_path is not None:
             body["lora_path"] = lora_path
@@ -201,9 +242,11 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
-        token_ids: Int32 = np.array(answer["output_ids"], np.int32)
-        pairs = zip(*meta["output_token_logprobs"], strict=True)  # lists of three: a log-probability, a token, its text
-        logprobs, scored, kept = np.array(next(pairs, ()), np.float32), list(next(pairs, ())), _Kept()
+        ids, pairs = answer["output_ids"], meta["output_token_logprobs"]
+        flat = list(chain.from_iterable(pairs))  # a log-probability, its token and the token's text in turn
+        token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
+        logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
+        matches, kept = len(flat) == 3 * len(pairs) and flat[1::3] == ids, _Kept()
         if truncated or "output_token_sampling_mask" in meta:
             if "output_token_sampling_mask" not in meta:
                 raise GenerationFailed(
@@ -229,7 +272,7 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
     complete = len(token_ids) == len(logprobs)
     if truncated or len(kept.counts):
         complete &= len(token_ids) == len(kept.counts)
-    if len(token_ids) == 0 or not complete or answer["output_ids"] != scored or not np.isfinite(logprobs).all():
+    if len(token_ids) == 0 or not complete or not matches or not np.isfinite(logprobs).all():
         raise GenerationFailed("tokens and logprobs of the completion do not match", value=answer)
     found = Completion(token_ids, logprobs, answer["text"], finish, versions)
     found.kept_tokens, found.kept_counts = kept

@@ -36,6 +36,10 @@ where the ground truth is a number, graded 0. `timeout`, `died` (a worker), `err
 (no reward function is meant for it): not graded, the reward is null."""
 
 
+_FEW = 16
+"""Items of a mapping that may all be invalid at little cost."""
+
+
 @dataclass(frozen=True)
 class AtMost:
     """Bounds a list or mapping before its items are validated, and stops at the first invalid item.
@@ -62,7 +66,7 @@ class AtMost:
         return value
 
     def _one_by_one(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        if not isinstance(self._bounded(value), dict):
+        if not isinstance(self._bounded(value), dict) or len(value) <= _FEW:
             return handler(value)
         return {name: item for pair in value.items() for name, item in handler(dict([pair])).items()}
 

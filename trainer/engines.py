@@ -50,6 +50,8 @@ class ServersClient(RolloutClient):
     `check` raises Unreachable where none of them will answer again, and httpx.ConnectError as long as none can.
     """
 
+    repeats_prompt = True  # they are SGLang
+
     def __init__(self, urls: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         super().__init__("rollout-server", urls[0])
         self._servers = [_Server(Client("rollout-server", url)) for url in urls]

@@ -127,7 +127,7 @@ class InProcessBackend:
         rollout = loop.call(self._rollout(opening, publisher, embedded, apps))
         services = loop.call(self._start(config, rollout, apps, template))
         if config.lora.publishes_adapter:
-            return services, AdapterPublisher(publisher, services.rollout, opening.run_id, sglang=embedded is None)
+            return services, AdapterPublisher(publisher, services.rollout, opening.run_id)
         return services, publisher
 
     def agents(self) -> list[Client]:

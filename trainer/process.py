@@ -94,7 +94,7 @@ class JobGroupBackend:
             broadcaster=broadcaster,
         )
         if config.lora.publishes_adapter:
-            return AdapterPublisher(publisher, services.rollout, run_id, sglang=config.rollout.engine == "sglang")
+            return AdapterPublisher(publisher, services.rollout, run_id)
         return publisher
 
 
@@ -106,6 +106,7 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
         RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience),
         ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience),
     )
+    services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
         url = topology.url(names.CRITIC, config.critic.port)
         services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)

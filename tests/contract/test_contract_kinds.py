@@ -1,6 +1,10 @@
-"""Models of many kinds on real SGLang: the weights that it holds are those that were sent, and it computes with them."""
+"""Models of many kinds on real SGLang: it holds the weights that were sent, and the learner scores its tokens as it does.
+
+`-s` prints the largest difference of each kind.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from common.rollout_client import RolloutClient
+from common.schemas import Group
 from services.rollout.engine_client import EngineClient
-from tests.support.engines import expected_logprobs, sglang_is_installed, sglang_process
+from tests.support.engines import sglang_is_installed, sglang_process
+from tests.support.groups import learner_logprobs
 from tests.support.tiny_models import GEMMA, KINDS, write
 from trainer.weights.comparison import Checksums
 
@@ -19,19 +25,28 @@ pytestmark = [
     pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it"),
 ]
 PROMPT = [20, 21]
+SHAPES: list[dict[str, Any]] = [{}, {"top_p": 0.8, "top_k": 4096}]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, GEMMA])
-async def test_contract_sglang_has_and_computes_what_was_sent(kind: str, model_dir: Path, tmp_path: Path) -> None:
+async def test_contract_sglang_has_what_was_sent_and_the_learner_scores_as_it_does(
+    kind: str, model_dir: Path, tmp_path: Path
+) -> None:
     """Widths that are no multiple of 32, mixtures, and a model with a vision tower; within the window where it has none."""
     directory = write(kind, tmp_path / "model", **({"sliding_window": 32} if kind == "Mistral" else {}))
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory)
-    sent = load_file(directory / "model.safetensors")
+    sent, groups = load_file(directory / "model.safetensors"), list[Group]()
     with sglang_process(directory, tmp_path / "log", "7", max_new_tokens=24) as url:
         async with EngineClient("engine", url) as engine, RolloutClient("rollout", url) as client:
+            client.repeats_prompt = True  # as for every SGLang
             ranks = await engine.checksums(60)
-            [completion] = await client.generate(PROMPT, n=1, max_new_tokens=24, temperature=1, stop_token_ids=[])
-    found = Checksums(on_gpu=False).compare(sent, ranks)
-    assert (found.problem, found.compared, found.unseen) == (None, len(sent), [])
-    wanted = expected_logprobs(directory, None, PROMPT, completion.token_ids.tolist())
-    np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=1e-4)
+            for shape in SHAPES:
+                found = await client.generate(PROMPT, n=4, max_new_tokens=24, temperature=1, stop_token_ids=[], shape=shape)
+                groups.append(Group(str(shape), "", "", "", np.array(PROMPT, np.int32), found))
+    compared = Checksums(on_gpu=False).compare(sent, ranks)
+    assert (compared.problem, compared.compared, compared.unseen) == (None, len(sent), [])
+    scored = learner_logprobs(directory, groups, 1.0)
+    completions = [completion for group in groups for completion in group.completions]
+    largest = max(np.abs(own - each.logprobs).max() for own, each in zip(scored, completions, strict=True))
+    print(f"{kind}: {sum(len(row) for row in scored)} tokens, largest |Δ log-probability| {largest:.1e}")
+    assert largest < 1e-5

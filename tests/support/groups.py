@@ -8,7 +8,7 @@ import numpy as np
 
 from common.algorithm import RECIPES, AlgorithmSection
 from common.config import Config
-from common.schemas import Completion, Group
+from common.schemas import Completion, Float32, Group
 from common.sections import TeacherSection
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
@@ -16,7 +16,8 @@ from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.checkpoint import Checkpoints, TrainerState
 from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
-from trainer.policy.reference import Reference
+from trainer.policy.reference import Reference, score_batch
+from trainer.policy.scorer import load_scorer
 
 _T = TypeVar("_T")
 VOCABULARY = 300
@@ -95,6 +96,14 @@ def prepared(
     batch = Batch.of([TrainingGroup(group, weight) for group, weight in items], policy.config, policy.step)
     fill(batch, policy, reference or Reference(policy))
     return batch
+
+
+def learner_logprobs(model: Path, groups: Sequence[Group], temperature: float) -> list[Float32]:
+    """What the learner gives the tokens of these groups, before any update, over what each was sampled from."""
+    config = Config(algorithm=AlgorithmSection(rollout_correction="none"))
+    config.model.name, config.sampling.temperature = str(model), temperature
+    batch = batch_of(groups, config, max(group.weight_version for group in groups))
+    return score_batch(load_scorer(config.model, Ranks(), config.trainer), batch, config, Ranks())
 
 
 def fill(batch: Batch, policy: Policy, reference: Reference) -> None:

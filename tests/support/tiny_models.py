@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "Llama 3": ("llama", {"rope_theta": 500_000.0}),
+    "SmolLM2": ("llama", {"tie_word_embeddings": True}),
     "Mistral": ("mistral", {"sliding_window": 5}),
     "Gemma 3 text": ("gemma3_text", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
     "Phi-3": ("phi3", {}),
@@ -43,6 +44,7 @@ _LAYER: dict[str, list[str]] = {
     "Qwen2": [*_DENSE, *_MLP, *_NORMS],
     "Qwen3": [*_DENSE, *_MLP, *_NORMS, *_QK_NORMS],
     "Llama 3": [*_DENSE, *_MLP, *_NORMS],
+    "SmolLM2": [*_DENSE, *_MLP, *_NORMS],
     "Mistral": [*_DENSE, *_MLP, *_NORMS],
     "Gemma 3 text": _GEMMA_LAYER,
     "Phi-3": ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS],
@@ -78,7 +80,7 @@ def hub_names(kind: str) -> set[str]:
     layers = {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in _LAYER[kind]}
     if kind == "Qwen2":
         layers |= {f"model.layers.{layer}.self_attn.{name}_proj.bias" for layer in range(2) for name in "qkv"}
-    head = set() if kind in ("Qwen2", "Qwen3", "Gemma 3 text") else {"lm_head.weight"}  # tied to the embedding
+    head = set() if kind in ("Qwen2", "Qwen3", "SmolLM2", "Gemma 3 text") else {"lm_head.weight"}  # tied to the embedding
     return layers | head | {"model.embed_tokens.weight", "model.norm.weight"}
 
 

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 def reward_items(
     prompt: Prompt, completions: "Sequence[Completion | GeneratedAnswer]", with_tokens: bool = False
 ) -> list[RewardItem]:
-    """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column `completion_ids`."""
+    """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column `completion_ids`.
+
+    They are not validated here: the reward-server does that, and refuses what is too long.
+    """
 
     def columns(completion: "Completion | GeneratedAnswer") -> dict[str, Any]:
         if not with_tokens or completion.token_ids is None:
@@ -20,7 +23,7 @@ def reward_items(
         return prompt.columns | {"completion_ids": [int(token) for token in completion.token_ids]}
 
     return [
-        RewardItem(
+        RewardItem.model_construct(
             prompt=prompt.prompt,
             response=completion.text,
             ground_truth=prompt.ground_truth,

@@ -45,9 +45,8 @@ class AdapterPublisher:
     completion never depends on the adapters that an engine happens to hold.
     """
 
-    def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str, sglang: bool) -> None:
+    def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str) -> None:
         self._publisher, self._client, self._run_id = publisher, client, run_id
-        client.repeats_prompt = sglang
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes have exactly this adapter."""

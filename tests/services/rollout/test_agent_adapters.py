@@ -114,7 +114,7 @@ async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluste
 
     publisher = Publisher(cluster.board, static, "p", 60, fence, print, shared=shared)
     async with RolloutClient("router", node.router_url, deadline_s=60) as rollout, EngineClient("e", node.engine_url) as engine:
-        naming = AdapterPublisher(publisher, rollout, "p", sglang=False)
+        naming = AdapterPublisher(publisher, rollout, "p")
         for version in (1, 2, 3):
             tensors = load_file(cluster.adapters[version] / "adapter_model.safetensors")
             await asyncio.to_thread(naming.publish, tensors.items(), version)

@@ -202,7 +202,7 @@ def test_an_adapter_is_named_when_it_is_there_and_not_when_publishing_failed() -
             if version == 2:
                 raise PublishFailed("no rollout node serves it")
 
-    publisher = AdapterPublisher(Watching(), client, "run", sglang=True)
+    publisher = AdapterPublisher(Watching(), client, "run")
     publisher.publish([], 0)
     publisher.publish([], 1)
     with pytest.raises(PublishFailed):
