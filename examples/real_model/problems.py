@@ -1,7 +1,7 @@
 """Writes one-step word problems: `python examples/real_model/problems.py DIRECTORY`.
 
-`train.jsonl` and `test.jsonl` are for training from rewards and for evaluation, `worked.jsonl` for SFT before that. A hash of
-the operation and its numbers decides the split, so that nothing of the test split occurs in training in any wording.
+`train.jsonl` is for training, `test.jsonl` for evaluation. A hash of the calculation decides the split, so that none of the
+test split occurs in training, in any wording.
 """
 
 import hashlib
@@ -24,33 +24,36 @@ _WORDINGS = {
         "{n} had {a} {t} and sold {b}. How many has {n} now?",
     ),
     "*": ("{n} has {a} boxes with {b} {t} each. How many {t} in all?", "{n} buys {a} bags of {b} {t}. How many {t} is that?"),
+    "/": (
+        "{n} shares {a} {t} among {b} friends. How many {t} does each get?",
+        "{n} packs {a} {t} into {b} boxes. How many {t} are in each?",
+    ),
 }
-_HELD_OUT = 0.15
-SIZES = {"train": 2000, "test": 256, "worked": 120}
+_HELD_OUT = 0.25
+SIZES = {"train": 2000, "test": 256}
 
 
 class Problem(NamedTuple):
-    """A problem, the part it belongs to, and its answer as the base model shall write it."""
+    """A problem and the split it belongs to."""
 
     held_out: bool
     question: str
-    worked: str
+    calculation: str
+    """What the problem asks for, such as `470 / 10`."""
     answer: str
 
 
 def problems(seed: int = 0) -> Iterator[Problem]:
-    """Yields problems without end."""
+    """Yields problems without end: the four operations, in turn by chance, on numbers from 11 to 99 or ten times as large."""
     rng = random.Random(seed)
     while True:
-        kind, name, thing = rng.choice("+-*"), rng.choice(_NAMES), rng.choice(_THINGS)
-        a, b = (rng.randint(2, 9), rng.randint(2, 9)) if kind == "*" else (rng.randint(2, 20), rng.randint(2, 20))
-        if kind == "-" and b >= a:
-            continue
-        answer = {"+": a + b, "-": a - b, "*": a * b}[kind]
+        kind, name, thing, a = rng.choice("+-*/"), rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(11, 99)
+        a, b = (a, 1) if kind in "+-" else (10 * a, 10)
+        answer = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[kind]
         text = rng.choice(_WORDINGS[kind]).format(n=name, t=thing, a=a, b=b)
-        held_out = hashlib.sha256(f"{kind} {a} {b}".encode()).digest()[0] < 256 * _HELD_OUT
-        worked = f" {a} {kind} {b} = {answer}. The answer is \\boxed{{{answer}}}."
-        yield Problem(held_out, f"Question: {text}\nAnswer:", worked, str(answer))
+        calculation = f"{a} {kind} {b}"
+        held_out = hashlib.sha256(calculation.encode()).digest()[0] < 256 * _HELD_OUT
+        yield Problem(held_out, text, calculation, str(answer))
 
 
 def main(directory: Path) -> None:
@@ -59,11 +62,11 @@ def main(directory: Path) -> None:
     stream, files = problems(), {name: list[Problem]() for name in SIZES}
     while any(len(files[name]) < size for name, size in SIZES.items()):
         problem = next(stream)
-        name = "test" if problem.held_out else "worked" if len(files["worked"]) < SIZES["worked"] else "train"
+        name = "test" if problem.held_out else "train"
         if len(files[name]) < SIZES[name]:
             files[name].append(problem)
     for name, found in files.items():
-        rows = [{"question": each.question, "worked": each.worked, "answer": each.answer} for each in found]
+        rows = [{"question": each.question, "calculation": each.calculation, "answer": each.answer} for each in found]
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

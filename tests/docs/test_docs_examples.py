@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from common.config import load
+from common.prompts import PromptStyle, prompt_text
 from common.sections import DataSection
 from services.data.loaders import load_split
-from services.data.worked import load_examples
 from services.reward.functions import CodeRewardFunction
 from tests.support.paths import ROOT
-from trainer.sft.settings import PURPOSE
 
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
 SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))
@@ -47,16 +46,14 @@ def test_the_problems_of_the_real_model_hold_out_what_they_say(tmp_path: Path) -
     main(tmp_path)
     rows = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in SIZES}
     assert {name: len(found) for name, found in rows.items()} == SIZES
-    sums = {name: {row["worked"].partition("=")[0] for row in found} for name, found in rows.items()}
-    assert not sums["test"] & (sums["train"] | sums["worked"])
+    done = {name: {row["calculation"] for row in found} for name, found in rows.items()}
+    assert not done["test"] & done["train"]
     for row in (row for found in rows.values() for row in found):
-        left, _, right = row["worked"].partition(".")[0].partition("=")
-        assert eval(left) == int(right) == int(row["answer"])  # noqa: S307 - our own sums
-    settings = ROOT / "examples" / "real_model" / "sft.yaml"
-    config = load(["--config", str(settings), "--data.source", str(tmp_path / "worked.jsonl")], {}, purpose=PURPOSE)
-    found = load_examples(config)
-    assert len(found.train) + len(found.held_out) == SIZES["worked"]
-    assert found.train[0].chat[1]["content"].startswith(" ")
+        assert eval(row["calculation"]) == int(row["answer"])  # noqa: S307 - our own sums
+    settings = ROOT / "examples" / "real_model" / "grpo.yaml"
+    config = load(["--config", str(settings), "--data.source", str(tmp_path)], {})
+    text = prompt_text(load_split(config.data, "eval", 0)[0], PromptStyle.of(config), None)
+    assert text.endswith(f"\n\nQuestion: {rows['test'][0]['question']}\nAnswer:")
 
 
 @pytest.mark.process
