@@ -4,10 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from transformers import AutoTokenizer
 
+from common.config import load
 from common.sections import TeacherSection
-from tests.support.engines import expected_logprobs
+from tests.support.engines import expected_logprobs, sglang_is_installed, sglang_process
+from tests.support.paths import ROOT
+from trainer import train_in_process
+from trainer.observe.run_dir import read_lines
 from trainer.rollouts.teacher import Teacher
 
 pytestmark = pytest.mark.process
@@ -24,3 +29,22 @@ async def test_contract_a_teacher_is_accepted_and_scores_the_tokens_that_were_sa
         scores = await teacher.score(PROMPT, [np.array(tokens, np.int32) for tokens in COMPLETIONS])
     for found, tokens in zip(scores, COMPLETIONS, strict=True):
         np.testing.assert_allclose(found, expected_logprobs(model_dir, None, PROMPT, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
+def test_contract_a_run_takes_sglang_as_its_teacher(base_model: Path, tmp_path: Path) -> None:
+    """The teacher is the student itself, so that both give every sampled token the same probability."""
+    place = tmp_path / "run"
+    words = [
+        *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+        *("--trainer.run_dir", str(place), "--state_dir", str(place / "state"), "--algorithm.name", "opd"),
+        *("--trainer.batch_size", "4", "--trainer.max_steps", "1", "--sampling.group_size", "4"),
+        *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+    ]
+    with sglang_process(base_model, tmp_path / "sglang.log", "0") as url:
+        train_in_process(load([*words, "--teacher.url", url], {}), Console(quiet=True))
+    (line,) = read_lines(place / "metrics.jsonl")
+    assert line["dropped"] == {}
+    assert abs(line["update"]["teacher_kl"]) < 1e-4
+    assert line["update"]["grad_norm"] < 1e-2

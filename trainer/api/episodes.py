@@ -1,7 +1,8 @@
 """Environments and tools as callers of the Python API give them."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,8 @@ def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) ->
         remedy = "give a class with reset(**columns), or a function that makes one environment"
         raise ConfigError("it makes no environments", field="environment_factory", value=shorten(factory), remedy=remedy)
     kind = factory if inspect.isclass(factory) else type(factory())
-    made = replace(Environment.of(kind, _path([factory])), make=factory)
+    with _argument("environment_factory"):
+        made = replace(Environment.of(kind, _path([factory])), make=factory)
     if made.has_reward and reward_fn is not None:
         remedy = "leave the reward functions out, or get_reward"
         raise ConfigError("the environment has get_reward, which is the whole reward", field="reward_fn", remedy=remedy)
@@ -56,7 +58,17 @@ def _of_tools(tools: Sequence[Any]) -> Environment:
         if not inspect.isroutine(tool):
             remedy = "give functions with types and a docstring, or an environment_factory"
             raise ConfigError("it is no function", field="tools", value=shorten(tool), remedy=remedy)
-    return Environment.of_functions(tools, _path(tools))
+    with _argument("tools"):
+        return Environment.of_functions(tools, _path(tools))
+
+
+@contextmanager
+def _argument(name: str) -> Iterator[None]:
+    """Names the argument in the place of the setting that it stands for."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.message, field=name, value=error.value, remedy=error.remedy) from None
 
 
 def _path(made: Sequence[Any]) -> str:

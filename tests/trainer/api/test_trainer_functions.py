@@ -202,7 +202,7 @@ def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
     [
         ({"reward_funcs": None}, r"field: reward_fn"),
         ({"train_dataset": None}, r"field: train_dataset"),
-        ({"tools": [print]}, r"argument tools is not for this trainer.*docs/how-to/agents.md"),
+        ({"tools": [print]}, r"tool print .*cannot be described.*field: tools.*give every argument a type"),
         ({"quantization_config": {"load_in_4bit": True}}, r"argument quantization_config"),
         (
             {"args": {"reward_weights": [1.0]}, "reward_funcs": [length, length]},
