@@ -109,8 +109,8 @@ def start() -> None:
     for end in _wakeup:
         os.set_blocking(end, False)
     # A Python signal handler runs only in the main thread, which may be in a collective for hours. This handler is C: what it
-    # writes into the pipe wakes the thread, which can report more.
-    faulthandler.register(signal.SIGUSR1, _wakeup[1], all_threads=True)
+    # writes into the pipe wakes the thread, which reports. It walks no stack but its own: others change meanwhile.
+    faulthandler.register(signal.SIGUSR1, _wakeup[1], all_threads=False)
     faulthandler.register(signal.SIGQUIT, sys.__stderr__ or 2, all_threads=True)
     threading.Thread(target=_watch, args=(_wakeup[0],), name="watchdog", daemon=True).start()
 

@@ -24,8 +24,8 @@ NOT_CHECKED = (
     "negative_data_rejection",  # "1" is a number to pydantic, and unknown fields are ignored where SGLang ignores them
     "allow_header_conformance",  # starlette's 405 names the methods of the first route of a path
 )
-_LATER = ("critic", "engine", "agent", "trainer")
-"""Have few routes that users call; only in `make test-all` and `make fuzz`."""
+_LATER = ("critic", "engine", "agent", "trainer", "reward", "environment")
+"""Have few routes that users call, or take long; only in `make test-all` and `make fuzz`."""
 WAITS = {"engine": ("/pause_generation", "/release_memory_occupation", "/init_weights_update_group")}
 """Calls after which others wait, as they should."""
 

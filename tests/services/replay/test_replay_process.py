@@ -62,7 +62,7 @@ def client_of(port: int) -> ReplayClient:
     return ReplayClient("replay-buffer", f"http://127.0.0.1:{port}", deadline_s=60)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_kill_9_loses_nothing_acknowledged(start: Start, port: int, make_group: MakeGroup, seed: int) -> None:
     chance, acknowledged, done = random.Random(seed), [], False
 

@@ -150,6 +150,7 @@ async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(gr
 
 
 @pytest.mark.process
+@pytest.mark.slow
 async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScorer) -> None:
     """Twenty bombs, in one request or in as many: another's answers are back when most of them still wait."""
     for requests in (1, 20):

@@ -46,7 +46,7 @@ async def test_golden_cases() -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.slow), "test"])
 def test_real_gsm8k_golds_verify_against_themselves_and_gold_plus_one_never_does(split: str) -> None:
     lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     for line in lines:

@@ -114,6 +114,7 @@ async def grader() -> AsyncIterator[RewardScorer]:
     assert not descendants()
 
 
+@pytest.mark.slow
 async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right() -> None:
     async with RewardScorer(RewardSection(workers=2, math_timeout_s=0.5)) as grader:
         await grader.ready()

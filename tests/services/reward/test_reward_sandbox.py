@@ -160,6 +160,7 @@ def test_a_program_reaches_nothing_of_its_other_cases(code: CodeRewardFunction) 
     assert [result.status for result in results] == ["passed"] * 3
 
 
+@pytest.mark.slow
 def test_hostile_programs_beside_good_ones_change_no_verdict() -> None:
     code = code_function(timeout=2, memory_mb=256, slots=4)
     bombs = ["while True: pass", "x = []\nwhile True: x.append(bytearray(1 << 20))", "import os\nwhile True: os.fork()",

@@ -237,6 +237,7 @@ def chi_square(groups: list[Group]) -> float:
     return float(((found - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow
 def test_lengths_that_are_trained_on_are_distributed_as_those_that_are_sampled(run: Runs) -> None:
     waiting, dropping = run("wait", 50, 0.0), run("drop", 50, 0.0)
     assert not waiting.rollouts.drops.counts
