@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
-#   make test    lint, types and tests, at most ten minutes on two cores
+#   make test    lint, types and tests, about ten minutes on two cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.11")'
 SEED ?= 0
@@ -33,7 +33,7 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the tests that start no process; at most two minutes'
-	@echo 'make test            lint, types and tests; at most ten minutes on two cores [JOBS=4]'
+	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
