@@ -135,7 +135,7 @@ check-jobgroup: $(SKY)/.made
 	$(SKY)/bin/python -m jobgroup.check
 
 bench: $(VENV)/.made $(BASE)/config.json
-	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms agents; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
+	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms agents dashboard; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
 gpu-check: $(VENV)/.made
 	$(VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_OUT)

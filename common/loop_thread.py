@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -51,6 +52,11 @@ class LoopThread:
                 raise
 
         return wait
+
+    def cpu_seconds(self) -> float:
+        """Returns the processor time of the thread so far."""
+        assert self._thread.ident is not None, "the thread runs"
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Starts a task in the loop."""

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Iterator
 from fcntl import LOCK_EX, flock
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from tests.support.browser import Page
 
 # The same examples on every run; `make fuzz` looks for new ones.
 settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
@@ -98,3 +102,12 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
+    """A tab of a headless Chromium, the same one for all tests."""
+    from tests.support.browser import chromium
+
+    with chromium(tmp_path_factory.mktemp("chromium")) as page:
+        yield page

@@ -136,6 +136,8 @@ class Run:
     listener: Listener = field(default_factory=Listener)
     tokenizer: Any = None
     """Rank 0's."""
+    collecting_cpu: Callable[[], float] = lambda: 0.0
+    """CPU seconds of rank 0's thread that collects."""
     flush: Callable[[], None] = lambda: None
     """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
 
@@ -179,7 +181,8 @@ class Run:
             def gpus() -> int | None:
                 return None if (more := backend.engine_gpus()) is None else own + more
 
-            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, run.listener.measured, gpus)
+            about = (run.listener.measured, gpus, run.collecting_cpu)
+            run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, *about)
             if policy.step >= run.total_steps:
                 remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to go on"
                 recorder.say(
@@ -202,6 +205,7 @@ class Run:
             say(f"warning: {caution}", level=logging.WARNING)
         say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
         loop = stack.enter_context(LoopThread())
+        self.collecting_cpu = loop.cpu_seconds
         self.tokenizer = tokenizer = load_tokenizer(config.model)
         static = static_files(config, policy.model, tokenizer, run_dir / "model")
         opening = Opening(config, run_dir, run_id, policy, tokenizer, static, say, metrics, registry, loop, stack)

@@ -13,8 +13,6 @@ from common.errors import InvalidInput
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REASONING = ("reasoning_content", "reasoning")
-MAX_CHARS = 1_000_000
-"""Limit of the text of one message."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,11 @@ class Message:
     @property
     def reasoning(self) -> str:
         return str(self.fields.get("reasoning_content", ""))
+
+    @property
+    def chars(self) -> int:
+        """Characters of all it says."""
+        return sum(len(str(value)) for value in self.fields.values())
 
     @cached_property
     def key(self) -> str:
@@ -109,9 +112,6 @@ def text_of(content: Any, where: str) -> str:
         content = "".join(parts)
     if not isinstance(content, str):
         raise InvalidInput("a content is a text or a list of texts", field=where, value=content)
-    if len(content) > MAX_CHARS:
-        reason = f"a message has at most {MAX_CHARS} characters"
-        raise InvalidInput(reason, field=where, value=len(content), remedy="shorten what the tool returns")
     return content
 
 

@@ -249,6 +249,8 @@ class EpisodeService:
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         numbers = {"turns": session.turns, "sampled_tokens": session.sampled_tokens, "seconds": seconds}
         numbers |= {name: getattr(outcome, name) for name in ("tool_calls", "tool_errors", "tool_seconds")}
+        too_long = session.stop_reason == "context"
+        nothing = "the first messages are too long for environment.context" if too_long else "the model was not asked"
         return Episode(
             id=f"{request.request_id}-{index}",
             status=outcome.status if sequences or outcome.status != "ok" else "error",
@@ -258,5 +260,5 @@ class EpisodeService:
             sequences=sequences,
             components=outcome.components,
             metrics={name: float(value) for name, value in numbers.items()},
-            detail=outcome.detail if sequences or outcome.status != "ok" else "the model was not asked: nothing to train on",
+            detail=outcome.detail if sequences or outcome.status != "ok" else f"{nothing}: nothing to train on",
         )

@@ -178,7 +178,7 @@ class Session:
                 remedy="take a model that was trained with tools, or describe them in the messages",
             )
         parent, new = self.tree.find(messages, tools)
-        if sum(len(message.content) for message in new) > MAX_CHARS_PER_TOKEN * self._settings.limits.context:
+        if sum(message.chars for message in new) > MAX_CHARS_PER_TOKEN * self._settings.limits.context:
             raise self._reached("context", self._settings.limits.context)
         if parent is not None:
             ended = parent.sampled.finish_reason == "stop"

@@ -57,6 +57,8 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
         failed_groups=0,
         unparsable=0.25,
         generating=0.5,
+        in_flight=48.0,
+        coordinator=0.25,
         reused_groups=1,
         staleness=1.0,
         completion_tokens=20.0,

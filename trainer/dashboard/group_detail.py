@@ -48,6 +48,7 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
         **{name: item[name] for name in ("text", "token_ids", "reward", "finish_reason", "weight_versions")},
         "logprobs": _shown(item["logprobs"], mask),
         "tokens": None if texts is None else texts.texts(item["token_ids"]),
+        "special": [] if texts is None else texts.special(item["token_ids"]),
         "trainer_logprobs": _shown(item.get("trainer_logprobs"), mask),
         "advantage": _mean(advantages),
         "advantages": None if same else _shown(item.get("advantages"), mask),

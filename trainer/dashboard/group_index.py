@@ -21,6 +21,8 @@ from trainer.observe.run_dir import ATTEMPTS, run_ids
 _REPLAY_EVERY_S = 2.0
 _ROWS_AT_ONCE = 1000
 _EXCERPT_CHARS = 200
+_NEWEST_BYTES = 256 << 10
+"""Of a long file the lines in so many last bytes are read first: the newest groups are what a page begins with."""
 _SCHEMA = """
 CREATE TABLE groups (
     step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER, oldest INTEGER, newest INTEGER,
@@ -98,6 +100,7 @@ class GroupIndex:
         group `around` (id and step). Returns total, offset and rows: of what was read of the file after `patience_s`.
         """
         where, values = _where(query)
+        source = _FROM if query.text else "FROM groups"
         column, down = query.sort.removeprefix("-").replace("length", "tokens"), query.sort.startswith("-")
         nulls = "FIRST" if query.sort == "-step" else "LAST"  # groups that wait have no step: they are the newest
         order = f"{column} {'DESC' if down else 'ASC'} NULLS {nulls}, step DESC, place"
@@ -106,13 +109,14 @@ class GroupIndex:
             if query.text:
                 self._db.execute("DELETE FROM hits")
                 self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
-            (total,) = self._db.execute(f"SELECT COUNT(*) {_FROM} WHERE {where}", values).fetchone()
+            (total,) = self._db.execute(f"SELECT COUNT(*) {source} WHERE {where}", values).fetchone()
             if around is not None:
-                numbered = f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number {_FROM} WHERE {where}"
+                numbered = f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number {source} WHERE {where}"
                 find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
                 place = self._db.execute(find, [*values, *around]).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset
-            page = f"SELECT {_SHOWN} {_FROM} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+            chosen = f"SELECT groups.rowid {source} WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+            page = f"SELECT {_SHOWN} {_FROM} WHERE groups.rowid IN ({chosen}) ORDER BY {order}"
             rows = self._db.execute(page, [*values, limit, offset]).fetchall()
         return total, offset, [_shown(row) for row in rows]
 
@@ -152,7 +156,7 @@ class GroupIndex:
             rows: list[tuple[Any, ...]] = []
             prompts: dict[str, str] = {}
             self._left = None
-            for offset, line in self._lines.read():
+            for _, line in self._lines.read(_NEWEST_BYTES):
                 for row, prompt in _line_rows(line):
                     rows.append(row)
                     prompts |= prompt
@@ -160,7 +164,7 @@ class GroupIndex:
                     self._insert(rows, prompts)
                     rows, prompts = [], {}
                     if time.monotonic() > end:
-                        self._left = {"done": offset, "of": self._lines.path.stat().st_size}
+                        self._left = {"done": self._lines.done, "of": self._lines.path.stat().st_size}
                         break
             self._insert(rows, prompts)
             if self._read_replay() or replaced:

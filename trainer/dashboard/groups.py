@@ -20,7 +20,7 @@ from trainer.dashboard.texts import Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
-"""Seconds that an answer spends on reading new groups; the next one goes on."""
+"""Seconds that an answer spends on reading new groups, but for the first, for which a person waits; the next one goes on."""
 
 
 class RunGroups:
@@ -32,12 +32,14 @@ class RunGroups:
         self.index, self._texts = GroupIndex(run.directory, self._replay), Texts(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
+        self._asked = False
 
     def search(self, asked: "SearchParameters") -> dict[str, Any]:
         """Returns a page of groups, each with the beginning of a completion, or with the one that has the searched text."""
         hits, searching = self._texts.search(asked.text) if asked.text else ({}, None)
         around = None if asked.around is None else (asked.around, asked.around_step)
-        patience_s = _AT_ONCE_S if around is None else math.inf
+        patience_s = math.inf if around is not None else _AT_ONCE_S if self._asked else 0.0
+        self._asked = True
         total, offset, rows = self.index.search(asked, asked.limit, asked.offset, hits, around, patience_s)
         self._texts.begin(rows)
         for row in rows:

@@ -15,7 +15,7 @@ from common import watchdog
 from common.clients import Client
 from common.config import Config
 from common.errors import ServiceError, shorten
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
 
 PATIENCE_S = 2.0
 """A service that does not answer within this time is dead; the page then shows it within five seconds."""
@@ -70,6 +70,8 @@ class Health:
         self._config, self._topology, self._nodes, self._version = config, topology, nodes, version
         self._rollout: list[_Target] = []
         self._others: list[_Target] = []
+        self._environments = 0
+        """Nodes of the environment-server that are known."""
         self._lock = asyncio.Lock()
         self._answer: tuple[float, list[ServiceHealth]] = (-_FRESH_S, [])
 
@@ -86,6 +88,9 @@ class Health:
         if config.algorithm.needs_critic and config.critic.location == "server":
             critic = _service("/status", lambda status: {"version": status["step"]})
             self._others.append(self._target(CRITIC, CRITIC, config.critic.port, critic))
+        self._environments = 0
+        if config.environment.name:
+            self._add_environments(1)
         try:
             yield
         finally:
@@ -113,6 +118,24 @@ class Health:
         urls = (self._topology.url(ROLLOUT, port, node) for port in (rollout.agent_port, rollout.engine_port))
         agent, engine = (Client(name, url) for url in urls)
         return _Target(name, agent, _rollout_node, engine)
+
+    def _add_environments(self, count: int) -> None:
+        """Checks the first `count` nodes of the environment-server from now on; the first one knows how many there are."""
+        port = self._config.environment.port
+        for node in range(self._environments, count):
+            check = _service("/stats", self._environment)
+            client = Client(ENVIRONMENT, self._topology.url(ENVIRONMENT, port, node))
+            self._others.append(_Target(f"{ENVIRONMENT}-{node}", client, check))
+        self._environments = max(self._environments, count)
+
+    def _environment(self, stats: Any) -> dict[str, Any]:
+        self._add_environments(int(stats["nodes"]))
+        episodes = stats["episodes"]
+        failed = ", ".join(f"{count:,} {status}" for status, count in episodes.items() if count and status != "ok")
+        hung, limit = stats["hung_calls"], stats["hung_calls_limit"]
+        text = f"{episodes['ok']:,} episodes" + (f", {failed}" if failed else "")
+        text += f"; {hung:,} calls hang, the limit is {limit:,}" if hung else ""
+        return {"text": text, "running": stats["running"]}
 
     def _trainer(self) -> ServiceHealth:
         text, since = watchdog.place() or ("not in its training loop", 0.0)

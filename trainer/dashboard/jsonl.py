@@ -1,11 +1,28 @@
 """Reader of a JSONL file that another process appends to."""
 
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import orjson
 
 _SHOWN_DAMAGE = 3
+
+
+@dataclass
+class _Tail:
+    """The last lines of a file, which were read before the others."""
+
+    start: int
+    """Byte offset of the first one."""
+    end: int
+    last: bytes
+    count: int = 0
+    damaged: dict[int, str] = field(default_factory=dict)
+    """Reason by number of the line within the tail."""
 
 
 class JsonlReader:
@@ -22,6 +39,12 @@ class JsonlReader:
         """Reason by line number."""
         self._offset = self._count = 0
         self._last = b""
+        self._tail: _Tail | None = None
+
+    @property
+    def done(self) -> int:
+        """Bytes that were read."""
+        return self._offset + (self._tail.end - self._tail.start if self._tail else 0)
 
     def problems(self) -> list[str]:
         """Returns a sentence for each thing that is wrong with the file; a missing file is none."""
@@ -33,43 +56,75 @@ class JsonlReader:
 
     def replaced(self) -> bool:
         """Returns whether the lines that were read are gone, as after a resume from an earlier step. Then all is read again."""
-        if not self._offset:
-            return False
+        ends = [(self._offset, self._last)] if self._offset else []
+        ends += [(self._tail.end, self._tail.last)] if self._tail else []
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset - len(self._last))
-                same = file.read(len(self._last)) == self._last
+            same = not ends or self._has(ends)
         except FileNotFoundError:
             same = False
         except OSError:
             same = True
         if not same:
-            self.damaged, self._offset, self._count, self._last = {}, 0, 0, b""
+            self.damaged, self._offset, self._count, self._last, self._tail = {}, 0, 0, b"", None
         return not same
 
-    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields the new objects, each with the byte offset of its line."""
+    def _has(self, ends: list[tuple[int, bytes]]) -> bool:
+        """Returns whether each of these lines still ends at its place."""
+        with self.path.open("rb") as file:
+            for end, line in ends:
+                file.seek(end - len(line))
+                if file.read(len(line)) != line:
+                    return False
+        return True
+
+    def read(self, newest_bytes: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields the new objects, each with the byte offset of its line.
+
+        Of a long file that is read for the first time, those of the last `newest_bytes` come first.
+        """
         self.unreadable = ""
         try:
             with self.path.open("rb") as file:
+                if newest_bytes and not self._offset and self._tail is None:
+                    yield from self._read_tail(file, newest_bytes)
                 file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
+                while (line := file.readline()).endswith(b"\n"):
                     start, self._offset, self._last = self._offset, self._offset + len(line), line
                     self._count += 1
-                    try:
-                        content = json.loads(line)
-                        if not isinstance(content, dict):
-                            raise ValueError("it is not an object")
-                    except (ValueError, RecursionError) as error:
-                        self.damaged[self._count] = str(error)
-                    else:
+                    content = _parsed(line, self.damaged, self._count)
+                    if self._tail is not None and self._offset >= self._tail.start:
+                        file.seek(self._pass_tail(self._tail))
+                    if content is not None:
                         yield start, content
         except FileNotFoundError:
             return
         except OSError as error:
             self.unreadable = error.strerror or str(error)
+
+    def _read_tail(self, file: BinaryIO, size: int) -> list[tuple[int, dict[str, Any]]]:
+        whole = file.seek(0, os.SEEK_END)
+        if whole <= 2 * size:
+            return []
+        file.seek(whole - size)
+        file.readline()
+        start = offset = file.tell()
+        lines = [line for line in file if line.endswith(b"\n")]
+        if not lines:
+            return []
+        self._tail = tail = _Tail(start, start + sum(map(len, lines)), lines[-1], len(lines))
+        found = []
+        for number, line in enumerate(lines, 1):
+            if (content := _parsed(line, tail.damaged, number)) is not None:
+                found.append((offset, content))
+            offset += len(line)
+        return found
+
+    def _pass_tail(self, tail: _Tail) -> int:
+        """Goes on after the lines that were read before; returns where."""
+        self.damaged |= {self._count + number: reason for number, reason in tail.damaged.items()}
+        self._offset, self._last, self._tail = tail.end, tail.last, None
+        self._count += tail.count
+        return tail.end
 
     def at(self, offset: int) -> dict[str, Any] | None:
         """Returns the object whose line begins at this offset, or None."""
@@ -80,3 +135,19 @@ class JsonlReader:
         except (OSError, ValueError):
             return None
         return content if isinstance(content, dict) else None
+
+
+def _parsed(line: bytes, damaged: dict[int, str], number: int) -> dict[str, Any] | None:
+    """Returns the object of a line; None where there is none, and why in `damaged` under its number."""
+    try:
+        content = orjson.loads(line)
+    except ValueError:
+        try:
+            content = json.loads(line)  # has NaN and infinity
+        except (ValueError, RecursionError) as error:
+            damaged[number] = str(error)
+            return None
+    if not isinstance(content, dict):
+        damaged[number] = "it is not an object"
+        return None
+    return content

@@ -23,7 +23,9 @@ class TokenTexts:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ServiceError(f"the tokenizer cannot be read: {error}", field="trainer.run_dir", value=str(path)) from None
-        self._special = {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {number: token.content for number, token in added.items()}
+        self._special = {number for number, token in added.items() if token.special}
         space = self._tokenizer.token_to_id("Ġ")
         self._byte_level = space is not None and self._tokenizer.decode([space]) == " "
         self._bytes = cache(self._read)
@@ -42,11 +44,15 @@ class TokenTexts:
             texts[-1] += decoder.decode(b"", final=True)
         return texts
 
+    def special(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns the places of tokens that say nothing to a reader, such as the end of a turn."""
+        return [place for place, token in enumerate(token_ids) if token in self._special]
+
     def _read(self, token: int) -> bytes:
-        text = self._special.get(token) or self._tokenizer.id_to_token(token)
+        text = self._added.get(token) or self._tokenizer.id_to_token(token)
         if text is None:
             return f"⟨{token}⟩".encode()  # a model may have more outputs than its tokenizer has tokens
-        if token in self._special:
+        if token in self._added:
             return str(text).encode()
         if self._byte_level and all(character in _ALPHABET for character in text):
             return bytes(_ALPHABET[character] for character in text)

@@ -15,6 +15,8 @@ _STEP = {
     "zero_variance_groups": ("zero_variance_groups", "groups whose completions all got the same reward"),
     "staleness": ("staleness_versions", "mean age of the fresh completions in weight versions"),
     "completion_tokens": ("completion_tokens", "mean length of a completion"),
+    "in_flight": ("completions_in_flight", "mean number of completions that were being generated"),
+    "coordinator": ("coordinator_ratio", "processor time of the thread that collects, as a share of the wall time"),
     "truncated": ("truncated_ratio", "share of completions cut at sampling.max_new_tokens"),
 }
 _UPDATE = {

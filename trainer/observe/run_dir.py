@@ -69,6 +69,10 @@ class StepRecord:
     """Seconds of this step and the checkpoint before it, by stage; their sum is the wall time."""
     generating: float
     """Share of the wall time with generation in progress, also during the update."""
+    in_flight: float
+    """Mean number of completions that were being generated."""
+    coordinator: float
+    """CPU time of the thread that collects, as a share of the wall time: at 1 it holds up the engines."""
     cpu_seconds: float
     """CPU time of this process in the step, without evaluations."""
     update: dict[str, float]

@@ -48,7 +48,10 @@ class RunLog:
 
 
 class RecordedRun(RunLog):
-    """Log of rank 0 for a run that continues after `step`; records have what `measured` returns for their step, and `gpus`."""
+    """Log of rank 0 for a run that continues after `step`; records have what `measured` returns for their step, and `gpus`.
+
+    `collecting_cpu` returns the CPU seconds of the thread that collects.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,10 @@ class RecordedRun(RunLog):
         step: int,
         measured: Callable[[int], dict[str, float]] = lambda step: {},
         gpus: Callable[[], int | None] = lambda: None,
+        collecting_cpu: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._config, self._recorder, self._metrics, self._clock, self._cpu = config, recorder, metrics, clock, CpuClock()
+        self._config, self._recorder, self._metrics, self._clock = config, recorder, metrics, clock
+        self._cpu, self._collecting_cpu = CpuClock(), CpuClock(collecting_cpu)
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
         self._step, self._measured, self._gpus = step, measured, gpus
 
@@ -71,6 +76,7 @@ class RecordedRun(RunLog):
             self._clock.lap()
             self._clock.generating()
             self._cpu.lap()
+            self._collecting_cpu.lap()
             try:
                 yield
                 self._groups.flush()
@@ -96,6 +102,7 @@ class RecordedRun(RunLog):
         ages = [step - 1 - completion.weight_version for completion in completions]
         equal = [group for group in groups if group.zero_variance]
         verified = all(answer.verified for answer in answers)
+        seconds, (generating, generations) = self._clock.lap(), self._clock.generating()
         return StepRecord(
             step=step,
             reward=float(np.mean([answer.reward for answer in answers])),
@@ -109,8 +116,10 @@ class RecordedRun(RunLog):
             truncated=float(np.mean([answer.finish_reason == "length" for answer in answers])),
             unparsable=float(np.mean([answer.status == "unparsable" for answer in answers])),
             dropped=dict(drops.counts),
-            seconds=self._clock.lap(),
-            generating=self._clock.generating(),
+            seconds=seconds,
+            generating=generating,
+            in_flight=generations * self._config.sampling.group_size,
+            coordinator=self._collecting_cpu.lap() / max(1e-9, sum(seconds.values())),
             cpu_seconds=self._cpu.lap(),
             update=asdict(update.metrics) | ({} if (kl := batch.teacher_kl()) is None else {"teacher_kl": kl}),
             critic=asdict(critic) if critic else None,

@@ -26,7 +26,7 @@ class StageClock:
         self._active = dict.fromkeys((*STAGES, PUBLISHING), 0)
         self._seconds = dict.fromkeys((*STAGES, WAITING), 0.0)
         self._since = self._lap_since = time.perf_counter()
-        self._generating = 0.0
+        self._generating = self._groups_seconds = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -55,37 +55,40 @@ class StageClock:
             seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
             return seconds
 
-    def generating(self) -> float:
-        """Returns the share of the wall time since the last call in which generation was active, alone or not."""
+    def generating(self) -> tuple[float, float]:
+        """Returns the share of the wall time since the last call with generation active, and how many were on average."""
         with self._lock:
             self._attribute()
-            share = self._generating / max(1e-9, self._since - self._lap_since)
-            self._generating, self._lap_since = 0.0, self._since
-            return share
+            wall = max(1e-9, self._since - self._lap_since)
+            share, mean = self._generating / wall, self._groups_seconds / wall
+            self._generating, self._groups_seconds, self._lap_since = 0.0, 0.0, self._since
+            return share, mean
 
     def _attribute(self) -> None:
         now = time.perf_counter()
-        if self._active["generation"]:
+        if groups := self._active["generation"]:
             self._generating += now - self._since
+            self._groups_seconds += groups * (now - self._since)
         stage = next((name for name, count in self._active.items() if count), WAITING)
         self._seconds["publish" if stage == PUBLISHING else stage] += now - self._since
         self._since = now
 
 
 class CpuClock:
-    """CPU seconds of this process, all threads together."""
+    """CPU seconds that `read` returns; by default those of this process, all threads together."""
 
-    def __init__(self) -> None:
-        self._since = time.process_time()
+    def __init__(self, read: Callable[[], float] = time.process_time) -> None:
+        self._read = read
+        self._since = read()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Excludes the seconds used inside."""
-        start = time.process_time()
+        start = self._read()
         yield
-        self._since += time.process_time() - start
+        self._since += self._read() - start
 
     def lap(self) -> float:
         """Returns the seconds since the last lap."""
-        since, self._since = self._since, time.process_time()
+        since, self._since = self._since, self._read()
         return self._since - since

@@ -74,7 +74,7 @@ FAILURES = {
     "{}": ("error", "the program's reward is {}: a finite number"),
     '""': ("error", "the program's reward is : a finite number"),
     "forged": ("error", "the key is not this session's"),
-    "large": ("error", "a message has at most 1000000 characters"),
+    "large": ("error", "the first messages are too long for environment.context"),
 }
 
 

@@ -1,26 +1,12 @@
-"""A browser, and a run that was really trained."""
+"""A run that was really trained."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
 from tests.support.apps import tiny
 from trainer import train_in_process
-
-if TYPE_CHECKING:
-    from tests.support.browser import Page
-
-
-@pytest.fixture(scope="session")
-def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Page]":
-    """A tab of a headless Chromium, the same one for all tests."""
-    from tests.support.browser import chromium
-
-    with chromium(tmp_path_factory.mktemp("chromium")) as page:
-        yield page
 
 
 @pytest.fixture(scope="session")

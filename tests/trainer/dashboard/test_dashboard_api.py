@@ -11,8 +11,10 @@ import pytest
 
 from common.config import Config
 from common.topology import Topology
+from services.environment.service import EpisodeService
 from services.http.app import create_app
 from tests.support.apps import make, tiny
+from tests.support.own_environments import INSISTS
 from tests.support.ports import free_port
 from tests.support.reward_process import reward_server
 from tests.support.run_files import make_run
@@ -129,6 +131,25 @@ async def test_a_service_that_wants_another_token_is_dead_and_one_that_drains_is
     assert (found["data-server"].state, found["reward-server"].state) == ("dead", "warning")
     assert found["reward-server"].text == "its workers are starting"
     assert "401" in found["data-server"].text
+
+
+@pytest.mark.process
+async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that_hang(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EpisodeService, "_hung", lambda _: {"hung_calls": 3, "hung_calls_limit": 64})
+    monkeypatch.setattr("trainer.dashboard.health._FRESH_S", 0.0)
+    config = tiny(base_model, tmp_path, "--environment.name", INSISTS)
+    app = make("environment", config)
+    with BackgroundServer(app, "127.0.0.1", 0) as server:
+        health = Health(ports(config, environment=server.port), Topology(), lambda: 0, lambda: None)
+        async with health.running():
+            found = await until(health, "environment-server-0", "healthy")
+            assert found["environment-server-0"][1] == "0 episodes; 3 calls hang, the limit is 64"
+            health._environment(
+                {"nodes": 2, "episodes": {"ok": 1200, "died": 2}, "running": 1, "hung_calls": 0, "hung_calls_limit": 64}
+            )
+            assert {"environment-server-0", "environment-server-1"} <= {service.name for service in await health.ask()}
 
 
 def test_what_is_dead_is_red_within_five_seconds() -> None:

@@ -18,6 +18,7 @@ SHOWN = (
     *("Reward", "Accuracy", "Length", "A step", "Loss of the policy", "KL to the reference", "Entropy", "Clip fraction"),
     *("Cut at the limit", "Groups of equal rewards", "Dropped groups"),
     *("Effective sample size", "|Δ logprob|", "KL(rollout ‖ trainer)", "Staleness", "Trained tokens"),
+    *("Completions in flight", "Coordinator"),
     *("Gradient norm", "Learning rate", "Skipped updates"),
 )
 CRITIC = ("Value loss", "Explained variance", "Value and return", "Gradient norm of the critic")

@@ -4,16 +4,53 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from common.errors import ConfigError, NotFound
 from tests.support.run_files import evaluation, line, make_run, write
+from trainer.dashboard import jsonl
 from trainer.dashboard.columns import numbers
+from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.runs import RunReader
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
+
+
+def test_of_a_long_file_the_newest_lines_are_read_first_and_every_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = [f'{{"step": {step}}}\n' for step in range(1, 1001)]
+    lines[995] = "damaged\n"
+    path.write_text("".join(lines) + '{"step": 10')
+    reader = JsonlReader(path)
+    found = [content["step"] for _, content in reader.read(newest_bytes=200)]
+    tail = list(range(found[0], 1001))
+    tail.remove(996)
+    assert found[: len(tail)] == tail
+    assert 5 < len(tail) < 20
+    assert sorted(found) == [step for step in range(1, 1001) if step != 996]
+    assert list(reader.damaged) == [996]
+    with path.open("a") as file:
+        file.write("01}\n")
+    assert [(reader.at(offset), content) for offset, content in reader.read(200)] == [({"step": 1001}, {"step": 1001})]
+    assert list(reader.read(200)) == []
+
+
+def test_the_newest_lines_that_are_cut_off_while_the_others_are_read_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = [f'{{"step": {step}}}\n' for step in range(1, 1001)]
+    path.write_text("".join(lines))
+    reader, first = JsonlReader(path), []
+    for _, content in reader.read(newest_bytes=200):
+        first.append(content["step"])
+        if first[-1] == 3:
+            break
+    assert not reader.replaced()
+    path.write_text("".join([*lines[:900], '{"step": 901, "again": true}\n', *lines[950:]]))
+    assert reader.replaced()
+    assert len(list(reader.read(newest_bytes=200))) == 951
 
 
 def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:
@@ -33,13 +70,13 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     run.series()
     write(tmp_path / "metrics.jsonl", [line(2001)], "a")
     parsed: list[int] = []
-    real = json.loads
+    real = jsonl._parsed
 
-    def counting(text: bytes) -> object:
+    def counting(text: bytes, *more: Any) -> dict[str, Any] | None:
         parsed.append(len(text))
-        return real(text)
+        return real(text, *more)
 
-    monkeypatch.setattr(json, "loads", counting)
+    monkeypatch.setattr(jsonl, "_parsed", counting)
     assert run.series(after=2000, generation=0)["steps"].tolist() == [2001]
     assert len(parsed) == 1
 

@@ -196,7 +196,7 @@ def test_answers_have_the_fields_that_the_page_reads(run: RunReader) -> None:
     )
     assert answer.keys() == {*fields.split(), "weight", "prompt_tokens", "completions"}
     fields = "text token_ids logprobs reward finish_reason weight_versions tokens trainer_logprobs advantage advantages correct"
-    more = "status components extracted_answer mask turns episode prompt_tokens"
+    more = "status components extracted_answer mask turns episode prompt_tokens special"
     assert answer["completions"][0].keys() == {*fields.split(), *more.split()}
     rows = client(run).get("/dashboard/api/groups").json()["groups"]
     fields = "step place id prompt_id prompt position oldest newest reward rewards correct completions tokens lengths advantage"

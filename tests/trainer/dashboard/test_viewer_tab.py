@@ -12,7 +12,7 @@ from tests.support.browser import Page
 from tests.support.recorded_groups import entry, group, record, trained, write_lines
 from tests.support.run_files import make_run
 from tests.support.viewer_page import Tab, shown
-from trainer.cli.tiny_base import make_tokenizer
+from trainer.cli.tiny_base import TURN_END, make_tokenizer
 from trainer.observe.group_files import LINES, RecordedGroup
 
 pytestmark = pytest.mark.process
@@ -226,7 +226,7 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
 
 
 def test_turns_of_an_episode_and_what_is_not_trained_can_be_told_apart(page: Page, tmp_path: Path) -> None:
-    made = written(["1 2 3 #### 12 1 2 3"], tmp_path)
+    made = written([f"1 2 3 #### 12 1 2 3{TURN_END}"], tmp_path)
     (completion,) = made.completions
     count = len(completion.token_ids)
     mask = np.array([1, 1, *[0] * (count - 5), 1, 1, 1], np.int32)
@@ -238,7 +238,10 @@ def test_turns_of_an_episode_and_what_is_not_trained_can_be_told_apart(page: Pag
         tab.open()
         titles = [text.split(" ", 3)[:3] for text in tab.texts(".turn h5")]
         assert titles == [["Turn", "1", "of"], ["Tool,", "environment", "or"], ["Turn", "2", "of"]]
-        assert "".join(tab.texts(".turn .prose")) == completion.text
+        assert "".join(tab.texts(".turn .prose")) == completion.text.removesuffix(TURN_END)
+        tab.push("Source")
+        assert "".join(tab.texts(".turn .viewer-prose")) == completion.text
+        tab.push("Text")
         assert [("not trained" in text) for text in tab.texts(".turn h5")] == [False, True, False]
         page.press("t")
         assert [name == "viewer-masked" for name in tab.texts("[data-token]", "class")] == [kept == 0 for kept in mask]

@@ -43,6 +43,8 @@ export const GROUPS = [
       { title: "|Δ logprob|", unit: "same weights", columns: { "update.delta_logprob_current": "" } },
       { title: "KL(rollout ‖ trainer)", unit: "nats/token", columns: { "update.kl_rollout": "" } },
       { title: "Staleness", unit: "weight versions", columns: { staleness: "" } },
+      { title: "Completions in flight", unit: "mean of the step", columns: { in_flight: "" } },
+      { title: "Coordinator", unit: "share of a core", columns: { coordinator: "" }, format: percent },
     ],
   },
   {

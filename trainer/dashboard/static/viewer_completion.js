@@ -22,11 +22,13 @@ export function summary(completion) {
   ].filter(Boolean);
 }
 
-/** Pieces of an episode: what the model sampled and what it was told, in order; null for a single answer. */
+/** Pieces of an episode: what the model sampled and what it was told, in order; null for a single answer. `said` is their text
+ * for a reader: without what ends a turn, and without empty lines around it. */
 function pieces(completion) {
   const { mask, turns, tokens: texts } = completion;
   if (texts === null || (mask === null && turns.length < 2)) return null;
   const count = texts.length;
+  const special = new Set(completion.special);
   const own = turns.length ? turns : spans(mask);
   const found = [];
   let end = 0;
@@ -39,6 +41,7 @@ function pieces(completion) {
   return found.map((piece) => ({
     ...piece,
     text: texts.slice(piece.start, piece.end).join(""),
+    said: texts.filter((_, i) => i >= piece.start && i < piece.end && !(piece.turn && special.has(i))).join("").replace(/^\n+|\n+$/g, ""),
     trained: mask === null || mask.slice(piece.start, piece.end).some((kept) => kept === 1),
   }));
 }
@@ -62,7 +65,7 @@ function turn(piece, show) {
     "section",
     { class: piece.turn === null ? "turn told" : "turn", "aria-label": who },
     el("h5", {}, who, el("span", { class: "viewer-muted" }, ` ${size}, ${trained}`)),
-    show(piece.text),
+    show(piece),
   );
 }
 
@@ -72,9 +75,9 @@ export function body(completion, number, view, tell) {
     const text = tokens(completion, `Tokens of completion ${number}; arrow keys choose one`, tell);
     return { element: text.box, shade: text.shade };
   }
-  const show = view === "text" ? reading : prose;
   const episode = pieces(completion);
-  const element = episode ? el("div", { class: "turns" }, episode.map((piece) => turn(piece, show))) : show(completion.text);
+  const [single, several] = view === "text" ? [reading, (piece) => reading(piece.said)] : [prose, (piece) => prose(piece.text)];
+  const element = episode ? el("div", { class: "turns" }, episode.map((piece) => turn(piece, several))) : single(completion.text);
   return { element, shade: () => {} };
 }
 

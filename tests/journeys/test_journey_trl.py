@@ -1,14 +1,12 @@
 """The journey of a user of TRL: the scripts of its documentation with another import, each as one process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.browser import Page
+from tests.support.journey import Journey
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -84,13 +82,13 @@ print("steps", result.global_step, trainer.state.global_step, sorted(result.metr
 """
 
 
-def test_the_script_of_a_user_of_trl_runs_with_another_import(base_model: Path, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    code = SCRIPT.replace("MODEL)", f"{str(base_model.resolve())!r})")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "steps 2 2" in done.stdout
-    assert "eval_small_reward" in done.stdout
+def test_the_script_of_a_user_of_trl_runs_with_another_import(base_model: Path, tmp_path: Path, page: Page) -> None:
+    journey = Journey("user of TRL", tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("MODEL)", f"{str(base_model.resolve())!r})"))
+    with journey.part("runs a script with another import"):
+        printed = journey.run(".venv/bin/python train.py")
+    assert "steps 2 2" in printed
+    assert "eval_small_reward" in printed
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [sorted(line["rewards"]) for line in lines] == [["accuracy", "brevity"]] * 2
     assert lines[0]["logged"]["tokens"] > 0
@@ -100,3 +98,15 @@ def test_the_script_of_a_user_of_trl_runs_with_another_import(base_model: Path, 
         "kl_estimator": "k2",
     }
     assert "| `lora.rank` | `8` |" in (tmp_path / "model" / "README.md").read_text()
+    with journey.part("reads the completions"), journey.dashboard(tmp_path / "out") as url:
+        page.open(f"{url}#rollouts", 1400)
+        page.until(lambda: page.count(".viewer-open"), "the groups")
+        page.click(".viewer-open")
+        page.until(lambda: page.count(".reader-card"), "a completion")
+        assert page.errors() == []
+        page.driver.get("about:blank")
+    with journey.part("loads the result with transformers and PEFT"):
+        code = (
+            "from peft import AutoPeftModelForCausalLM; print(type(AutoPeftModelForCausalLM.from_pretrained('model')).__name__)"
+        )
+        assert "PeftModel" in journey.run(f'.venv/bin/python -c "{code}"')

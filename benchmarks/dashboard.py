@@ -1,0 +1,145 @@
+"""How fast the dashboard's rollouts are in a browser: `python -m benchmarks.dashboard [--groups 100000]`.
+
+In headless Chromium, over a server of its own: seconds from the address to the first list of 100,000 groups, with a server that
+has read nothing yet and again with one that has; then the frames of scrolling through a group of 16 completions of 2,000
+tokens, all of them shown, as text and token by token. A frame is what `requestAnimationFrame` counts while Chromium's own
+gesture scrolls; 60 a second are the most. Needs Debian's `chromium` and `chromium-driver`, without a GPU.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.groups import write_lines
+from common.schemas import Completion, Group
+from tests.support.browser import Page, chromium
+from trainer.cli.tiny_base import make_tokenizer
+from trainer.dashboard.app import create_dashboard_app
+from trainer.dashboard.runs import RunReader
+from trainer.observe.group_files import GroupRecorder, RecordedGroup
+from trainer.server import BackgroundServer
+
+COMPLETIONS, TOKENS = 16, 2000
+EACH = 32
+"""Groups of a step."""
+SPEED = 3000
+"""Pixels a second."""
+_RECORD = """
+window.frames_ = [];
+const next = (at) => { window.frames_.push(at); window.frame_ = requestAnimationFrame(next); };
+window.frame_ = requestAnimationFrame(next);
+"""
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    with BackgroundServer(create_dashboard_app([RunReader(directory)]), "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.port}/dashboard/"
+
+
+def first_list(page: Page, url: str) -> float:
+    """Returns the seconds from the address to the first rows."""
+    page.driver.get("about:blank")
+    start = time.perf_counter()
+    page.driver.get(f"{url}#rollouts")
+    while not page.count(".viewer-open"):
+        time.sleep(0.005)
+    return time.perf_counter() - start
+
+
+def lists(page: Page, directory: Path, groups: int, rounds: int) -> None:
+    """Prints the seconds until the list is there."""
+    write_lines(directory, 1, groups // EACH)
+    cold, warm = [], []
+    for _ in range(rounds):
+        with served(directory) as url:
+            cold.append(first_list(page, url))
+            while f"of {groups // EACH * EACH:,}" not in page.text("[role=status]"):
+                time.sleep(0.05)
+            warm.append(first_list(page, url))
+            page.driver.get("about:blank")
+    print(
+        f"first list of {groups:,} groups: {statistics.median(cold):.2f} s with a server that has read nothing, "
+        f"{statistics.median(warm):.2f} s again"
+    )
+
+
+def write_group(directory: Path) -> None:
+    """Records one step with one group, whose tokens are those of sentences with working, formulas and code."""
+    rng = np.random.default_rng(0)
+    sentence = "How many apples has Dan now? First 8+6=14, then **14** - 3 = 11; so $x = \\frac{22}{2}$ and `n=11`."
+    words, tokenizer = sentence.split(), make_tokenizer(iter([sentence]))
+    tokenizer.save_pretrained(directory / "model")
+    completions = []
+    for i in range(COMPLETIONS):
+        text = ""
+        while len(ids := tokenizer(text, verbose=False).input_ids) < TOKENS:
+            text += " ".join(rng.permutation(words)) + (".\n\n" if rng.random() < 0.3 else " ")
+        ids = np.array(ids[:TOKENS], np.int32)
+        logprobs = -rng.exponential(0.5, TOKENS).astype(np.float32)
+        completions.append(
+            Completion(ids, logprobs, tokenizer.decode(ids), "stop", [(1, 0, TOKENS)], reward=float(i % 2), correct=i % 2 == 1)
+        )
+    group = Group("group-1", "prompt-1", "How many?", "11", np.array([3, 4], np.int32), completions, position=1)
+    shifted = [completion.logprobs + np.float32(0.01) for completion in completions]
+    advantages = [np.full(TOKENS, 0.5, np.float32) for _ in completions]
+    recorder = GroupRecorder(directory, 1 << 30, 0)
+    recorder.step(1, [RecordedGroup(group, advantages, shifted)], [])
+    recorder.flush()
+
+
+def frames(page: Page, url: str, view: str) -> None:
+    """Prints the frames a second while the whole group is scrolled through."""
+    page.open(f"{url}#rollouts", 1400, 900)
+    page.until(lambda: page.count(".viewer-open"), "the list")
+    start = time.perf_counter()
+    page.click(".viewer-open")
+    page.until(lambda: page.count(".reader-card"), "the group")
+    page.press("a", *(["t"] if view == "tokens" else []))
+    page.until(lambda: page.count(".reader-card") == COMPLETIONS, "all completions")
+    for more in page.driver.find_elements("css selector", ".viewer-more"):
+        page.run("arguments[0].click()", more)
+    page.run("return document.body.offsetHeight")
+    shown = time.perf_counter() - start
+    height = page.run("window.scrollTo(0, 0); return document.documentElement.scrollHeight - innerHeight")
+    page.run(_RECORD)
+    gesture = {"x": 600, "y": 500, "xDistance": 0, "yDistance": -height, "speed": SPEED, "gestureSourceType": "mouse"}
+    page.driver.execute_cdp_cmd("Input.synthesizeScrollGesture", gesture)
+    at = page.run("cancelAnimationFrame(window.frame_); return window.frames_")
+    took = np.diff(np.array(at)) / 1000
+    bottom = page.run("return Math.round(scrollY)")
+    print(
+        f"{COMPLETIONS} × {TOKENS:,} tokens, {view}: shown after {shown:.2f} s; {bottom:,} of {height:,} pixels in "
+        f"{took.sum():.1f} s, {1 / took.mean():.1f} frames a second, longest frame {1e3 * took.max():.0f} ms, "
+        f"{np.mean(took > 1.5 / 60):.1%} of the frames late"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--groups", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3, help="of the first list; the median counts")
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} CPUs")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        place = Path(directory)
+        for name in ("many", "one"):
+            (place / name).mkdir()
+        with chromium(place / "profile") as page:
+            lists(page, place / "many", arguments.groups, arguments.rounds)
+            write_group(place / "one")
+            with served(place / "one") as url:
+                for view in ("text", "tokens"):
+                    frames(page, url, view)
+                page.driver.get("about:blank")
+
+
+if __name__ == "__main__":
+    main()
