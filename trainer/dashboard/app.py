@@ -1,5 +1,6 @@
 """HTTP app of the dashboard: the page, and the data of runs under `/dashboard/api/`."""
 
+import logging
 import mimetypes
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ class Note(BaseModel):
 
 def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
     """Returns the app that shows run directories, and new steps of a run that still trains elsewhere."""
-    app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES)
+    quiet = logging.DEBUG  # a page that is open asks all the time
+    app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES, access_level=quiet)
     add_dashboard(app, runs)
     return app
 

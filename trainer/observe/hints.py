@@ -237,7 +237,7 @@ def _not_finite(steps: _Steps) -> str:
 def _entropy(steps: _Steps) -> str:
     began, now, accuracy = steps.mean("update.entropy", steps.first), steps.mean("update.entropy"), steps.accuracy()
     learns = steps.rose("reward") if accuracy is None else accuracy >= SOLVED or steps.rose("accuracy")
-    if now > ENTROPY_LEFT * began or learns:
+    if now >= ENTROPY_LEFT * began or learns:
         return ""
     seen = "the reward does not rise" if accuracy is None else f"accuracy stays at {accuracy:.2f}"
     return (

@@ -7,8 +7,7 @@ const WORDS = { healthy: "healthy", warning: "not serving", dead: "dead" };
 export class Services {
   constructor() {
     this.list = el("ul", { class: "services" });
-    this.note = el("p", { class: "missing" });
-    this.element = el("section", { class: "panel", id: "services" }, el("h2", {}, "Services"), this.list, this.note);
+    this.element = el("section", { class: "panel", id: "services", hidden: true }, el("h2", {}, "Services"), this.list);
     this.since = null;
     this.alarm = el("p", { class: "verdict bad", role: "alert", hidden: true });
   }
@@ -17,7 +16,7 @@ export class Services {
   show({ asked, services }) {
     this.since = null;
     this.element.classList.remove("lost");
-    this.note.textContent = asked ? "" : "This page reads a run directory. The health of services is on the page of the running trainer.";
+    this.element.hidden = !asked; // a page over a run directory knows of no services
     fill(this.list, services.map(line));
     const dead = services.filter((service) => service.state === "dead");
     this.tell(dead.map(({ name, text: why, since_s }) => `${name} is dead${since(since_s)}: ${why}`).join(" · "));
