@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.checksums import Hasher
 from common.config import Config
 from common.errors import ConfigError, NotFound
+from common.loop_thread import LoopThread
 from common.observe import Metrics
 from common.schemas import WorkerReport
 from learning.ranks import Ranks
@@ -307,6 +308,37 @@ def test_stages_add_up_to_the_wall_time() -> None:
     assert seconds["waiting"] >= 0.02
     assert sum(seconds.values()) == pytest.approx(wall, abs=0.05)
     assert sum(clock.lap().values()) < 0.01
+
+
+def test_generations_in_flight_are_a_mean_over_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = StageClock()
+    with clock.stage("generation"):
+        now = 2.0
+        with clock.stage("generation"), clock.stage("generation"):
+            now = 5.0
+        now = 6.0
+    now = 10.0
+    assert clock.generating() == (0.6, 1.2)  # of 10 s: 2 and 1 with one, 3 with three
+    now = 11.0
+    assert clock.generating() == (0.0, 0.0)
+
+
+def test_the_processor_time_of_the_loop_is_that_of_its_thread_alone() -> None:
+    async def compute(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    with LoopThread() as loop:
+        before = loop.cpu_seconds()
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        assert loop.cpu_seconds() - before < 0.1
+        loop.call(compute(0.2))
+        assert 0.2 <= loop.cpu_seconds() - before < 0.4
 
 
 @pytest.mark.parametrize(
