@@ -239,18 +239,19 @@ class WorkerPool:
 
     async def _fill(self) -> None:
         """Starts a worker wherever one is missing."""
-        started = 0
+        started = failed = 0
         while True:
             await self._missing.acquire()
             try:
                 self._idle.put_nowait(await self._spawn())
-                started += 1
+                started, failed = started + 1, 0
             except CallFailed as error:
                 log.error("a grader did not start: %s", error)
                 self._missing.release()
+                failed += 1
                 if not self._started_once.is_set():
                     self.problem = f"the graders do not start: {error}"
-                elif self._idle.empty() and self.unfinished:
+                elif failed > 1 and self._idle.empty() and self.unfinished:  # once may have been a kill
                     self._idle.put_nowait(error)  # fails one call, which would wait for ever
                 await asyncio.sleep(_RETRY_S)
             if started >= self.size:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from common.errors import InvalidInput, NotReady, TooLarge
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
+from services.reward.pool import CallFailed
 from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.process
@@ -225,7 +227,7 @@ async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
 async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_another_worker() -> None:
     async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
         await grader.ready()
-        await until(lambda: len(workers()) == 2)
+        await until(lambda: sum(pool._idle.qsize() for pool in grader._pools) == 2)
         victims = workers()
         for victim in victims:
             victim.suspend()  # it cannot read what it is sent
@@ -237,6 +239,25 @@ async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_a
         [result] = await task
         assert (result.status, result.correct) == ("ok", True)
         assert grader.stats()["worker_restarts"] == 2
+
+
+async def test_a_worker_killed_while_it_starts_fails_no_answer() -> None:
+    async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
+        await grader.ready()
+        (pool,) = grader._pools
+        await until(lambda: pool._idle.qsize() == 2)
+        spawn, failures = pool._spawn, [CallFailed("died", "killed while it started")]
+
+        async def once() -> Any:
+            if failures:
+                raise failures.pop()
+            return await spawn()
+
+        pool._spawn = once  # type: ignore[method-assign]
+        for worker in workers():
+            worker.kill()
+        [result] = await grader.score([boxed("x+1", "1+x")])
+        assert (result.status, result.correct, failures) == ("ok", True, [])
 
 
 async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> None:
