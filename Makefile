@@ -32,7 +32,7 @@ help:
 	@echo 'make demo-agent      train a tiny model to use a tool, in a job group with the environment-server [SEED=0]'
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
-	@echo 'make check           lint, types and the tests that start no process; at most two minutes'
+	@echo 'make check           lint, types and the tests that start no process; several minutes'
 	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
