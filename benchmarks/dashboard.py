@@ -11,8 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +18,9 @@ import numpy as np
 from benchmarks.groups import write_lines
 from common.schemas import Completion, Group
 from tests.support.browser import Page, chromium
+from tests.support.viewer_page import served
 from trainer.cli.tiny_base import make_tokenizer
-from trainer.dashboard.app import create_dashboard_app
-from trainer.dashboard.runs import RunReader
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
-from trainer.server import BackgroundServer
 
 COMPLETIONS, TOKENS = 16, 2000
 EACH = 32
@@ -36,12 +32,6 @@ window.frames_ = [];
 const next = (at) => { window.frames_.push(at); window.frame_ = requestAnimationFrame(next); };
 window.frame_ = requestAnimationFrame(next);
 """
-
-
-@contextmanager
-def served(directory: Path) -> Iterator[str]:
-    with BackgroundServer(create_dashboard_app([RunReader(directory)]), "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.port}/dashboard/"
 
 
 def first_list(page: Page, url: str) -> float:

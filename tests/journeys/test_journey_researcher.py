@@ -1,7 +1,6 @@
 """The journey of a researcher: the tutorial "own data and reward" word by word, then reading what came out."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -70,4 +69,3 @@ def test_own_data_and_reward_are_trained_on_read_compared_and_sent(base_model: P
     with journey.part("sends a report"):
         journey.run(".venv/bin/python -m trainer.report outputs/brief")
         assert (tmp_path / "outputs/brief/report.html").stat().st_size < 1e6
-    shutil.rmtree(tmp_path / "outputs")

@@ -22,7 +22,7 @@ _REPLAY_EVERY_S = 2.0
 _ROWS_AT_ONCE = 1000
 _EXCERPT_CHARS = 200
 _NEWEST_BYTES = 256 << 10
-"""Of a long file the lines in so many last bytes are read first: the newest groups are what a page begins with."""
+"""Size of the end of a long file that is read first: a page begins with the newest groups."""
 _SCHEMA = """
 CREATE TABLE groups (
     step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER, oldest INTEGER, newest INTEGER,

@@ -20,7 +20,7 @@ from trainer.dashboard.texts import Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
-"""Seconds that an answer spends on reading new groups, but for the first, for which a person waits; the next one goes on."""
+"""Time that one call spends reading new groups; the next call continues. The first call reads only the newest groups."""
 
 
 class RunGroups:
