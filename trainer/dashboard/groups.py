@@ -20,7 +20,7 @@ from trainer.dashboard.texts import Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
-"""Time that one call spends reading new groups; the next call continues. The first call reads only the newest groups."""
+"""Time that one call spends reading new groups; the next call continues. The first call returns its first rows at once."""
 
 
 class RunGroups:
