@@ -24,7 +24,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -32,7 +32,7 @@ help:
 	@echo 'make demo-agent      train a tiny model to use a tool, in a job group with the environment-server [SEED=0]'
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
-	@echo 'make check           lint, types and the tests that start no process; several minutes'
+	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
 	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
@@ -97,10 +97,15 @@ types: $(VENV)/.made
 # The processes that tests start read compiled modules, which must be written for that.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-check: lint $(BASE)/config.json
-	$(PYTEST) -m 'not process and not slow'
-
 # mypy uses one core, and runs beside the tests.
+check: style $(BASE)/config.json
+	$(MAKE) --no-print-directory --jobs 2 types unit
+
+# Unit tests compute and do not wait: one process for each core is enough.
+unit: JOBS = logical
+unit: $(BASE)/config.json
+	$(PYTEST) -m 'not integration and not slow'
+
 test: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types suite
 

@@ -33,16 +33,15 @@ _refused: list[str] = []
 
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
-    """`make check` starts no processes, and stays quick: a test that does is marked."""
-    if event in ("subprocess.Popen", "os.fork") and _running and not _running[0].get_closest_marker("process"):
-        _refused.append(f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `process`")
+    """Keeps `make check` quick: only a test with the marker `integration` starts Python. Small programs are fine (fc-list)."""
+    started = event == "os.fork" or (event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith("python"))
+    if started and _running and not _running[0].get_closest_marker("integration"):
+        _refused.append(f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `integration`")
         raise AssertionError(_refused[-1])
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The rule is held where it matters: in a run that leaves out the tests with that marker."""
-    if "not process" in config.option.markexpr:
-        sys.addaudithook(_refuse_processes)
+def pytest_configure() -> None:
+    sys.addaudithook(_refuse_processes)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,7 +30,7 @@ def leaving(body: str) -> str:
     return f"{LEAVE}def work(found):\n    found.at_most('early', 1.0, 2.0)\n{lines}\nsys.exit(leave(Path(sys.argv[-1]), work))"
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_section_that_ends_well_is_its_line(tmp_path: Path) -> None:
     found = section(tmp_path, leaving("found.figures = {'x': 1.5}\nfound.tables = {'t': [['a'], ['b']]}\nprint('noise')"))
     assert not found.error
@@ -40,7 +40,7 @@ def test_a_section_that_ends_well_is_its_line(tmp_path: Path) -> None:
     assert report.holds([found])
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -67,7 +67,7 @@ def test_a_section_that_does_not_end_well_fails(tmp_path: Path, code: str, reaso
     json.loads(found.line())
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -86,7 +86,7 @@ def test_what_was_found_before_an_error_stays(tmp_path: Path, body: str, reason:
     assert texts == ["what is done", *(["early"] if "sys.exit" not in body else [])]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_section_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     code = (
         "import signal, subprocess, sys, time\n"
@@ -102,7 +102,7 @@ def test_a_section_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> 
     assert _gone(int((tmp_path / "child").read_text()))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_what_a_section_leaves_behind_is_ended(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"

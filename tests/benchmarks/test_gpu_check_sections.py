@@ -24,7 +24,7 @@ def lines(directory: Path, *words: str) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.process
+@pytest.mark.integration
 def test_sections_run_as_processes(tmp_path: Path) -> None:
     found = lines(tmp_path / "out", "--only", "varlen", "resume")
     assert list(found) == ["varlen", "resume"]
@@ -32,7 +32,7 @@ def test_sections_run_as_processes(tmp_path: Path) -> None:
     assert "200 tensors of weights and optimiser, bit by bit" in (tmp_path / "out" / "gpu-check.md").read_text()
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.slow
 def test_every_section_runs(tmp_path: Path) -> None:
     found = lines(tmp_path / "out", "--minutes", "60")
@@ -40,7 +40,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     assert all(not line["error"] for line in found.values())
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.slow
 def test_the_update_alone_needs_no_service() -> None:
     code = "import sys, benchmarks.update; print(*{'fastapi', 'datasets', 'math_verify'}.intersection(sys.modules))"

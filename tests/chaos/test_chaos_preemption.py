@@ -17,7 +17,7 @@ from tests.chaos.targets import health_url
 
 STEPS = 18
 FAULTS = [Fault(4, 0.3, "preempt", "rollout-server-1"), Fault(11, 0.3, "preempt", "ppo-trainer-1")]
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_preempted_nodes_come_back_where_the_run_is(base_model: Path, tmp_path: Path) -> None:

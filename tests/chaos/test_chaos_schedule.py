@@ -82,7 +82,7 @@ def test_names_mean_the_processes_that_do_the_work() -> None:
     }
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_processes_are_found_by_their_mark_and_only_those() -> None:
     mark = str(uuid.uuid4())
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -98,7 +98,7 @@ def test_processes_are_found_by_their_mark_and_only_those() -> None:
     assert processes(mark) == []
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_cutting_ends_the_connections_of_a_process_and_nothing_else() -> None:
     program = (
         "import socket, sys; c = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); "

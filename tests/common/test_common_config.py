@@ -168,7 +168,7 @@ def test_help_all_lists_every_setting_with_its_meaning(capsys: pytest.CaptureFix
     assert "Completions per prompt" in text
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_every_program_has_help() -> None:
     done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=400)
     assert (done.returncode, "--help-all" in done.stdout) == (0, True), done.stderr
@@ -196,7 +196,7 @@ def test_a_remedy_names_only_settings_that_exist() -> None:
             assert name in names(), remedy
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_program_ends_with_status_2_and_the_name_of_the_setting() -> None:
     arguments = [sys.executable, "-m", "services.data", "--data.prot", "1"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=400)

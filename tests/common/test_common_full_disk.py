@@ -31,7 +31,7 @@ from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerStat
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")]
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")]
 
 
 class Disk:

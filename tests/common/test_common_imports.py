@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 HEAVY = ("torch", "transformers")
 

@@ -99,7 +99,7 @@ def run_data_server(tmp_path: Path, *arguments: str, **environment: str) -> "sub
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -136,7 +136,7 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
         assert process.stdout.read() == ""
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_start_that_fails_tells_so_in_json(tmp_path: Path) -> None:
     for argument, phrase in (("--data.source=/absent", "/absent"), ("--data.no_such", "there is no setting")):
         with run_data_server(tmp_path, argument) as process:

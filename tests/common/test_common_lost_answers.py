@@ -72,7 +72,7 @@ async def test_data(tmp_path: Path, curriculum: str) -> None:
             assert stats["curriculum"]["known"] == 0  # the report came later than position 2
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_reward() -> None:
     async with lossy(create_reward_app(RewardSection(workers=1), 1 << 20), RewardClient) as (client, proxy):
         items = [RewardItem(response="#### 1", ground_truth="1"), RewardItem(response="#### 2", ground_truth="1")]

@@ -38,7 +38,7 @@ def another(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, stopped: bool) -> None:
     with another(tmp_path / "run") as process:
@@ -49,7 +49,7 @@ def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, sto
     assert (error.value.field, error.value.value) == ("trainer.run_dir", str(tmp_path / "run"))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_killed_run_leaves_the_directory_at_once(tmp_path: Path) -> None:
     with another(tmp_path) as process:
         process.kill()

@@ -120,7 +120,7 @@ def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
     assert "--master-addr 127.8.5.1 --master-port 29508" in command(8)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
 def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=400)
@@ -128,7 +128,7 @@ def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
     assert "usage: python -m common.topology torchrun" in done.stderr
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("script", "status", "last"),
     [

@@ -10,7 +10,7 @@ import pytest
 from common.topology import Topology
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
     # 127.N.… gets 29500 + N; a block that no other run on this machine has.
     for block in range(240, 250):

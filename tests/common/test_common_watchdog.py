@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 HANGS = """
 import sys, threading

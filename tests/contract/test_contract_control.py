@@ -11,7 +11,7 @@ import pytest
 from common.rollout_client import GenerationFailed, completion_from_answer
 from tests.support.engine_calls import PROMPT, long_request, version
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture

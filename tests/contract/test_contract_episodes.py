@@ -26,7 +26,7 @@ from services.environment.tokenizer import load_template
 from services.http.app import listen, serving
 from tests.support.engines import engine_process, router_process, sglang_is_installed, sglang_process
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 NAME = "python:examples.tool_calculator.calculator:Calculator"
 TOLERANCE = 1e-4
 EPISODES = 16

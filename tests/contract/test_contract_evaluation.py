@@ -8,7 +8,7 @@ import pytest
 from services.reward.functions import MathRewardFunction
 from trainer.api.evaluator import ModelEvaluator
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 # No digit after a space: there SGLang splits the text of a chat by tokenizer.json, transformers by the class of the model.
 ROWS = [{"prompt": prompt, "answer": "7"} for prompt in ("How many apples?", "Tom has apples", "Tom buys more apples")]

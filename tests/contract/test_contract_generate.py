@@ -7,7 +7,7 @@ import pytest
 
 from common.rollout_client import completion_from_answer
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 LONG = {"max_new_tokens": 12, "ignore_eos": True}

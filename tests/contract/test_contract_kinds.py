@@ -20,7 +20,7 @@ from tests.support.tiny_models import GEMMA, KINDS, write
 from trainer.weights.comparison import Checksums
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.integration,
     pytest.mark.slow,
     pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it"),
 ]

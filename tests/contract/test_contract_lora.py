@@ -26,7 +26,7 @@ from tests.support.engines import (
 )
 from tests.support.lossy_proxy import LossyProxy
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 PROMPT = [20, 21, 22, 23]
 FILES = [WeightFile(name="adapter_config.json", size=0, xxh3="0" * 32)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 PROMPT = [20, 21, 22, 23, 24, 25]
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 

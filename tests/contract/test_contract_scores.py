@@ -17,7 +17,7 @@ from tests.support.groups import known, learner_logprobs, prepared
 from trainer.algorithms.batch import Batch
 from trainer.policy.policy import Policy
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 LENGTHS, COMPLETIONS = (3, 17, 9, 40), (24, 5, 1, 32)
 TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.teacher import Teacher
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 PROMPT, COMPLETIONS = [20, 21, 22], [[30, 31, 32], [40], [50, 51, 52, 53, 54, 2]]
 
 

@@ -18,7 +18,7 @@ from common.rollout_client import RolloutClient, completion_from_answer
 from common.schemas import Completion, Float32
 from services.rollout.engine_client import EngineClient, LoadFailed
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 TOLERANCE = 1e-4

@@ -56,7 +56,7 @@ def test_the_problems_of_the_real_model_hold_out_what_they_say(tmp_path: Path) -
     assert text.endswith(f"\n\nQuestion: {rows['test'][0]['question']}\nAnswer:")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_the_own_reward_prefers_short_right_answers() -> None:
     from examples.own_reward.brief import Brief
 
@@ -67,7 +67,7 @@ def test_the_own_reward_prefers_short_right_answers() -> None:
     assert 1 > short > long > 0 > wrong
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_every_reference_solution_passes_its_cases() -> None:
     lines = (ROOT / "examples" / "code_rewards" / "problems.jsonl").read_text(encoding="utf-8").splitlines()

@@ -20,7 +20,7 @@ def shown(source: str, names: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names) if isinstance(last, ast.Expr) else None  # noqa: S307
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_every_cell_runs(base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NOTEBOOK_OUTPUT", str(tmp_path / "run"))

@@ -130,7 +130,7 @@ def test_short_names_are_documented() -> None:
     assert {"MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "RUN_DIR"} <= set(SHORT_NAMES)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_mentions_of_the_documentation_in_the_code_are_right() -> None:
     pattern = r"docs/[a-z-]+(/[a-z0-9-]+)*\.(md|json|yml|yaml|png|svg)"
     kinds = ("*.py", "*.js", "*.html", "*.yaml", "*.yml", "*.sh", "*.toml", "Makefile")

@@ -11,7 +11,7 @@ from tests.support.environments import request_for, served
 from tests.support.paths import ROOT
 from tests.support.trap_models import letters
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "3"}}\n</tool_call>'
 CALLS = {

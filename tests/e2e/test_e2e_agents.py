@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 8
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS, EVERY = 12, 4
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_a_run_never_goes_on_with_another_critic_than_it_trained(base_model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 16
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 @dataclass

@@ -11,7 +11,7 @@ from tests.support.agent_environments import python_of
 from tests.support.agent_training import train_on
 from tests.support.environments import Served, request_for, served
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def server_of(app: str) -> str:

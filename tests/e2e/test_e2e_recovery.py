@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 10
-pytestmark = [pytest.mark.process, pytest.mark.slow]  # a trainer that is killed, an engine and a grader have short tests
+pytestmark = [pytest.mark.integration, pytest.mark.slow]  # a trainer that is killed, an engine and a grader have short tests
 
 
 @pytest.mark.parametrize("group_file", ["rlhf-math", pytest.param("rlhf-math-onegpu", marks=pytest.mark.slow)])

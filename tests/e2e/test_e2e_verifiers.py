@@ -10,7 +10,7 @@ from tests.support.agent_training import train_on
 from tests.support.environments import request_for, served
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def environment(identifier: str, directory: Path) -> str:

@@ -15,7 +15,7 @@ from tests.support.apps import SERVICES
 from tests.support.fuzzed_service import SECONDS, Service, served
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600 + 2 * SECONDS)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600 + 2 * SECONDS)]
 EXAMPLES = 12
 GROWTH_MB = 60
 NOT_CHECKED = (

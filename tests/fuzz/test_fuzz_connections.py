@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 SERVICE = """
 import sys

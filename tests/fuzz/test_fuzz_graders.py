@@ -16,6 +16,8 @@ from services.reward.functions.programs import MAX_SOURCE_CHARS, extract_program
 from services.reward.functions.text import THINKING, FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
 from tests.support.fuzzed_service import SECONDS
 
+pytestmark = pytest.mark.integration
+
 EXAMPLES = 200 if not SECONDS else 200 * SECONDS
 pieces = st.sampled_from(
     [
@@ -168,7 +170,7 @@ def math() -> Iterator[MathRewardFunction]:
     function.close()
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @settings(max_examples=EXAMPLES // 10, deadline=None)
 @given(st.lists(texts, min_size=8, max_size=8))
 def test_the_math_reward_answers_for_any_texts(math: MathRewardFunction, responses: list[str]) -> None:
@@ -178,7 +180,7 @@ def test_the_math_reward_answers_for_any_texts(math: MathRewardFunction, respons
         assert (score.value is None) == (score.status in ("timeout", "died"))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_expressions_are_their_own_answer_and_not_another(math: MathRewardFunction) -> None:
     expressions = ["x^2+1", "\\sqrt{2}", "(1,2)", "[0,1)", "\\{1,2\\}", "\\frac{\\pi}{3}", "2^{10}", "\\text{east}", "x=3"]
     responses = [[{"role": "assistant", "content": f"\\boxed{{{text}}}"}] for text in expressions]

@@ -12,7 +12,7 @@ from services.http.openapi import EVERYWHERE
 from tests.support.apps import SERVICES
 from tests.support.served_app import fuzzed
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module", params=SERVICES)

@@ -13,6 +13,8 @@ from common.errors import ConfigError
 from jobgroup import spec
 from tests.support.fuzzed_service import SECONDS
 
+pytestmark = pytest.mark.integration
+
 relaxed = settings(
     max_examples=100 * max(1, SECONDS), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

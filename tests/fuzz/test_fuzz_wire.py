@@ -29,6 +29,8 @@ from services.engine.adapters import AdapterRegistry, BadAdapter
 from services.engine.weights import BadWeights, load_into
 from tests.support.fuzzed_service import SECONDS
 
+pytestmark = pytest.mark.integration
+
 relaxed = settings(
     max_examples=200 * max(1, SECONDS), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -268,7 +268,7 @@ def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     assert "(9.9 is pinned)" in found["packages"].found
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) -> None:
     """As in the light environment of a service: importing torch or transformers fails there."""
     script = (

@@ -158,7 +158,7 @@ def test_threads_of_every_process_on_every_core_are_warned_of(tmp_path: Path) ->
     assert "OMP_NUM_THREADS" not in [result.name for result in machine.check_cores(quiet)]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     plan = plan_of(tmp_path, {"critic-server": ""})
@@ -167,7 +167,7 @@ def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.found.startswith("2 processes over gloo")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_gloo_on_an_interface_that_does_not_exist_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
@@ -189,7 +189,7 @@ def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
     assert "rollout.engine sglang without rollout.device cpu" in result.found
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("listed", ["0, H100, GPU-aa, 81559, 12, 580.1\n1, H100, GPU-bb, 81559, 70000, 580.1"])
 def test_gpus_are_read_and_chosen_as_the_processes_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
     """With a program in the place of nvidia-smi: this is about its output, which has this form."""

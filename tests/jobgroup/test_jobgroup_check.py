@@ -141,7 +141,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
     return lambda name: re.findall(rf"(?m)^  PROBLEM {re.escape(str(folder / name))}\.yaml(?: \(volumes on\))?: .*$", output)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @needs_skypilot
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_file_and_task(name: str, told: Callable[[str], list[str]]) -> None:
@@ -151,7 +151,7 @@ def test_a_fault_is_named_with_file_and_task(name: str, told: Callable[[str], li
     assert ("(volumes on)" in problems[0]) == FAULTS[name].marked
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @needs_skypilot
 @pytest.mark.slow
 def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     assert re.search(r"ppo-trainer +2 × Kubernetes\(.*'H100': 1.*\), primary", output)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @needs_skypilot
 def test_a_misspelt_variable_is_refused_and_another_one_is_not(tmp_path: Path) -> None:
     """`--env` as for a launch: the names that settings have, and those that are nobody's."""
@@ -182,7 +182,7 @@ def test_a_misspelt_variable_is_refused_and_another_one_is_not(tmp_path: Path) -
     assert "MY_OWN" not in output
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @needs_skypilot
 def test_a_warning_is_no_problem(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
@@ -203,7 +203,7 @@ def test_a_warning_is_no_problem(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @needs_skypilot
 def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
@@ -224,7 +224,7 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     assert (status, "no name of a variable · field: --env · value: 1" in output) == (2, True)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("script", "missing"),
     [
@@ -245,7 +245,7 @@ def test_variables_of_a_script(script: str, missing: str) -> None:
     assert shell_faults(script, frozenset({"GIVEN"})) == told
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["if true; then echo", 'echo "services', "echo $(", "f() {"])
 def test_a_script_that_bash_cannot_read(script: str) -> None:
     (fault,) = shell_faults(f"true\n{script}", frozenset())

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 if TYPE_CHECKING:
     from tests.support.local_run import LocalRun

@@ -8,7 +8,7 @@ import pytest
 
 from common.topology import parse_hosts
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 if TYPE_CHECKING:
     from tests.support.local_run import LocalRun

@@ -60,7 +60,7 @@ def _setup(folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_setup_completes_the_wheels_and_installs_a_compiler(setup_folder: Path) -> None:
     _program(setup_folder / "bin/apt-get", '#!/bin/sh\necho "$@" >> calls\ncase $1 in install) ln -s /bin/sh bin/c++;; esac\n')
     home = setup_folder / ".venv-sglang" / WHEELS
@@ -72,7 +72,7 @@ def test_setup_completes_the_wheels_and_installs_a_compiler(setup_folder: Path) 
     assert (setup_folder / "calls").read_text().splitlines() == ["update -qq", "install -y -qq g++"]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("apt", [None, "exit 100", "case $1 in install) exit 100;; esac"], ids=["none", "broken", "refuses"])
 def test_setup_without_a_compiler_says_so_and_fails(setup_folder: Path, apt: str | None) -> None:
     if apt is not None:
@@ -127,7 +127,7 @@ def _verdicts(plan: Plan) -> dict[str, tuple[str, str]]:
     return {result.name: (result.state, result.found) for result in software.check_toolkit(plan)}
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("driver", "state"),
     [
@@ -147,7 +147,7 @@ def test_the_driver_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d
     assert driver in found[1]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_complete_toolkit_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _plan(tmp_path, monkeypatch)
     _toolkit(tmp_path / "venv" / WHEELS)
@@ -159,7 +159,7 @@ def test_a_complete_toolkit_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_SYSTEM_TOOLKIT", str(tmp_path / "no-cuda"))
     plan = _plan(tmp_path, monkeypatch)
@@ -175,7 +175,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "lib64/libcudart.so" in _verdicts(plan)["nvcc"][1]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_toolkit_of_another_cuda_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_SYSTEM_TOOLKIT", str(_toolkit(tmp_path / "system", "12.4")))
     state, text = _verdicts(_plan(tmp_path, monkeypatch))["nvcc"]
@@ -186,7 +186,7 @@ def test_a_toolkit_of_another_cuda_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert "there is no clang++" in found["C++ compiler"][1]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_only_sglang_on_a_gpu_needs_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(_verdicts(_plan(tmp_path, monkeypatch, RLHF_ROLLOUT__ENGINE="embedded"))) == ["NVIDIA driver"]
     assert list(_verdicts(_plan(tmp_path, monkeypatch, RLHF_ROLLOUT__DEVICE="cpu"))) == ["NVIDIA driver"]

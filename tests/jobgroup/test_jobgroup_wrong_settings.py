@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.support.local_run import LocalRun
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 PYTHON = f"PYTHONPATH={ROOT} exec .venv/bin/python"
 RESTARTS = "resources: {job_recovery: {max_restarts_on_errors: 3, recover_on_exit_codes: [78]}}"

@@ -165,7 +165,7 @@ def test_every_node_has_a_place_of_its_own_and_gpus_go_round(group: spec.JobGrou
     assert share_gpus(group.tasks, [])["ppo-trainer"] == [[], []]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: Path) -> None:
     (tmp_path / "jobgroup").mkdir()
     (tmp_path / "bin").mkdir()

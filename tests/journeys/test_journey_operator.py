@@ -17,7 +17,7 @@ from tests.support.journey import LIMIT_S, Journey
 from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 STEPS = 60
 
 

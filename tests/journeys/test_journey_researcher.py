@@ -10,7 +10,7 @@ from tests.support.journey import Journey, blocks
 from tests.support.paths import ROOT
 from tests.support.viewer_page import Tab
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_own_data_and_reward_are_trained_on_read_compared_and_sent(base_model: Path, tmp_path: Path, page: Page) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.browser import Page
 from tests.support.journey import Journey
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCRIPT = """
 import re

@@ -19,7 +19,7 @@ from learning.ranks import Ranks
 from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 

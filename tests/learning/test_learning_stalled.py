@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 def test_every_rank_says_where_it_is(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def asked(dashboard: dict[str, Any], prefix: str | tuple[str, ...]) -> set[str]:
     return {name for text in texts for name in _METRIC.findall(text) if name.startswith(prefix)}
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_every_metric_of_ours_is_on_a_real_page_with_the_labels_that_are_used(
     dashboard: dict[str, Any], found: dict[str, dict[str, Family]]
 ) -> None:
@@ -53,7 +53,7 @@ def test_every_metric_of_ours_is_on_a_real_page_with_the_labels_that_are_used(
                 assert set(used) <= {*there[name].labels, "job", "node"}, f"{title}: {text}"
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_every_metric_of_the_router_is_on_its_real_page(dashboard: dict[str, Any], tmp_path: Path) -> None:
     port = free_port()
     with recorders(1) as (_, urls), router_process(urls, tmp_path / "log", router_metrics_port=port) as router:

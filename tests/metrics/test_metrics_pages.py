@@ -15,7 +15,7 @@ from trainer.observe.timing import STAGES, WAITING, StageClock
 from trainer.policy.update_metrics import UpdateMetrics
 from trainer.rollouts.evaluation import Evaluation
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 NOT_BASE_UNITS = re.compile(r"_(ms|millis\w*|us|micros\w*|minutes|hours|kb|mb|gb|kib|mib|gib|percent|pct)(_|$)")
 

@@ -71,7 +71,7 @@ def test_a_local_run_has_its_addresses() -> None:
     assert found["router"] == ["127.7.1.1:29010"]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_prometheus_itself_accepts_it(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")

@@ -12,7 +12,7 @@ import pytest
 from tests.support.installed_wheel import Installed
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 PACKAGES = ("common", "learning", "services", "trainer", "jobgroup", "benchmarks")
 

@@ -140,7 +140,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("name", SERVICES)
 async def test_many_items_are_refused_with_a_short_error_while_others_are_answered(
     name: str, base_model: Path, tmp_path: Path

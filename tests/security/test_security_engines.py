@@ -27,7 +27,7 @@ from tests.support.engines import SGLANG, sglang_is_installed, write_model
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 @dataclass

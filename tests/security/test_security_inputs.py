@@ -29,6 +29,8 @@ from services.reward.answers.equivalence import equivalent
 from tests.support.certificates import Certificates
 from tests.support.engines import write_model
 
+pytestmark = pytest.mark.integration
+
 BOMBS = {
     "empty mappings": b"\x81\xa1a\xdd" + (10_000_000).to_bytes(4, "big") + b"\x80" * 10_000_000,
     "a list that says it is long": b"\x81\xa1a\xdd\xff\xff\xff\xff",
@@ -133,7 +135,7 @@ def test_settings_have_no_credentials(url: str) -> None:
     }
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, other_certificates: Certificates) -> None:
     env = certificates.env()
     assert tls({}).scheme == "http"
@@ -147,7 +149,7 @@ def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, 
         check_certificate(tls(env | {"TLS_KEY": str(other_certificates.key)}))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_urls_follow_the_certificates(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Topology(group="g", local_hosts={})
     assert place.url("reward-server", 8002) == "http://reward-server-0.g:8002"

@@ -34,7 +34,7 @@ SIMPLE = [
 ]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("name", SERVICES)
 async def test_no_request_that_a_page_can_send_changes_anything(name: str, base_model: Path, tmp_path: Path) -> None:
     app = make(name, tiny(base_model, tmp_path, "--algorithm.name", "ppo"))

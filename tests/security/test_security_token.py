@@ -53,7 +53,7 @@ def calls(app: FastAPI) -> Iterator[tuple[str, str]]:
     yield from [("OPTIONS", "/health"), ("POST", "/health"), ("GET", "/absent"), ("GET", "//health"), ("GET", "/health/")]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastAPI]) -> None:
     for name, app in apps.items():
         seen = list(calls(app))
@@ -79,7 +79,7 @@ async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastA
                     assert TOKEN not in answer.text
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # calls of SGLang that have two methods
 async def test_with_the_token_all_is_as_ever(apps: dict[str, FastAPI]) -> None:
     for name, app in apps.items():
@@ -167,7 +167,7 @@ def test_what_is_loopback(host: str, own: bool) -> None:
     assert is_loopback(host) is own
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_training_in_one_process_goes_on_with_a_token(secret: str, base_model: Path, tmp_path: Path) -> None:
     config = tiny(base_model, tmp_path)
     said = io.StringIO()

@@ -14,7 +14,7 @@ from common.wire import decode_groups
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 STEPS = 6
 MOMENTS = (

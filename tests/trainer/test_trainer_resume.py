@@ -203,7 +203,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.usefixtures("no_curves")
 def test_a_run_that_is_refused_leaves_every_file_as_it_was(settings: Callable[..., Config], tmp_path: Path) -> None:
     train_in_process(settings(), Console(quiet=True))
@@ -227,7 +227,7 @@ def test_a_run_that_is_refused_leaves_every_file_as_it_was(settings: Callable[..
     assert len(run_ids(tmp_path / "run")) == 2
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.usefixtures("no_curves")
 def test_a_removed_replay_store_and_foreign_tokens_are_named(
     settings: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from services.critic.app import MAX_REQUESTS
 from tests.support.critic import Start, make_rows, make_sequences
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 def client_of(port: int) -> CriticClient:

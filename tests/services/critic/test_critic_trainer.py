@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 from trainer.algorithms.batch import Batch
 from trainer.policy.critic import CriticLost, LocalCritic, ValueFunction, value_function
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 def restored(function: ValueFunction, directory: Path | None = None) -> ValueFunction:

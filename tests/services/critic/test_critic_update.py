@@ -21,6 +21,8 @@ from services.critic.critic import Critic
 from tests.support.critic import VOCABULARY, make_rows, make_sequences
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.integration
+
 
 def parameters(critic: Critic) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in critic.model.module.named_parameters()}
@@ -114,7 +116,7 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
     assert_same(parameters(trained(config)), whole, 2e-5)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "cut", [["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"], ["--algorithm.mini_batches", "1"]]
 )

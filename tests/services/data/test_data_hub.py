@@ -14,7 +14,7 @@ from services.data.hub import is_hub_name
 from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 LOAD = """
 import sys

@@ -17,7 +17,7 @@ import pytest
 from common.clients import DataClient, wait_healthy
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 TINY = 8192
 """Problems of the built-in training split."""

@@ -14,6 +14,8 @@ from common.schemas import Prompt
 from common.sections import DataSection
 from services.data.app import create_data_app
 
+pytestmark = pytest.mark.integration
+
 SOLVED = {"hard": 0.02, "medium": 0.5, "easy": 0.98}
 """Chance of a right answer."""
 EACH, BATCH, GROUP, STEPS = 40, 16, 8, 150

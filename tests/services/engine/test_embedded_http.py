@@ -16,7 +16,7 @@ from tests.support.engines import answers, end, engine_process, start, write_mod
 from tests.support.forks import Forked
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 IDS = [20, 21, 22]
 BAD: list[tuple[Any, str]] = [

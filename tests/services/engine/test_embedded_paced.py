@@ -14,6 +14,8 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 
+pytestmark = pytest.mark.integration
+
 PROMPT = [20, 21, 22, 23]
 GREEDY: dict[str, Any] = {"n": 1, "max_new_tokens": 150, "temperature": 0.0, "stop_token_ids": []}
 

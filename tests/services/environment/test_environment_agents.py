@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 
 PROGRAM = f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'agent_program.py'}"
 NAME = f"agent:{PROGRAM}"
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 async def play(server: Served, mode: str, **limits: Any) -> Episode:

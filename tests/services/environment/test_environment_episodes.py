@@ -333,7 +333,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_the_built_in_tool_runs_programs_in_the_sandbox() -> None:
     asked = iter(PROGRAMS.values())
     texts = {name: f"<tool_response>\n{shown}" for name, (_, shown) in PROGRAMS.items()}

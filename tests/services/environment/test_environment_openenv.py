@@ -135,7 +135,7 @@ async def test_a_server_that_is_away() -> None:
         assert "does not answer" in episode.detail
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_command_that_ends_says_why() -> None:
     name = f"openenv:{sys.executable} -I -S -c 'import sys; sys.exit(\"no such app\")' {{port}}"
     async with served(name, lambda _: "3") as here:

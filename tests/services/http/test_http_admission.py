@@ -65,7 +65,7 @@ async def held(client: Client, name: str, count: float) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visible(client: Client) -> None:
     first = [asyncio.create_task(client.http.post("/hold", content=b"x" * 100, timeout=60)) for _ in range(4)]
     await held(client, "requests_in_progress", 4)
@@ -89,7 +89,7 @@ async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visib
     await held(client, "request_bodies_bytes", 0)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_refused_body_is_not_waited_for(client: Client, port: int) -> None:
     """The answer is there although not a byte of the body is."""
     tasks = [asyncio.create_task(client.http.post("/hold", timeout=60)) for _ in range(4)]

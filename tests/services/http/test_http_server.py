@@ -274,7 +274,7 @@ def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.communicate(timeout=400)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> None:
     with slow_service() as (process, port):
         async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=30) as client:
@@ -322,7 +322,7 @@ async def test_requests_that_do_not_end_are_answered_when_the_service_ends(
     assert [record.message for record in caplog.records if record.exc_info] == []
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(50):

@@ -24,7 +24,7 @@ from services.replay.buffer import ReplayBuffer
 from tests.support.paths import ROOT
 from tests.support.replay_groups import MakeGroup
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 Start = Callable[[], subprocess.Popen[bytes]]
 

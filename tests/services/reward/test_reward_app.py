@@ -16,7 +16,7 @@ from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.app import create_reward_app
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 HANG = {"prompt": "", "response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
 GOOD = {"prompt": "2+3?", "response": "\\boxed{5}", "ground_truth": "5"}

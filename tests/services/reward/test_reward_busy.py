@@ -137,7 +137,7 @@ async def grader() -> AsyncIterator[RewardScorer]:
 
 
 @pytest.mark.slow
-@pytest.mark.process
+@pytest.mark.integration
 async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(grader: RewardScorer) -> None:
     items = [hard(i) for i in range(40)]
     for i in range(10):
@@ -149,7 +149,7 @@ async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(gr
     assert sum(result.correct for result in results) == 40, [result.status for result in results]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.slow
 async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScorer) -> None:
     """Twenty bombs, in one request or in as many: another's answers are back when most of them still wait."""
@@ -164,7 +164,7 @@ async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScor
         await asyncio.gather(*bombs, return_exceptions=True)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_spare_worker_takes_the_place_of_a_killed_one(grader: RewardScorer) -> None:
     pool = grader._pools[0]
     for _ in range(6000):
@@ -181,7 +181,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
     spec = WorkerSpec("services.reward.functions.base", {"functions": []})
     async with WorkerPool(spec, 1, 1.0) as pool:
@@ -202,7 +202,7 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
         assert open_files() == before
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.slow
 def test_a_busy_machine_fails_no_program() -> None:
     """One processor shared by twenty-one: a program has a twentieth of a second of it in each second."""

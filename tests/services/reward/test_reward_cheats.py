@@ -8,7 +8,7 @@ import pytest
 from services.reward.functions import CodeRewardFunction
 from tests.support.sandbox import code_function
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 TESTS = [
     "assert f(2) == 4 and True",

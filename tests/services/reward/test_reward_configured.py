@@ -18,7 +18,7 @@ from services.reward.app import create_reward_app
 from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
 from services.reward.scorer import RewardScorer
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 MOODY = "tests.support.own_rewards:Moody"
 KEYWORD = "tests.support.own_rewards:KeywordReward"

@@ -29,7 +29,7 @@ def chats(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
     function = MathRewardFunction(timeout_s=1)
     texts = chats(
@@ -52,7 +52,7 @@ def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
     function.close()
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_math_names_what_is_missing() -> None:
     function = MathRewardFunction()
     try:

@@ -11,7 +11,7 @@ from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.scorer import RewardScorer
 from tests.support.paths import ROOT, SHARED_DATA
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
 GSM8K, MATH500 = SHARED_DATA / "gsm8k", SHARED_DATA / "math500" / "test.jsonl"

@@ -17,7 +17,7 @@ from common.sections import RewardSection
 from services.reward.pool import CallFailed
 from services.reward.scorer import RewardScorer
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 HOSTILE = [
     "9^{9^{9^9}}",

@@ -13,7 +13,7 @@ from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from tests.support.paths import ROOT, SHARED_DATA
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"
 GSM8K, MATH500 = SHARED_DATA / "gsm8k" / "test.jsonl", SHARED_DATA / "math500" / "test.jsonl"

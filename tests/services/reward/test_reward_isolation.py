@@ -10,7 +10,7 @@ from services.reward.functions import CodeRewardFunction
 from services.sandbox.run import SandboxKind
 from tests.support.sandbox import code_function, contained, run
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left")]
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "none"])

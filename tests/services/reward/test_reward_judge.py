@@ -220,7 +220,7 @@ def test_settings_that_make_no_judge_are_refused() -> None:
         JudgeRewardFunction("http://x", "big")(chats("x"))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_the_judge_in_the_reward_server(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.reward.functions.judge._MAX_BACKOFF_S", 0.0)
     endpoint.answer = lambda text, times: said("Score: 9" if "good" in text else "?")

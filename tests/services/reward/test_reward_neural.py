@@ -16,7 +16,7 @@ from common.sections import RewardSection
 from services.reward.functions import RewardModelFunction
 from services.reward.scorer import RewardScorer
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 TEXTS = ["5", "The answer is 5. " * 10, "no", "maybe it is 7"]
 PROMPTS = ["2+3?", "Dan has 8 apples.", "2+3?", "x"]

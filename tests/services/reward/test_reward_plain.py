@@ -127,6 +127,7 @@ def test_names() -> None:
     assert numbered(["a", "b", "a", "a"]) == ["a", "b", "a_2", "a_3"]
 
 
+@pytest.mark.integration
 async def test_a_plain_function_by_its_import_path_grades_on_a_cluster() -> None:
     async with RewardScorer(RewardSection(functions=["tests.support.own_rewards:plain_length"], workers=1)) as scorer:
         found = await scorer.score([RewardItem(response=text, ground_truth="") for text in ("four", "")])

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 HANG = {"response": "\\boxed{9^{9^{9^9}}}", "ground_truth": "5"}
 

@@ -24,7 +24,7 @@ from services.sandbox import command, run
 from services.sandbox.cases import parse_cases
 from tests.support.sandbox import code_function
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from services.reward.functions import CodeRewardFunction
 from tests.support.sandbox import code_function, contained, run, sandboxes
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left")]
 
 
 ENDLESS = {

@@ -22,7 +22,7 @@ from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.publisher import Publisher, WeightBoard, write_version
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="the node gets a loopback address of its own"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]

@@ -22,6 +22,8 @@ from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
 from trainer.weights.tensor_file import write_tensors
 
+pytestmark = pytest.mark.integration
+
 FILE, DELTA = "model.safetensors", "model.safetensors.delta"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 PORTS = ("ROUTER_PORT", "ENGINE_PORT", "AGENT_PORT", "ROUTER_METRICS_PORT")
 

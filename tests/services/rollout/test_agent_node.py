@@ -26,7 +26,7 @@ from tests.support.rollout_nodes import (
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
 ]
 

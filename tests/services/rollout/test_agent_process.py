@@ -18,7 +18,7 @@ from common.errors import ConfigError, ServiceError
 from common.topology import WRONG_SETTING
 from services.rollout.process import Child, ChildFailed, Supervised, Timing
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 FAST = Timing(probe_s=0.05, hang_s=0.5, startup_s=20, first_backoff_s=0.01, max_backoff_s=0.02)
 SERVE = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); print('serving', flush=True); time.sleep(600)"

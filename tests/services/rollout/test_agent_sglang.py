@@ -23,7 +23,7 @@ from trainer.weights.publisher import Publisher, WeightBoard
 from trainer.weights.transfer import Rendezvous
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.integration,
     pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it"),
 ]
 ADDRESS = names(1)[f"{TRAINER}-0.{GROUP}"].address

@@ -14,7 +14,7 @@ from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, generate, 
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
     needs_smg,
     pytest.mark.slow,  # test_router.py has the short form

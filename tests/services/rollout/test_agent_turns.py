@@ -20,7 +20,7 @@ from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.publisher import PublishFailed, WeightBoard
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
 ]
 LIMIT_S = 400.0

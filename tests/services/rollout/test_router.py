@@ -33,7 +33,7 @@ CONTROL = [
     *("init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "end_weight_update"),
     *("load_lora_adapter", "unload_lora_adapter", "release_memory_occupation", "resume_memory_occupation"),
 ]
-pytestmark = [pytest.mark.process, pytest.mark.parametrize("router", ROUTERS, scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.parametrize("router", ROUTERS, scope="module")]
 
 
 async def generate(client: RolloutClient, n: int = 2, tokens: int = 4) -> list[Completion]:

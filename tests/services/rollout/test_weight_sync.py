@@ -25,7 +25,7 @@ from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
 from trainer.weights.transfer import Rendezvous
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 PATIENCE_S = 15.0
 ADDRESS = names(2)[f"{TRAINER}-0.{GROUP}"].address

@@ -33,7 +33,7 @@ from trainer.policy.policy import Policy
 from trainer.rollouts.collector import CollectFailed
 from trainer.weights.publisher import Weights
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 
 Settings = Callable[..., Config]
 FRESH = 4

@@ -98,7 +98,7 @@ def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any
     return load_file(next(saved.glob("*model.safetensors"))), lines
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "more",
     [

@@ -23,7 +23,7 @@ from services.engine.model import Model
 from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed
 from trainer import GRPOConfig, GRPOTrainer
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 ROWS = [{"prompt": [{"role": "user", "content": problem.question}]} for problem in islice(problems("train"), 12)]
 
 

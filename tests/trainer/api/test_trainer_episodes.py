@@ -13,7 +13,7 @@ from tests.support.own_environments import Insists
 from trainer import GRPOConfig, GRPOTrainer
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 ROWS = [{"prompt": f"How many apples are {n} and 1?", "ground_truth": str(n + 1)} for n in range(12)]
 
 

@@ -26,7 +26,7 @@ from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_
 from trainer.api.evaluator import _vote
 from trainer.api.uncertainty import maj_at_k
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

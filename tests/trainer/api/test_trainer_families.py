@@ -30,6 +30,8 @@ from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.weights.adapters import static_files
 from trainer.weights.publisher import version_name, write_version
 
+pytestmark = pytest.mark.integration
+
 NEAR = 1e-5
 CASES = [*((name, {}) for name in FAMILIES), ("Qwen3", {"sampling.chat_template_kwargs": {"enable_thinking": False}})]
 NAMES = [f"{name}{' without thinking' if settings else ''}" for name, settings in CASES]
@@ -101,7 +103,7 @@ def test_the_prompt_of_a_family_is_what_its_tokenizer_makes_of_its_chat(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_a_family_runs_the_whole_system(name: str, settings: dict[str, Any], tmp_path: Path) -> None:

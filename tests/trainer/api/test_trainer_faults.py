@@ -18,7 +18,7 @@ from tests.support.in_process import Faulty, metrics, quiet, stored
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 
 
 def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., Config]) -> None:

@@ -13,6 +13,8 @@ from trainer import OnlineRLTrainer, TrainerConfig
 from trainer.api.evaluator import compare_evaluations
 from trainer.observe.run_dir import read_lines
 
+pytestmark = pytest.mark.integration
+
 ROWS = [{"prompt": f"What is {n}+1?", "answer": str(n + 1), "level": n} for n in range(16)]
 
 

@@ -15,7 +15,7 @@ from services.data.tiny import problems
 from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 
 ROWS = [
     {"prompt": [{"role": "user", "content": p.question}], "answer": p.solution, "level": i % 2}

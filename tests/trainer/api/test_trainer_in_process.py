@@ -24,7 +24,7 @@ from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 
 
 def test_a_run_is_the_same_twice_and_another_one_on_another_seed(settings: Callable[..., Config]) -> None:

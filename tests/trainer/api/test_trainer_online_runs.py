@@ -13,7 +13,7 @@ from common.errors import ConfigError, ServiceError
 from services.data.tiny import problems
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 ROWS: list[dict[str, Any]] = [
     {"question": p.question, "answer": p.solution, "steps": i % 3} for i, p in zip(range(8), problems("train"), strict=False)

@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 from trainer.cli import evaluate_model, train_math
 from trainer.cli.commands import setting
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 EXAMPLE = """
 from trainer import TrainerConfig, OnlineRLTrainer, MathRewardFunction, GSM8KLoader

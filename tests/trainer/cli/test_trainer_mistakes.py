@@ -202,7 +202,7 @@ for module in sys.argv[1:]:
 """
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_help_and_wrong_arguments_of_every_program_do_not_wait_for_torch() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT, *MODULES.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def ports(config: Config, **ports: int) -> Config:
     return config
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_service_is_well_then_hangs_then_is_dead(base_model: Path, tmp_path: Path) -> None:
     config, port = tiny(base_model, tmp_path), free_port()
     with (
@@ -114,7 +114,7 @@ async def until(health: Health, name: str, state: str) -> dict[str, tuple[str, s
     raise AssertionError(f"{name} is never {state}: {found}")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_a_service_that_wants_another_token_is_dead_and_one_that_drains_is_not_serving(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ async def test_a_service_that_wants_another_token_is_dead_and_one_that_drains_is
     assert "401" in found["data-server"].text
 
 
-@pytest.mark.process
+@pytest.mark.integration
 async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that_hang(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

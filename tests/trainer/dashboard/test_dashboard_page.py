@@ -12,7 +12,7 @@ from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList
 from trainer.server import BackgroundServer
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 SHOWN = (
     *("Reward", "Accuracy", "Length", "A step", "Loss of the policy", "KL to the reference", "Entropy", "Clip fraction"),

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 from tests.support.run_files import evaluation, line, make_run, write
 from trainer.cli.report import main
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 def test_a_report_of_a_real_run_shows_what_the_page_does(page: Page, tiny_run: Path, tmp_path: Path) -> None:

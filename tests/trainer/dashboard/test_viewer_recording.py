@@ -29,7 +29,7 @@ from trainer.observe.group_files import LINES, RecordedGroup, read_group, record
 from trainer.observe.run_dir import read_lines
 from trainer.rollouts.collector import CollectFailed
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 
 def run_dir(config: Config) -> Path:

@@ -15,7 +15,7 @@ from tests.support.viewer_page import Tab, shown
 from trainer.cli.tiny_base import TURN_END, make_tokenizer
 from trainer.observe.group_files import LINES, RecordedGroup
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e\x1b[31m\x00 é😀\n\tend'
 SHOWN = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>⟨U+202E⟩␛[31m␀ é😀↵\n⇥\tend'

@@ -105,7 +105,7 @@ assert compiled(fused_head._gradient, [*read, "constexpr", "*bf16", *size], 90)
 """
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """For Ampere, Hopper and Blackwell, which needs no GPU and no torch."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {

@@ -57,7 +57,7 @@ def on_policy(config: Config, groups: list[Group]) -> None:
             completion.logprobs = score(policy, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
     """Layout, selection before the head and temperature against the plain forward of every row alone."""
@@ -78,7 +78,7 @@ def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Gr
     torch.testing.assert_close(scores.entropy, torch.cat(entropies), atol=1e-4, rtol=0)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
     on_policy(config, groups)
     metrics = Policy(config, Ranks()).update(whole(groups, config)).metrics
@@ -172,7 +172,7 @@ SEVERAL = ["--algorithm.update_epochs", "2", "--algorithm.mini_batches", "3", "-
 IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.aggregation", "constant"]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"])
 def test_two_trainer_processes_give_the_update_of_one(
     config: Config, groups: list[Group], tmp_path: Path, settings: list[str]

@@ -223,7 +223,7 @@ def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir
 
 
 @pytest.mark.slow
-@pytest.mark.process
+@pytest.mark.integration
 def test_peft_is_imported_only_for_an_adapter() -> None:
     """It takes seconds, and a run that trains all weights does not need it."""
     code = "import sys, trainer.__main__, trainer.api.online; sys.exit('peft' in sys.modules)"
@@ -245,7 +245,7 @@ def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:
     return saved, read_lines(config.trainer.run_dir / "metrics.jsonl")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("words", [("--lora.publish", "adapter"), ("--lora.publish", "merged")])
 def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     settings: Callable[..., Config], base_model: Path, words: tuple[str, ...]
@@ -260,14 +260,14 @@ def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     assert distance(logits(plain(saved)), before) > 1e-2  # far more than rounding: the engine had the adapter
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_with_staleness_every_group_is_of_the_adapter_that_it_names(settings: Callable[..., Config]) -> None:
     _, lines = run(settings("--trainer.max_staleness", "1", "--trainer.max_steps", "5"))
     assert max(line["staleness"] for line in lines) > 0
     assert not any(line["dropped"].get("generation") for line in lines)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config], tmp_path: Path) -> None:
     _, unbroken = run(settings("--trainer.max_steps", "4"))
     run(settings("--trainer.max_steps", "2", directory=tmp_path / "broken"))
@@ -281,7 +281,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config
             run(settings(*words, directory=tmp_path / "broken"))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_checkpoint_loads_is_evaluated_and_is_exported(
     settings: Callable[..., Config], base_model: Path, tmp_path: Path
 ) -> None:
@@ -328,7 +328,7 @@ class Digits(RewardFunction):
         return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in texts]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_the_python_api_trains_an_adapter_and_saves_a_whole_model(base_model: Path, tmp_path: Path) -> None:
     rows = [{"question": p.question, "answer": p.solution} for p, _ in zip(problems("train"), range(8), strict=False)]
     config = TrainerConfig(

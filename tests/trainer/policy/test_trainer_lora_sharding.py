@@ -18,7 +18,7 @@ from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
 SETTINGS = {
     "trainer.learning_rate": "1e-2",
     "trainer.warmup_steps": "0",

@@ -28,7 +28,7 @@ def test_one_process_holds_what_is_estimated(config: Config) -> None:
     assert held(policy) == {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer")}
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_two_sharded_processes_hold_it_together(config: Config, tmp_path: Path) -> None:
     run_ranks(2, "policy_memory", str(tmp_path), config.model.name)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]

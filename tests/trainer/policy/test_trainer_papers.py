@@ -21,6 +21,8 @@ from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
+pytestmark = pytest.mark.integration
+
 VOCABULARY, STEP, MAX_NEW = 24, 3, 8
 TEACHER = {"url": "http://teacher", "coef": 0.7}
 Parameters = dict[str, Tensor]

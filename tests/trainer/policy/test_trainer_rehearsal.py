@@ -13,6 +13,8 @@ from common.config import Config, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
 
+pytestmark = pytest.mark.integration
+
 _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _QWEN = {
     "0.5B": (896, 4864, 24, 14, 2, 151_936),

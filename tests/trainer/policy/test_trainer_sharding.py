@@ -47,7 +47,7 @@ def one(policy_dir: Path, directory: Path) -> One:
     return One(policy_dir, directory)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, directory: Path, one: One) -> None:
     """With weight decay, clipping, and a reference that is refreshed; the resumed ones go on with the third update."""
     settings = arguments(policy_dir)
@@ -87,7 +87,7 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         AutoModelForCausalLM.from_pretrained(path)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.slow
 def test_compiled_layers_make_the_same_update(policy_dir: Path, directory: Path, one: One) -> None:
     settings = arguments(policy_dir, compile=True, activation_checkpointing=True)
@@ -95,7 +95,7 @@ def test_compiled_layers_make_the_same_update(policy_dir: Path, directory: Path,
     one.check(directory, "compiled", 2)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, one: One) -> None:
     counted = {"settings": arguments(policy_dir, shard_size=2), "messages": True}
     run_cases(4, directory, {"hsdp": counted, "hsdp_every": counted | {"whole": 0}})
@@ -150,7 +150,7 @@ def buffers(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers())
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
     """A model of 120 MB on two ranks: what a rank needs beyond its start is far from the model, let alone twice of it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -172,7 +172,7 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
         assert size / 2 < peak < 1.5 * size, (peak, size)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["missing", "killed"])
 def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
     """Killed in the middle of writing, or a disk that says no: then the next step says so."""
@@ -237,7 +237,7 @@ def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path)
     assert not all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights())
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
 def test_a_mixture_is_sharded_saved_and_resumed_as_its_files_have_it(kind: str, policy_dir: Path, tmp_path: Path) -> None:

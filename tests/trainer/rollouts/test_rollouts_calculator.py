@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 QUIET = Console(quiet=True)
 
 

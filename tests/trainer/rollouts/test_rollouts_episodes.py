@@ -22,6 +22,8 @@ from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def small(base_model: Path, tmp_path: Path) -> Config:

@@ -32,6 +32,8 @@ from trainer.observe.run_dir import read_lines
 from trainer.rollouts.teacher import Teacher, TeacherFailed
 from trainer.server import BackgroundServer
 
+pytestmark = pytest.mark.integration
+
 PROMPT, COMPLETIONS = [20, 21, 22], [[30, 31, 32], [40], [50, 51, 52, 53, 54]]
 
 
@@ -255,7 +257,7 @@ def divergence(student: Path, teacher: Path) -> float:
     return float(torch.cat(found).mean())
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.usefixtures("no_curves")
 def test_a_student_that_is_its_own_teacher_learns_nothing_and_another_teacher_is_approached(
     base_model: Path, damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
@@ -271,7 +273,7 @@ def test_a_student_that_is_its_own_teacher_learns_nothing_and_another_teacher_is
     assert divergence(trained, base_model) < 0.75 * divergence(damaged, base_model)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.usefixtures("no_curves")
 def test_a_resumed_run_with_a_teacher_goes_on_as_an_unbroken_one(
     damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
@@ -287,7 +289,7 @@ def test_a_resumed_run_with_a_teacher_goes_on_as_an_unbroken_one(
         run("broken", "--trainer.max_steps", "5")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.usefixtures("no_curves")
 def test_a_group_that_the_teacher_does_not_score_is_dropped_counted_and_tried_again(
     damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
@@ -314,7 +316,7 @@ class Nothing(RewardFunction):
         return [0.0] * len(completions)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_the_python_api_takes_a_teacher(
     base_model: Path, damaged: Path, tmp_path: Path, serve: Callable[[Path], tuple[Served, str]]
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.integration
 
 STEPS, GROUPS, SIZE = 3, 4, 4
 

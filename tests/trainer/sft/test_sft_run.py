@@ -23,6 +23,8 @@ from trainer.sft.rows import Row
 from trainer.sft.run import fine_tune
 from trainer.sft.settings import PURPOSE
 
+pytestmark = pytest.mark.integration
+
 QUIET = Console(quiet=True)
 
 
@@ -93,7 +95,7 @@ def test_an_interrupted_run_goes_on_to_the_very_same_weights(
     assert fine_tune(config, load_examples(config), QUIET) == resumed  # already finished
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_two_ranks_come_to_what_one_does_and_go_on_from_its_checkpoint(
     policy_dir: Path, tmp_path: Path, no_loss_curves: None
 ) -> None:

@@ -43,7 +43,7 @@ def read_calls(directory: Path) -> list[list[Any]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: Path) -> None:
     config = settings(base_model, tmp_path, "Keeps", more=("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "0"))
     train_in_process(config, Console(quiet=True))
@@ -76,7 +76,7 @@ def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: 
     assert calls[-1][1] == {"finished": True}
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(base_model: Path, tmp_path: Path) -> None:
     first = settings(base_model, tmp_path, "Keeps")
     train_in_process(first, Console(quiet=True))
@@ -89,7 +89,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(base_model
     assert starts[0]["id"] == starts[1]["id"] != starts[2]["id"]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_trackers_that_hang_raise_and_exit_cost_records_and_nothing_else(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_the_python_api_names_trackers_as_trl_does() -> None:
         TrainerConfig(report_to="tensorbord")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize(("ending", "status"), [("", 0), ("raise SystemExit(3)", 3), ("raise ValueError", 1)])
 def test_a_hung_tracker_and_its_exit_hook_keep_no_process_from_ending(tmp_path: Path, ending: str, status: int) -> None:
     script = (
