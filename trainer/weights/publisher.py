@@ -2,8 +2,8 @@
 
 A version is named after the optimiser step that made it. It is a complete Hugging Face directory `v000012/`, or a LoRA
 adapter in PEFT's format; its manifest (sizes and checksums) is made last. A file may come with its delta from the
-previous version (`common.deltas`), for nodes that have that version. With `trainer.weight_sync` distributed a version is
-broadcast into the engines (`broadcast.py`); its directory is then written only when a node asks for it.
+previous version (`common.deltas`), for nodes that have that version. With `trainer.weight_sync` distributed a version
+is broadcast into the engines (`broadcast.py`); its directory is then written only when a node asks for it.
 """
 
 import asyncio
