@@ -87,7 +87,7 @@ class Batch:
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
-        """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for unequal group sizes."""
+        """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for unequal sizes."""
         sizes = {len(item.group.answers) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
