@@ -53,7 +53,7 @@ class Comparison:
         return None
 
     def __str__(self) -> str:
-        unseen = f"; the engine has {self.unseen[0]} and {len(self.unseen) - 1} more under other names" if self.unseen else ""
+        unseen = f"; the engine has {self.unseen[0]} and {len(self.unseen) - 1} more by other names" if self.unseen else ""
         return f"{self.compared} of {self.total} tensors with the trainer's{unseen}"
 
 
