@@ -199,7 +199,7 @@ def value_function(
 def _no_critic(directory: Path | None) -> ConfigError:
     """Returns the error for a checkpoint whose run had no critic, or one in another location."""
     return ConfigError(
-        "the checkpoint holds no critic that this run could go on with",
+        "the checkpoint holds no critic that this run can continue with",
         field="critic.location",
         value=str(directory),
         remedy="keep algorithm.advantage and critic.location as they were in that run, or take another trainer.run_dir",

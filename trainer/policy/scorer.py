@@ -53,7 +53,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
 
         try:
             if not (Path(source) / "adapter_model.safetensors").is_file():
-                raise ValueError("it has no adapter_model.safetensors, and nothing else is read")
+                raise ValueError("it has no adapter_model.safetensors, the only format supported")
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None

@@ -145,7 +145,7 @@ class TokenGenerator:
                 text, meta = answer["text"], answer["meta_info"]
                 finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
             except (KeyError, TypeError, ValueError) as error:
-                raise GenerationFailed(f"this is no answer of /generate: {error!r}", value=answer) from None
+                raise GenerationFailed(f"this is not an answer of /generate: {error!r}", value=answer) from None
             found.append(finished(prompt, self._prompter.style.prefill + text, finish, tokens, answer.get("output_ids")))
         return found
 

@@ -134,7 +134,7 @@ class ServedRollouts(Rollouts):
                 f"the replay buffer holds {stored} groups of another run, which this run would reuse",
                 field="state_dir",
                 value=str(self._config.state_dir),
-                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
+                remedy="empty it with POST /clear, give this run its own state_dir, or set replay.reuse_ratio 0",
             )
         # Steps after the checkpoint are lost: reuse would see their prompts twice, and experience of lost weights.
         dropped = self._loop.call(replay.reset_fresh(*((position, step) if reuses else ())))
@@ -207,8 +207,8 @@ class ServedRollouts(Rollouts):
                     f"group {group.id} has a token that is not in the model's vocabulary of {self._vocabulary}",
                     field=name,
                     value=wrong,
-                    remedy="look who added that group: the engines serve another model, or another program uses the "
-                    "replay-buffer; a run that is started again drops the groups that it has not trained on",
+                    remedy="find who added that group: the engines serve another model, or another program uses the "
+                    "replay-buffer; a restarted run drops the groups that it has not trained on",
                 )
 
     def _fresh(self, min_version: int) -> list[Group]:
@@ -227,7 +227,7 @@ class ServedRollouts(Rollouts):
             f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
             field="algorithm.dynamic_sampling_rounds",
             value=algorithm.dynamic_sampling_rounds,
-            remedy="the prompts are too easy or too hard for this model: take others, or turn algorithm.dynamic_sampling off",
+            remedy="the prompts are too easy or hard for the model: use others, or turn algorithm.dynamic_sampling off",
         )
 
     def _take(self, count: int, min_version: int) -> list[Group]:
@@ -237,7 +237,7 @@ class ServedRollouts(Rollouts):
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < limit:
             if now - said > _SAY_EVERY_S:
-                calls, active = "; ".join(watchdog.awaited()) or "no call is under way", self._clock.active()
+                calls, active = "; ".join(watchdog.awaited()) or "no call is in flight", self._clock.active()
                 log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
                 said = now
                 self._loop.call(self._store_lost())
@@ -273,10 +273,10 @@ class ServedRollouts(Rollouts):
             log.warning("%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again", added)
         if lost := max(0, len(waiting) - await self._unacknowledged()):
             raise CollectFailed(
-                f"{lost} groups were acknowledged in the replay-buffer by another client, and nobody has trained on them",
+                f"{lost} groups were acknowledged in the replay-buffer by another client before they were trained on",
                 field="/groups/ack",
                 value=lost,
-                remedy="the log of replay-buffer names the client: stop it, and start the run again, which collects them anew",
+                remedy="the log of replay-buffer names the client: stop it and restart the run to collect them again",
             )
 
     async def _unacknowledged(self) -> int:
@@ -289,7 +289,7 @@ class ServedRollouts(Rollouts):
         for group in taken.groups:
             if group.id in self._held:
                 raise CollectFailed(
-                    "a group came a second time: its lease ended before it was trained on",
+                    "a group was delivered twice: its lease ended before it was trained on",
                     field="replay.lease_s",
                     value=self._config.replay.lease_s,
                     remedy="raise it above the longest time from a batch to the end of its update",

@@ -48,7 +48,7 @@ class Teacher(Client):
             tokens = row[len(prompt_ids) :]
             pairs = pairs[-len(tokens) :]
             if [token for _, token in pairs] != tokens:
-                raise TeacherFailed("the teacher scored other tokens than it was asked about", field="url", value=self.base_url)
+                raise TeacherFailed("the teacher scored tokens it was not given", field="url", value=self.base_url)
             logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
             if not np.isfinite(logprobs).all():
                 raise TeacherFailed("the teacher gives tokens no finite log-probability", field="url", value=self.base_url)
