@@ -84,7 +84,7 @@ def train_in_process(
             this disk.
         environment: plays the episodes, in place of the one named in `config.environment.name`.
 
-    Raises ConfigError, or another ServiceError with the reason when training cannot go on.
+    Raises ConfigError, or another ServiceError with the reason when training cannot continue.
     """
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)

@@ -62,7 +62,7 @@ def create_trainer_app(
     ) -> WeightManifest:
         """The newest weight version, as soon as it differs from the caller's; with `files` always as files.
 
-        It also differs when the caller's engine should sleep and is not `asleep`, or the other way round.
+        It also differs when the caller's engine should sleep and is not `asleep`, or vice versa.
         """
         latest = await board.latest_after(after_run, after_version, wait_s, asleep)
         return await board.with_files(latest) if files else latest

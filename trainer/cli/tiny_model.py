@@ -10,7 +10,7 @@ from common.storing import make_directory
 def parser() -> Parser:
     """Returns the command line."""
     made = Parser("trainer.tiny_model", __doc__ or "", "DIRECTORY [--seed N]")
-    made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write the model, if it is not there")
+    made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write the model; kept if it exists")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="seed of data, weights and batches (default 0)")
     return made
 

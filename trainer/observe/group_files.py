@@ -43,7 +43,7 @@ class RecordedGroup:
     advantages: Sequence[Float32] = ()
     """n arrays [L]; empty when it was not trained on."""
     logprobs: Sequence[Float32 | None] = ()
-    """n arrays [L] of the policy before the update on the group; None where they were not computed."""
+    """n arrays [L] of the policy before the update on the group; None when not computed."""
     weight: float = 1.0
     """Importance weight of a reused group."""
     reused: bool = False

@@ -274,7 +274,7 @@ def _rollout_idle(steps: _Steps) -> str:
         )
     if not staleness and idle > MAX_IDLE:
         return (
-            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Let both go on at once "
+            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Run both at once "
             f"(trainer.max_staleness 1), or update faster: {faster}"
         )
     return ""
@@ -288,11 +288,11 @@ def _publish_bound(steps: _Steps) -> str:
     if config.trainer.weight_sync != "distributed":
         turn.append("trainer.weight_sync distributed (or shared)")
     if not config.trainer.max_staleness:
-        turn.append("trainer.max_staleness 1, with which it goes on beside the next step")
+        turn.append("trainer.max_staleness 1, which overlaps it with the next step")
     if not config.lora.rank:
-        turn.append("an adapter in the place of all weights (lora.rank)")
+        turn.append("an adapter instead of all weights (lora.rank)")
     remedy = ", or ".join(turn) or "the network between the nodes"
-    return f"new weights take {share:.0%} of the time to reach the engines. Turn: {remedy}"
+    return f"new weights take {share:.0%} of the time to reach the engines. Change: {remedy}"
 
 
 def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:

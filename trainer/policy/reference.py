@@ -103,7 +103,7 @@ def score_tokens(
     support: Support | None = None,
 ) -> TokenScores:
     """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
-    low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 casts by itself
+    low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 does its own casting
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low):
         temperature = config.sampling.temperature
         scores: TokenScores = scorer(tokens, targets, temperature, entropy_gradient=entropy_gradient, support=support)

@@ -182,7 +182,7 @@ class WeightBoard:
             return written
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
-        """Raises Conflict when the engine did not receive what was sent, NotFound when this version is not broadcast."""
+        """Returns the verdict on an engine's checksums. Raises Conflict when they differ, NotFound without a broadcast."""
         if self.broadcaster is None:
             raise NotFound("no weights were broadcast", field="version", value=version)
         return await self.broadcaster.verify(version, sums)
@@ -242,7 +242,7 @@ class WeightBoard:
         return latest
 
     def file(self, version: int, name: str) -> Path:
-        """Returns the path of one file of a version. Raises NotFound when the version or the file is not there."""
+        """Returns the path of one file of a version. Raises NotFound when there is no such version or file."""
         path = self.directory / version_name(version) / name
         try:
             found = "/" not in name and not name.startswith(".") and path.is_file()
