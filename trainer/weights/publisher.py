@@ -182,7 +182,7 @@ class WeightBoard:
             return written
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
-        """Returns the verdict on an engine's checksums. Raises Conflict when they differ, NotFound without a broadcast."""
+        """Returns the verdict on an engine's checksums. Raises Conflict if they differ, NotFound if not broadcast."""
         if self.broadcaster is None:
             raise NotFound("no weights were broadcast", field="version", value=version)
         return await self.broadcaster.verify(version, sums)
