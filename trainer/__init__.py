@@ -1,6 +1,6 @@
 """The trainer, and the Python API (docs/how-to/python-api.md).
 
-Names are imported when they are first used: `import trainer` and the commands' `--help` do not wait for torch.
+Names are imported on first use, so that `import trainer` and the commands' `--help` do not wait for torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The engines of a run in one process: the embedded one, an SGLang of its own, or SGLang servers that run already."""
+"""The engines of a run in one process: the embedded one, an SGLang server that it starts, or running SGLang servers."""
 
 import asyncio
 import shutil
@@ -32,12 +32,12 @@ from trainer.weights.publisher import Weights, version_name, write_version
 _STARTUP_S = 3600.0
 """Time to load a large model and to compile its kernels."""
 _REST_S = 5.0
-"""A server that did not answer gets no request for so long while others are there."""
+"""A server that did not answer gets no request for this long while others are available."""
 
 
 @dataclass
 class _Server:
-    """A server, and what is asked of it now."""
+    """A server, and the number of its requests in flight."""
 
     client: Client
     running: int = 0
@@ -45,9 +45,9 @@ class _Server:
 
 
 class ServersClient(RolloutClient):
-    """`RolloutClient` of one or several servers: each attempt of a request goes to the one with the fewest.
+    """`RolloutClient` of one or several servers: each attempt goes to the one with the fewest requests in flight.
 
-    `check` raises Unreachable where none of them will answer again, and httpx.ConnectError as long as none can.
+    `check` raises Unreachable when no server will ever answer again, and httpx.ConnectError while none can yet.
     """
 
     repeats_prompt = True  # they are SGLang
@@ -63,7 +63,7 @@ class ServersClient(RolloutClient):
         await super().close()
 
     async def unhealthy_reason(self) -> str | None:
-        """See `Client`: all of them have to be there."""
+        """See `Client`: every server has to be healthy."""
         reasons = await asyncio.gather(*(server.client.unhealthy_reason() for server in self._servers))
         named = zip(self._servers, reasons, strict=True)
         return "; ".join(f"{server.client.base_url}: {reason}" for server, reason in named if reason) or None
@@ -84,7 +84,7 @@ class ServersClient(RolloutClient):
 
 
 class OwnSGLang:
-    """An SGLang server that this process starts, starts again when it dies, and ends."""
+    """An SGLang server that this process starts, restarts when it dies, and stops."""
 
     def __init__(self, config: Config, publisher: "DirectPublisher") -> None:
         with listen("127.0.0.1", 0) as free:
@@ -112,19 +112,19 @@ class OwnSGLang:
         return engine_command(self._config, self._topology, str(model), label)
 
     async def _came_up(self) -> None:
-        if self._up.is_set():  # again
+        if self._up.is_set():  # a restart
             await self._publisher.reload()
         self._up.set()
 
     def check(self) -> None:
-        """Raises Unreachable when it will not be started again, and httpx.ConnectError until it has the newest weights."""
+        """Raises Unreachable when it will not be restarted, and httpx.ConnectError until it has the newest weights."""
         if self._lost is not None:
             raise Unreachable(self._lost)
         if not self._child.up:
             raise httpx.ConnectError("SGLang is being started")
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Returns when it answers; `stack` ends it. Raises ServiceError, with the end of its output, when it does not start."""
+        """Returns once it answers; `stack` stops it. Raises ServiceError with the end of its output if it fails."""
         stack.push_async_callback(self._api.close)
         run, up = asyncio.create_task(self._child.run()), asyncio.create_task(self._up.wait())
         stack.push_async_callback(_ended, run)
@@ -145,7 +145,7 @@ async def _ended(run: "asyncio.Task[None]") -> None:
 
 
 class DirectPublisher:
-    """Writes a version and has the engines load it, as agents do on rollout nodes, but without a download."""
+    """Writes a version and tells the engines to load it, as agents do on rollout nodes, but without a download."""
 
     def __init__(self, opening: Opening) -> None:
         self.engines: list[EngineClient] = []
@@ -159,7 +159,7 @@ class DirectPublisher:
             self.write(opening.policy.weights(), opening.policy.step)
 
     def starts_with(self) -> tuple[Path, str]:
-        """Returns directory and label of the weights that an engine starts with."""
+        """Returns the directory and the label of the weights that an engine starts with."""
         if self._base is not None:
             return self._base, BASE_VERSION
         assert self._newest is not None
@@ -188,7 +188,7 @@ class DirectPublisher:
         self._opening.loop.call(self.reload())
 
     async def reload(self) -> None:
-        """Has the engines load the newest version, if there is one already."""
+        """Tells the engines to load the newest version, if there is one."""
         if self._newest is None:
             return
         manifest, path = self._newest
@@ -200,7 +200,7 @@ class DirectPublisher:
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Waits for all calls, also where one fails: none goes on behind the caller's back. Raises the first error."""
+    """Waits for all calls, even if one fails, so that none continues unnoticed. Raises the first error."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

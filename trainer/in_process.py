@@ -57,7 +57,7 @@ class Problems:
 
     train: list[Prompt]
     held_out: list[Prompt]
-    """Empty: no evaluation (`trainer.eval_samples` 0)."""
+    """Empty when there is no evaluation (`trainer.eval_samples` 0)."""
 
 
 def train_in_process(
@@ -75,15 +75,16 @@ def train_in_process(
     Args:
         config: as for the job group; ports, replicas, `rollout.engine` and `trainer.weight_sync` have no effect.
         console: for progress and results; standard output when None.
-        rollout_transport: makes the transport to the engine's app, for example one that fails now and then in a test.
+        rollout_transport: creates the transport to the engine's app; a test may pass one that fails now and then.
         problems: to train and to evaluate on; those of `config.data` when None.
         rewards: grade every answer, in this process; those of `config.reward` when None.
-        listener: hears of steps, evaluations and checkpoints.
-        engine: `embedded`, `sglang` (started here, by the settings of `rollout`), or the URLs of SGLang servers that see this
-            disk.
-        environment: plays the episodes, in the place of the one that `config.environment.name` names.
+        listener: is notified of steps, evaluations and checkpoints.
+        engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of SGLang servers that
+        see
+            this disk.
+        environment: plays the episodes, in place of the one named in `config.environment.name`.
 
-    Raises ConfigError, or another ServiceError with the reason when training cannot go on.
+    Raises ConfigError, or another ServiceError with the reason when training cannot continue.
     """
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -131,7 +132,7 @@ class InProcessBackend:
         return services, publisher
 
     def agents(self) -> list[Client]:
-        """No agents."""
+        """Returns an empty list: there are no agents."""
         return []
 
     def engine_gpus(self) -> int | None:
@@ -143,7 +144,7 @@ class InProcessBackend:
         """Returns the app of the embedded engine."""
         device = choose_device(config.rollout.device, "rollout.device")
         model = Model(directory, config.rollout.max_context_tokens, device, config.model.dtype, config.model.fp32_head)
-        if config.trainer.max_staleness:  # the trainer computes beside it: what waits for the device ends a recording
+        if config.trainer.max_staleness:  # the trainer's concurrent device synchronisations would abort a capture
             model.graphs = None
         running = config.rollout.max_running_requests
         return make_app(Engine(model, max_running=running, seed=config.seed, weight_version=label))
@@ -151,7 +152,7 @@ class InProcessBackend:
     async def _rollout(
         self, opening: Opening, publisher: DirectPublisher, embedded: FastAPI | None, apps: AsyncExitStack
     ) -> Callable[[], RolloutClient]:
-        """Starts the engine, or connects to servers, and returns what makes a client that generates."""
+        """Starts the engine, or connects to servers, and returns a function that makes a client for generation."""
         make: Callable[[], RolloutClient]
         if embedded is not None:
             self._engine_gpus = 0

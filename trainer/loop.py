@@ -13,7 +13,7 @@ from trainer.run import Run
 
 
 def train(run: Run) -> None:
-    """Trains until `run.total_steps`. Raises what stopped the run, on every rank."""
+    """Trains until `run.total_steps`. Raises the error that stops the run, on every rank."""
     config, policy, critic, rollouts = run.config, run.policy, run.critic, run.rollouts
     with run.training():
         while policy.step < run.total_steps:

@@ -32,14 +32,14 @@ def run(config: Config, topology: Topology) -> None:
     assert run_dir is not None, "`load` sets it"
     with started(config, topology, names.TRAINER) as (ranks, lock), ExitStack() as stack:
         training = Run.build(config, ranks, run_dir, lock, JobGroupBackend(topology), stack)
-        gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
+        gc.freeze()  # libraries and models stay: the garbage collector need not scan them
         train(training)
         training.finish()
         ranks.barrier()
 
 
 class JobGroupBackend:
-    """The `Backend` of a job group: services by name, weights pulled by or broadcast to the rollout nodes."""
+    """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the rollout nodes."""
 
     _config: Config
     _board: WeightBoard
@@ -63,7 +63,7 @@ class JobGroupBackend:
         return services, self._publisher(opening, services)
 
     def agents(self) -> list[Client]:
-        """The agents that are alive."""
+        """Returns clients for the agents of the rollout nodes that are alive."""
         nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in self._board.workers())
         port = self._config.rollout.agent_port
         return [Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node)) for node in nodes]
@@ -81,7 +81,7 @@ class JobGroupBackend:
         timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
         broadcaster = None
         if sync == "distributed":
-            # NCCL refuses two ranks on one GPU, where the embedded engine may be beside the trainer: it takes gloo.
+            # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it uses gloo.
             engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
             backend: BackendName = "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
             rendezvous = Rendezvous(self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu)

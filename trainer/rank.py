@@ -1,4 +1,4 @@
-"""One process of a run among those that torchrun starts: logs, the other ranks, and the lock on the run directory."""
+"""Start of one of the processes that torchrun launches: logs, the other ranks, and the lock on the run directory."""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def started(config: Config, topology: Topology, task: str) -> Iterator[tuple[Ranks, RunLock | None]]:
-    """Joins the ranks while inside, and watches them; rank 0 holds the lock."""
+    """Joins the other ranks inside the block and watches them; yields the ranks and, on rank 0, the lock."""
     settings = config.trainer
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)

@@ -1,15 +1,15 @@
-"""A run and its parts, composed in one place for the job group and for training in one process alike.
+"""A run and its parts, composed here both for the job group and for training in one process.
 
     rollouts     prompts → graded groups in the replay buffer → batches    trainer/rollouts/
     policy       the model, its optimiser and its updates                  trainer/policy/policy.py
     reference    the model that the KL term compares with                  trainer/policy/reference.py
     critic       values and their updates, here or in the critic-server    trainer/policy/critic.py
-    weights      the policy's weights on their way to the engines          trainer/weights/
+    weights      publishing of the policy's weights to the engines         trainer/weights/
     evaluator    accuracy on the held-out problems                         trainer/rollouts/evaluation.py
     log          run directory, metrics, trackers                          trainer/observe/
     checkpoints  the run on disk                                           trainer/policy/checkpoint.py
 
-No part knows the run, and rollouts, weights, evaluator and log do not know one another.
+No part depends on the run; rollouts, weights, evaluator and log do not depend on one another.
 """
 
 import logging
@@ -61,7 +61,7 @@ class Opening:
     config: Config
     run_dir: Path
     run_id: str
-    """Names this attempt: no weights of an earlier one are taken for this one's."""
+    """Names this attempt, so that weights of an earlier attempt are not mistaken for its own."""
     policy: Policy
     tokenizer: Any
     static_files: list[Path]
@@ -74,37 +74,37 @@ class Opening:
     loop: LoopThread
     """Runs the clients."""
     stack: ExitStack
-    """Closes what the backend starts."""
+    """Closes everything that the backend starts."""
 
 
 class Backend(Protocol):
-    """The services of a run and the way of weights to the engines. Rank 0 alone uses it."""
+    """The services of a run and the path of weights to the engines. Only rank 0 uses it."""
 
     console: Console
     """For progress and results."""
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
-        """Starts the services, or connects to them."""
+        """Starts the services, or connects to them; returns their clients and the weight publisher."""
 
     def agents(self) -> list[Client]:
-        """The agents of the rollout nodes, to be flushed at the end."""
+        """Returns clients of the rollout nodes' agents, which are flushed at the end."""
 
     def engine_gpus(self) -> int | None:
-        """The GPUs that engines hold now, without those that they share with the trainer; None where nobody knows."""
+        """Returns the number of GPUs that engines hold now, except those shared with the trainer; None when unknown."""
 
 
 class Listener:
-    """The caller of a run in one process. This one hears nothing."""
+    """Receives the events of a run in one process. This base class ignores them."""
 
     def hear(self, run: "Run", event: str, **about: Any) -> None:
-        """Hears of an event on rank 0, and what is new then.
+        """Handles an event on rank 0; `about` holds its data.
 
         The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before an evaluation), `evaluate`
         (`metrics`), `save` (`checkpoint`) and `train_end`.
         """
 
     def measured(self, step: int) -> dict[str, float]:
-        """Returns what the caller measured since the last call, for the record of `step`."""
+        """Returns the caller's measurements since the last call, for the record of `step`."""
         return {}
 
 
@@ -112,7 +112,7 @@ class Listener:
 class Run:
     """The parts of a run on this rank, as the training loop uses them.
 
-    Ranks above 0 have the default parts, which only take part in collectives.
+    Ranks above 0 have the default parts, which only take part in collective calls.
     """
 
     config: Config
@@ -129,17 +129,17 @@ class Run:
     clock: StageClock = field(default_factory=StageClock)
     run_id: str = ""
     lock: RunLock | None = None
-    """Rank 0's, of the run directory."""
+    """The lock on the run directory; rank 0 only."""
     identity: Facts = field(default_factory=dict)
-    """Rank 0's: what every attempt has in common."""
+    """The settings that all attempts share; rank 0 only."""
     total_steps: int = 0
     listener: Listener = field(default_factory=Listener)
     tokenizer: Any = None
-    """Rank 0's."""
+    """Rank 0 only."""
     collecting_cpu: Callable[[], float] = lambda: 0.0
-    """CPU seconds of rank 0's thread that collects."""
+    """Returns the CPU seconds of rank 0's collecting thread."""
     flush: Callable[[], None] = lambda: None
-    """Makes the state of every service durable: SkyPilot does not tell the services that the job group ends."""
+    """Makes the state of every service durable: SkyPilot does not announce the end of the job group to the services."""
 
     @classmethod
     def build(
@@ -154,8 +154,8 @@ class Run:
     ) -> "Run":
         """Loads or resumes the models, starts the services and publishes the weights. A collective.
 
-        Rank 0 holds the `lock` of `run_dir`, which names the run; `stack` closes everything. Raises ConfigError, or another
-        ServiceError with the reason why the run cannot begin.
+        Rank 0 holds the `lock` of `run_dir`, which names the run; `stack` closes everything. Raises ConfigError or
+        another ServiceError when the run cannot begin.
         """
         run_id = lock.run if lock else ""
         if ranks.first:
@@ -174,7 +174,7 @@ class Run:
         metrics = run._build_rank_zero(run_dir, state, backend, stack) if ranks.first else None
         run.critic.restore(saved)
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
-        if metrics is not None:  # from here on nothing is refused: lines of lost steps may go
+        if metrics is not None:  # all checks have passed: lines of lost steps may be removed
             recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
             own = ranks.world_size if ranks.on_gpu else 0
 
@@ -188,7 +188,7 @@ class Run:
                 recorder.say(
                     f"already finished: all {run.total_steps} steps were trained before, and below is their result; {remedy}"
                 )
-            checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is this run's
+            checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is its own
         run.evaluator.prepare()
         run.weights.push(policy).result()
         if policy.step == 0:
@@ -196,7 +196,7 @@ class Run:
         return run
 
     def _build_rank_zero(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> TrainerMetrics:
-        """Replaces the default parts by rank 0's, but for the log; waits until the services are ready."""
+        """Replaces the default parts, except the log, by rank 0's; waits until the services are ready."""
         config, policy, run_id = self.config, self.policy, self.run_id
         set_run(run_id)
         metrics = TrainerMetrics(registry := Metrics(TRAINER))
@@ -241,12 +241,12 @@ class Run:
         return metrics
 
     def resident(self) -> list[Resident]:
-        """Returns what this rank keeps on its GPU during an update."""
+        """Returns the models and optimizers that this rank keeps on its GPU during an update."""
         return [part.resident() for part in (self.policy, self.reference, self.critic)]
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Groups are collected, and steps recorded, while inside."""
+        """Collects groups and records steps inside the block."""
         step = self.policy.step
         log = self.log.training(step, self.total_steps, self.rollouts.drops)
         self.listener.hear(self, "train_begin")
@@ -258,9 +258,9 @@ class Run:
                 self.weights.close()
 
     def begin_step(self) -> None:
-        """Seeds what is random in the step, dropout for example.
+        """Seeds the step's randomness, such as dropout.
 
-        Raises CheckpointFailed when the last one was not written, ServiceError when another run took the run directory.
+        Raises CheckpointFailed if the last checkpoint was not written, ServiceError if another run took the directory.
         """
         self.checkpoints.check()
         if self.lock is not None:
@@ -270,22 +270,22 @@ class Run:
         watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
 
     def end_step(self, record: Mapping[str, Any]) -> None:
-        """Writes the checkpoint, when it is time, after the step's line: a run that resumes from it has the line."""
+        """Writes a checkpoint if one is due, after the step's line, so that a run that resumes from it has the line."""
         self.checkpoint()
         self.listener.hear(self, "step_end")
         self.listener.hear(self, "log", logs=record)
 
     def stop(self) -> None:
-        """Ends the run after the step that is under way, or now between two."""
+        """Ends the run after the current step, or at once between steps."""
         self.total_steps = min(self.total_steps, self.policy.step)
 
     def evaluate_now(self) -> None:
-        """Evaluates, if the current weights were not."""
+        """Evaluates the current weights, unless that was done."""
         if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
             self._evaluate(pass_samples=0)
 
     def save_now(self) -> None:
-        """Writes a checkpoint of the current step, if there is none."""
+        """Writes a checkpoint of the current step, unless there is one."""
         saved = self.checkpoints.newest()
         if saved is None or saved.name != self.checkpoints.name(self.policy.step):
             self._save()
@@ -326,13 +326,13 @@ class Run:
         return saved
 
     def finish(self) -> Path:
-        """Evaluates and saves the trained policy, reports, and flushes the services; returns the checkpoint. A collective."""
+        """Evaluates, saves the policy, reports and flushes the services; returns the checkpoint. A collective."""
         watchdog.at("the end of the run")
         self.listener.hear(self, "train_end")
         if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
             self._evaluate(self.config.trainer.eval_pass_samples)
         saved, name = self.checkpoints.newest(), self.checkpoints.name(self.policy.step)
-        if saved is None or saved.name != name:  # written again, a complete one could be lost
+        if saved is None or saved.name != name:  # rewriting a complete one could lose it
             saved = self._save()
             self.checkpoints.wait()
         self.log.report(saved)

@@ -22,11 +22,11 @@ from trainer.weights.publisher import WeightBoard
 
 _FILE = {"type": "string", "format": "binary"}
 _MAX_REQUESTS = 1024
-"""Concurrent requests. A rollout node has two: one waits for a new version, one downloads."""
+"""Maximum number of concurrent requests. A rollout node has two: one waits for a new version, one downloads."""
 
 
 class _LargeFile(FileResponse):
-    """A file that is sent in large pieces: each is read in a thread of its own."""
+    """A file that is sent in large pieces, since each piece is read in a separate thread."""
 
     chunk_size = 1 << 20
 
@@ -34,9 +34,9 @@ class _LargeFile(FileResponse):
 def create_trainer_app(
     board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
 ) -> FastAPI:
-    """The app of rank 0, with the dashboard of the run whose directory holds the board's.
+    """Returns the app of rank 0, with the dashboard of the run whose directory contains the board's.
 
-    `health` (of the other tasks) and `replay` are for the dashboard.
+    The dashboard shows `health` (of the other tasks) and `replay`.
     """
     app = create_app(
         "ppo-trainer",
@@ -45,7 +45,7 @@ def create_trainer_app(
         max_body_bytes=1 << 20,
         max_requests=_MAX_REQUESTS,
         open_paths=PAGES,
-        access_level=logging.DEBUG,  # the console belongs to the steps; agents log what they fetch
+        access_level=logging.DEBUG,  # the console is for the steps; agents log what they fetch
     )
     add_dashboard(app, [RunReader(board.directory.parent, live=True)], health, replay)
     nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
@@ -62,7 +62,7 @@ def create_trainer_app(
     ) -> WeightManifest:
         """The newest weight version, as soon as it differs from the caller's; with `files` always as files.
 
-        It also differs when the caller's engine should sleep and is not `asleep`, or the other way round.
+        It also differs when the caller's engine should sleep and is not `asleep`, or vice versa.
         """
         latest = await board.latest_after(after_run, after_version, wait_s, asleep)
         return await board.with_files(latest) if files else latest

@@ -1,7 +1,7 @@
 """Advantages: how much better than expected a completion, or one of its tokens, was. Pure functions.
 
-The group-relative ones take rewards [groups, n], and completion lengths in tokens, and return [groups, n]. `gae` compares
-each token with a critic instead.
+The group-relative ones take rewards [groups, n] and completion lengths in tokens, and return [groups, n]. `gae`
+compares each token with a critic's value instead.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def group_centred(rewards: Tensor) -> Tensor:
-    """Reward minus the mean of its group, not divided by anything: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+    """Reward minus the mean of its group, without normalisation: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
     _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return torch.where(_equal(rewards), torch.zeros_like(centred), centred)
@@ -51,7 +51,7 @@ def mean_normalised(rewards: Tensor) -> Tensor:
     """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): (r − mean) / mean within each group, 0 where no completion has a reward.
 
     With rewards of 0 and 1 this estimates the gradient of the log of the pass rate instead of that of the pass rate. Raises
-    ConfigError for a negative reward, with which the mean is no pass rate.
+    ConfigError for a negative reward: the mean would not be a pass rate.
     """
     if (rewards < 0).any():
         raise ConfigError(
@@ -65,12 +65,12 @@ def mean_normalised(rewards: Tensor) -> Tensor:
 
 
 def reward_normalised(components: Tensor, weights: Tensor, eps: float = 1e-6) -> Tensor:
-    """GDPO (Liu et al. 2026, arXiv:2601.05242, eq. 4 to 6): each reward normalised within its group by itself.
+    """GDPO (Liu et al. 2026, arXiv:2601.05242, eq. 4 to 6): each reward normalised separately within its group.
 
     The weighted sum is then divided by its standard deviation over the batch, so that the scale does not depend on the number
-    of rewards; its mean is 0 already. The sum of rewards, normalised as a whole, would be the same for groups that differ in
-    one reward and in two. Where a reward does not apply to a completion (NaN) it says nothing: the others of its group are
-    compared without it.
+    of rewards; its mean is 0 already. Normalising the sum of the rewards instead would not distinguish groups that
+    differ in one reward from groups that differ in two. A reward that does not apply to a completion is NaN: it
+    contributes 0, and the other completions of the group are compared without it.
 
     Args:
         components: [rewards, groups, n]
@@ -82,7 +82,7 @@ def reward_normalised(components: Tensor, weights: Tensor, eps: float = 1e-6) ->
 
 
 def _normalised_where_there(rewards: Tensor, eps: float) -> Tensor:
-    """Returns `group_normalised` of the rewards of each group that are no NaN, and 0 for the others."""
+    """Returns `group_normalised` of those rewards of each group that are not NaN, and 0 for the others."""
     there = ~rewards.isnan()
     if there.all():
         return group_normalised(rewards, eps)
@@ -129,7 +129,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "mean_normalised": lambda rewards, _, __: mean_normalised(rewards),
     "none": lambda rewards, _, __: torch.zeros_like(rewards),
 }
-"""The advantages by name that need no more than the rewards and lengths of a group."""
+"""The advantages that need only the rewards and lengths of a group, by name."""
 WHITENED = ("gae", "batch_normalised")
 """The advantages that are then whitened over the tokens of the batch: PPO, and REINFORCE++ with a group baseline (Hu et al.
 2025, arXiv:2501.03262), as in the public implementations."""
@@ -147,8 +147,8 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tenso
 def length_penalty(lengths: Tensor, pass_rates: Tensor, group_size: int, max_new_tokens: int) -> Tensor:
     """ALP's penalty (Xiang et al. 2025, arXiv:2506.05256), to be multiplied by a coefficient and added to the rewards.
 
-    −max(pass rate, 1 / group size) · length / max_new_tokens: what is solved often should be short, and what is hard may be
-    long.
+    −max(pass rate, 1 / group size) · length / max_new_tokens: answers to easy problems should be short, those to hard
+    ones may be long.
     """
     return -pass_rates.clamp(min=1 / group_size) * lengths / max_new_tokens
 

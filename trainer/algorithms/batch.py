@@ -19,7 +19,7 @@ Column = list[Float32]
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """A group in training."""
+    """A group of a training batch."""
 
     group: Group
     weight: float = 1.0
@@ -30,18 +30,18 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One completion with its prompt. L is the number of its tokens that are trained: all that are not masked."""
+    """One completion with its prompt. L is the number of its trained tokens, which are those not masked."""
 
     prompt_ids: Int32
     completion_ids: Int32
     mask: Int32 | None
-    """1 for the tokens of the completion that are trained; None for all."""
+    """1 for trained tokens of the completion, else 0; None if all are trained."""
     targets: Int32
-    """[L] those tokens."""
+    """[L] the trained tokens."""
     rollout_logprobs: Float32
     """[L] under the policy that sampled the completion."""
     episode: int
-    """Number of its episode in the batch. Rows of one episode share its reward."""
+    """Index of its episode in the batch. The rows of an episode share its reward."""
     reward: float
     weight: float
     """Importance weight of its group."""
@@ -52,9 +52,9 @@ class Row:
     corrected: bool
     """False for a reused row that counts as sampled by the policy about to be updated (`replay.corrected` false)."""
     turns: Sequence[tuple[int, float]] = ()
-    """Trained tokens and reward of each answer of an episode."""
+    """Number of trained tokens and reward of each answer of an episode."""
     sampled: Sampled | None = None
-    """What its tokens were sampled from; None for the whole vocabulary."""
+    """The tokens that its tokens were sampled from; None for the whole vocabulary."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -68,11 +68,11 @@ class Batch:
     """
 
     groups: list[TrainingGroup]
-    """Fresh ones first."""
+    """The fresh groups first."""
     rows: list[Row]
     """Every completion, group after group."""
     group_size: int
-    """Episodes of a group."""
+    """Number of episodes in a group."""
     old_logprobs: Column | None = None
     """Log-probabilities under the policy about to be updated."""
     ref_logprobs: Column | None = None
@@ -87,7 +87,7 @@ class Batch:
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
-        """Makes the batch of `groups` for the update after `step` steps. Raises ConfigError for groups of different sizes."""
+        """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for unequal sizes."""
         sizes = {len(item.group.answers) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
@@ -128,22 +128,22 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Trained completion tokens of each row."""
+        """Number of trained completion tokens of each row."""
         return [len(row.targets) for row in self.rows]
 
     @property
     def parts(self) -> list[slice]:
-        """The rows of each group."""
+        """The slice of rows of each group."""
         ends = np.cumsum([len(item.group.completions) for item in self.groups]).tolist()
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def sizes(self, shared: bool) -> Sizes:
-        """Sizes for cutting the batch; `shared` is that of the layout."""
+        """Returns the sizes by which the batch is cut; `shared` is the layout's."""
         prompts, completions = [row.prompt_ids for row in self.rows], [row.completion_ids for row in self.rows]
         return Sizes.of(prompts, completions, shared, self.lengths)
 
     def sequences(self) -> list[TokenSequence]:
-        """Returns the sequences that a critic values."""
+        """Returns the sequences for which a critic computes values."""
         return [TokenSequence(row.prompt_ids, row.completion_ids) for row in self.rows]
 
     def value_targets(self) -> list[ValueTargets]:
@@ -154,14 +154,14 @@ class Batch:
         return [ValueTargets(row.prompt_ids, row.completion_ids, values, targets, row.weight) for row, values, targets in rows]
 
     def rollout_logprobs(self, row: int) -> Float32:
-        """Returns [L] under the policy that sampled the row, or counts as that (`Row.corrected`)."""
+        """Returns [L] under the policy that sampled the row, or is treated as if it did (`Row.corrected`)."""
         if self.rows[row].corrected:
             return self.rows[row].rollout_logprobs
         assert self.old_logprobs is not None
         return self.old_logprobs[row]
 
     def start_logprobs(self) -> Column:
-        """Returns [L] for each row under the policy before the update: the trainer's own if computed, else the engine's."""
+        """Returns [L] for each row under the policy before the update: the trainer's if computed, else the engine's."""
         return self.old_logprobs or [row.rollout_logprobs for row in self.rows]
 
     def teacher_kl(self) -> float | None:
@@ -178,18 +178,18 @@ class Batch:
 
 
 def lay_out(layout: type[Layout], rows: Sequence[Row]) -> Layout:
-    """Returns rows as a model reads them; their trained tokens are scored."""
+    """Returns rows in a model's layout; their trained tokens are scored."""
     return layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows], [row.mask for row in rows])
 
 
 def _turns(completion: Completion) -> list[tuple[int, float]]:
-    """Returns trained tokens and reward of each answer of an episode."""
+    """Returns the number of trained tokens and the reward of each answer of an episode."""
     marks = np.ones(len(completion.token_ids), np.int32) if completion.mask is None else completion.mask
     return [(int(marks[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns]
 
 
 def _taught(group: Group, completion: Completion) -> Float32:
-    """Returns the teacher's scores of a completion. Raises ConfigError where there are none."""
+    """Returns the teacher's scores of a completion. Raises ConfigError when there are none."""
     if completion.teacher_logprobs is None:
         raise ConfigError(
             f"group {group.id} has no scores of a teacher",
@@ -201,7 +201,7 @@ def _taught(group: Group, completion: Completion) -> Float32:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows of a batch as tensors [C], where C is the number of trained completion tokens of all rows together."""
+    """Rows of a batch as tensors [C], where C is the total number of trained completion tokens."""
 
     tokens: Layout
     targets: Tensor
@@ -216,15 +216,15 @@ class MicroBatch:
     rows: Tensor
     """The row that each completion token belongs to."""
     lengths: Tensor
-    """Trained completion tokens of that row."""
+    """Number of trained completion tokens of that row."""
     support: Support | None
-    """The tokens from which each was sampled; None for the whole vocabulary."""
+    """The tokens that each target was sampled from; None for the whole vocabulary."""
     count: int
-    """Rows."""
+    """Number of rows."""
 
     @classmethod
     def of(cls, batch: Batch, indices: Indices, layout: type[Layout]) -> "MicroBatch":
-        """The rows of `batch` at `indices`."""
+        """Returns the rows of `batch` at `indices` as a micro-batch."""
         rows = [batch.rows[i] for i in indices.tolist()]
         lengths = np.array([len(row.targets) for row in rows])
 

@@ -1,4 +1,4 @@
-"""The advantages of a batch, by the settings of the algorithm (`common.algorithm`)."""
+"""Computes the advantages of a batch, according to the settings of the algorithm (`common.algorithm`)."""
 
 import math
 
@@ -27,13 +27,13 @@ from trainer.algorithms.losses import kl_divergence
 def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Column, Column | None]:
     """Returns the advantages of a batch and, with `gae`, the critic's targets; None without a critic.
 
-    Groups compare their episodes, and every sequence of an episode has its advantage.
+    Each group compares its episodes, and every sequence of an episode gets the episode's advantage.
 
-    A teacher's part is log π_teacher − log π of every token (on-policy distillation, Lu 2025,
-    thinkingmachines.ai/blog/on-policy-distillation): the reverse KL divergence at that token, which nothing normalises.
+    A teacher adds log π_teacher − log π to every token (on-policy distillation, Lu 2025,
+    thinkingmachines.ai/blog/on-policy-distillation): minus the reverse KL divergence at that token, not normalised.
 
     Reads `batch.values` with `gae`, and `batch.old_logprobs` and `batch.ref_logprobs` with the KL in the reward. `kl_coef` is
-    the current one, which changes with `algorithm.kl_target`.
+    the current coefficient, which changes with `algorithm.kl_target`.
     """
     algorithm = config.algorithm
     episodes, count = torch.tensor([row.episode for row in batch.rows]), len(batch.groups) * batch.group_size
@@ -44,7 +44,7 @@ def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Co
     apart = [sum(each) for each in turns] or [0.0] * count
     rewards[episodes] = torch.tensor([row.reward - apart[row.episode] for row in batch.rows], dtype=torch.float32)
     lengths = torch.zeros(count, dtype=torch.int64).index_add(0, episodes, of_rows)
-    shaping = _shaping(batch, config)  # of single completions alone, as are scores of a teacher
+    shaping = _shaping(batch, config)  # for single completions only, as are a teacher's scores
     for part in shaping:
         rewards = rewards + part
     penalties = _kl_penalties(batch, algorithm, kl_coef)
@@ -74,11 +74,12 @@ def compute_advantages(batch: Batch, config: Config, kl_coef: float) -> tuple[Co
 
 
 def _of_turns(batch: Batch, rewards: Tensor, turns: list[list[float]], config: Config) -> Tensor:
-    """Returns advantages [tokens] where single answers have rewards, `turns` of each episode; `rewards` [groups, n] lack them.
+    """Returns advantages [tokens] when answers have rewards: `turns` by episode, not included in `rewards` [groups, n].
 
-    An episode's reward belongs to all its answers and is compared with that of the others of its group. An answer is credited
-    with H_t = r_t + discount · H_(t+1), the rewards from its own on, compared with those of the t-th answers of the group: what
-    came before it plays no part. Both are divided by √(variance of the rewards + mean square of what is left of H).
+    An episode's reward applies to all its answers and is centred within its group. An answer is also credited with
+    H_t = r_t + discount · H_(t+1), its own and later rewards, centred over the t-th answers of the group: earlier
+    rewards do not count. With `group_normalised` both are divided by √(variance of the rewards + mean square of the
+    centred H).
     """
     size, eps = batch.group_size, config.algorithm.advantage_eps
     assert config.environment.turn_discount is not None
@@ -104,7 +105,7 @@ def _of_turns(batch: Batch, rewards: Tensor, turns: list[list[float]], config: C
 
 
 def _ahead(rewards: list[float], discount: float) -> list[float]:
-    """Returns the discounted rewards from each turn on."""
+    """Returns for each turn the discounted sum of its reward and later ones."""
     found = [*rewards, 0.0]
     for i in reversed(range(len(rewards))):
         found[i] += discount * found[i + 1]
@@ -127,7 +128,7 @@ def _shaping(batch: Batch, config: Config) -> list[Tensor]:
 def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the scores [rewards, rows] of every reward function and penalty, and their weights [rewards].
 
-    A function that is not meant for a completion has NaN there. Raises ConfigError for a group without scores.
+    The score is NaN where a function does not apply to a completion. Raises ConfigError for a group without scores.
     """
     scores: dict[str, list[float]] = {}
     completions = [completion for item in batch.groups for completion in item.group.completions]
@@ -158,7 +159,7 @@ def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Col
 
 
 def _gae(batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    """Returns GAE advantages and returns [tokens]; a completion's reward is that of its last token."""
+    """Returns GAE advantages and returns [tokens]; a completion's last token gets its reward."""
     assert batch.values is not None
     width = max(batch.lengths)
     token_rewards, values, mask = (np.zeros((len(batch.rows), width), np.float32) for _ in range(3))

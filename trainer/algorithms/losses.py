@@ -1,7 +1,7 @@
 """Policy losses, KL estimators, aggregation and off-policy corrections, per token. Pure functions.
 
-The tokens of all completions are concatenated without padding to [tokens]; `rows` [tokens] is the index of the completion that
-each belongs to.
+The tokens of all completions are concatenated without padding to [tokens]; `rows` [tokens] holds the index of the
+completion that each token belongs to.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from common.algorithm import AlgorithmSection
 
 _MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ±20 before exp, as in the public implementations, so that none overflows."""
+"""Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent overflow."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 
 Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
@@ -41,7 +41,7 @@ def row_mean(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """π(token) / π_old(token) for each token; the gradient flows through `logprobs`."""
+    """Returns π(token) / π_old(token) for each token; the gradient flows through `logprobs`."""
     return torch.exp((logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
@@ -89,9 +89,9 @@ def divergence_masked(
 ) -> PolicyLoss:
     """DPPO with the binary total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning").
 
-    The ratio is not clipped. A token is left out where an update in the direction of its advantage has already moved its
-    *probability* too far from that under the policy which sampled it: up by more than `high`, or down by more than `low`. A
-    ratio says little there: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
+    The ratio is not clipped. A token is masked if, in the direction of its advantage, its *probability* has already
+    moved too far from that under the policy which sampled it: up by more than `high`, or down by more than `low`. A
+    ratio is a poor measure of that: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
     """
     moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
     out = torch.where(advantages > 0, moved > high, moved < -low)
@@ -99,9 +99,9 @@ def divergence_masked(
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio, 4/τ · σ(τ·(ρ − 1)), in the place of clipping.
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio, 4/τ · σ(τ·(ρ − 1)), instead of clipping.
 
-    Its slope is 1 at ρ = 1 and fades on both sides, the faster the larger τ: `tau_positive` for tokens with a positive
+    Its slope is 1 at ρ = 1 and fades on both sides, faster for larger τ: `tau_positive` for tokens with a positive
     advantage, `tau_negative` for the others. Nothing is cut, so `clipped` is 0.
     """
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
@@ -109,7 +109,7 @@ def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: f
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate of KL(policy ‖ reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
+    """Estimates KL(policy ‖ reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
 
     Args:
         logprobs: [tokens] in nats; the gradient flows through them.
@@ -126,7 +126,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1
 
 
 KL_HORIZON = 10_000
-"""Completions over which an adaptive kl_coef reacts (Ziegler et al. 2019)."""
+"""Time constant of an adaptive kl_coef, in completions (Ziegler et al. 2019)."""
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
@@ -142,7 +142,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) 
 def token_coefficients(
     aggregation: Aggregation, lengths: Tensor, total_tokens: int, total_rows: int, max_new_tokens: int
 ) -> Tensor:
-    """Returns each token's coefficient, such that the plain sum over all micro-batches and ranks is the loss.
+    """Returns each token's coefficient; the loss is then the plain sum over all micro-batches and ranks.
 
     Args:
         aggregation: `token_mean` (DAPO): every token of the global batch counts the same. `sequence_mean_token_mean`
@@ -170,11 +170,11 @@ def importance_correction(
     cap: float,
     floor: float | None = None,
 ) -> Tensor:
-    """Returns weights [tokens], without gradient, that correct for the difference of the engine's and the trainer's policy.
+    """Returns weights [tokens], without gradient, that correct for the gap between engine and trainer policy.
 
-    w = π_trainer / π_rollout, of the token or (level `sequence`) the product over its completion. `truncate` limits it
-    to `cap` (truncated importance sampling, Yao et al. 2025), `mask` sets weights above `cap` or below `floor` (None: 1/cap)
-    to 0. `mask` by token is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
+    w = π_trainer / π_rollout of the token or, with level `sequence`, its product over the completion. `truncate` limits
+    w to `cap` (truncated importance sampling, Yao et al. 2025); `mask` sets weights above `cap` or below `floor` (None:
+    1/cap) to 0. `mask` by token is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
     """
     log_weight = (proximal_logprobs - rollout_logprobs).detach()
     if level == "sequence":
@@ -188,10 +188,11 @@ def importance_correction(
 def geometric_mask(
     proximal_logprobs: Tensor, rollout_logprobs: Tensor, rows: Tensor, count: int, low: float | None, high: float | None
 ) -> Tensor:
-    """Returns 0 on the tokens of completions whose geometric mean of π_trainer / π_rollout is outside [low, high], else 1.
+    """Returns 0 on the tokens of completions whose geometric mean π_trainer / π_rollout is outside [low, high], else 1.
 
-    The rejection of whole sequences by a length-normalised ratio (Liu et al. 2025, "When Speed Kills Stability"); verl calls
-    it `seq_mean_k1` and takes [0.999, 1.001]. The product over a completion would reject long ones whatever their tokens are.
+    This rejects whole sequences by a length-normalised ratio (Liu et al. 2025, "When Speed Kills Stability"); verl
+    calls it `seq_mean_k1` and uses [0.999, 1.001]. The product over a completion would reject long ones whatever their
+    tokens are.
     """
     mean = row_mean((proximal_logprobs - rollout_logprobs).detach(), rows, count)[rows]
     above = torch.ones_like(mean) if low is None else (mean >= math.log(low)).float()

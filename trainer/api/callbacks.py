@@ -1,4 +1,4 @@
-"""Callbacks of a run in one process: hooks as those of transformers, with a state that tells and a control that stops."""
+"""Callbacks of a run in one process: hooks like those of transformers, with a state to read and a control to set."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ _OTHERS = (
     *("init_end", "epoch_begin", "epoch_end", "substep_end", "pre_optimizer_step", "optimizer_step", "predict"),
     *("prediction_step", "push_begin"),
 )
-"""Hooks of transformers that no run here reaches."""
+"""Hooks of transformers that a run here never calls."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     """A record of every step and evaluation of this call of `train`."""
     best_metric: float | None = None
-    """The best accuracy in an evaluation so far; the best mean reward, where rewards are no verdicts."""
+    """The best accuracy in an evaluation so far, or the best mean reward when rewards are no verdicts."""
     best_global_step: int | None = None
     should_training_stop: bool = False
     """Set it to end the run after the current step."""
@@ -45,23 +45,24 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """Wishes of a callback, which are done when its hook returns."""
+    """Requests of a callback, which are carried out when its hook returns."""
 
     should_training_stop: bool = False
-    """End the run after the current step, with an evaluation and a checkpoint as at the end of every run."""
+    """End the run after the current step, with the usual final evaluation and checkpoint."""
     should_save: bool = False
     """Write a checkpoint of the current step."""
     should_evaluate: bool = False
     """Evaluate the current weights on the held-out problems."""
     should_log: bool = False
-    """Every step is logged anyway."""
+    """Has no effect: every step is logged."""
 
 
 class TrainerCallback:
-    """Base of callbacks. Overwrite any of the hooks; callbacks of transformers are taken too.
+    """Base class of callbacks. Override any of the hooks; transformers callbacks are accepted too.
 
-    A hook gets `args` (the `TrainerConfig`), `state` and `control`, and by name `model` and `processing_class`, `logs`
-    (`on_log`), `metrics` (`on_evaluate`) or `checkpoint` (`on_save`). It may take fewer of them by their names.
+    A hook gets `args` (the `TrainerConfig`), `state` and `control`, and as keyword arguments `model`,
+    `processing_class`, `logs` (`on_log`), `metrics` (`on_evaluate`) or `checkpoint` (`on_save`). It may accept fewer of
+    them, by name.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
@@ -71,10 +72,10 @@ class TrainerCallback:
         """Called before a step."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Called after a step, when it is recorded."""
+        """Called after a step has been recorded."""
 
     def on_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Another name of `on_step_end`."""
+        """Another name for `on_step_end`."""
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Called after `on_step_end` with the record of the step (`logs`)."""
@@ -83,16 +84,16 @@ class TrainerCallback:
         """Called after an evaluation with its result (`metrics`)."""
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Called when a checkpoint is being written (`checkpoint`)."""
+        """Called when the writing of a checkpoint has started (`checkpoint`)."""
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Called after the last step."""
 
 
 class Callbacks(Listener):
-    """Calls the callbacks of a run, and keeps what its reward functions log (`FunctionLog`).
+    """Calls the callbacks of a run, and collects what its reward functions log (`FunctionLog`).
 
-    Raises ConfigError for an object without hooks, and for a hook that no run reaches.
+    Raises ConfigError for an object without hooks, and for a hook that a run never calls.
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, extras: Path) -> None:
@@ -112,7 +113,7 @@ class Callbacks(Listener):
         self.callbacks.append(callback)
 
     def begin(self, problems: int) -> None:
-        """Forgets the last call of `train`, and what it logged."""
+        """Resets the log history and the stop flag for a new call of `train`."""
         self._problems = problems
         self.state.log_history, self.state.should_training_stop = [], False
 
@@ -140,7 +141,7 @@ class Callbacks(Listener):
         return taken
 
     def _written(self, step: int, about: dict[str, Any]) -> dict[str, float]:
-        """Writes the rows that were logged, with `about`; returns the means of the numbers."""
+        """Writes the logged rows, with `about`; returns the means of the logged numbers."""
         metrics, rows = self._taken()
         for row in rows:
             append_line(self._extras, {"step": step, **about, **json.loads(json.dumps(row, default=str))})
@@ -151,7 +152,7 @@ class Callbacks(Listener):
     def hear(self, run: Run, event: str, **about: Any) -> None:
         """See `Listener`."""
         state, step = self.state, run.policy.step
-        if event == "evaluating":  # what answers in training log is not an evaluation's
+        if event == "evaluating":  # keeps what training answers log apart from the evaluation's
             self._aside = self._taken()
             return
         if event == "evaluate":
@@ -159,7 +160,7 @@ class Callbacks(Listener):
             self._metrics, self._rows = defaultdict(list, self._aside[0]), self._aside[1]
         state.global_step, state.epoch = step, step * run.config.trainer.batch_size / self._problems
         if event == "train_begin":
-            self._taken()  # of answers that were made up to try the functions
+            self._taken()  # drops what the trial of the functions logged
             state.max_steps, state.num_train_epochs = run.total_steps, run.config.trainer.num_epochs
         if event in ("log", "evaluate"):
             state.log_history.append({"step": step, "epoch": state.epoch, **about["logs" if event == "log" else "metrics"]})
@@ -179,7 +180,7 @@ class Callbacks(Listener):
             self.state.best_metric, self.state.best_global_step = found, step
 
     def _do(self, run: Run, control: TrainerControl) -> None:
-        """Does what callbacks wish for; what follows from it is told, but changes nothing more."""
+        """Carries out the requests of callbacks; requests made during that, other than to stop, are ignored."""
         if self.state.should_training_stop or control.should_training_stop:
             run.stop()
         if self._answering:
@@ -213,7 +214,7 @@ def _check(callback: Any) -> None:
 
 
 def _call(hook: Any, args: Any, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> Any:
-    """Calls a hook with (args, state, control) and those of `given` that it takes, or with what it names alone."""
+    """Calls a hook with (args, state, control) and those of `given` that it accepts, or only with what it names."""
     named = inspect.signature(hook).parameters
     everything = any(each.kind is each.VAR_KEYWORD for each in named.values())
     taken = {name: value for name, value in given.items() if everything or name in named}

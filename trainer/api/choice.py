@@ -1,4 +1,4 @@
-"""The choice of the engine that generates."""
+"""Chooses the engine that generates completions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainer.api.settings import OWN_SGLANG, TrainerConfig
 
 
 def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str]:
-    """Returns `embedded`, `sglang` or a list of URLs. Raises ConfigError where engine and settings do not fit together."""
+    """Returns `embedded`, `sglang` or a list of URLs. Raises ConfigError when engine and settings conflict."""
     if engine != "sglang":
         for name in OWN_SGLANG:
             if (setting := f"rollout.{name}") in config.settings:

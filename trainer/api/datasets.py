@@ -14,21 +14,21 @@ from services.reward.functions.plain import FunctionLog, PlainFunction, numbered
 _PROMPT_COLUMNS, _ANSWER_COLUMNS = ("prompt", "question"), ("ground_truth", "answer")
 _ROLES = ("system", "user", "assistant")
 _ARGUMENTS = frozenset(("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"))
-"""Arguments of a reward function that are no columns."""
+"""Arguments of a reward function that are not columns."""
 
 
 def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Prompt]:
     """Returns the prompts of a data set.
 
     A row needs `prompt` or `question`, a text or a chat (`[{"role": …, "content": …}]`, the user last), and may have
-    `ground_truth` or `answer` (of a text with `#### N` only N is kept), `id` and `task`. All columns stay with it
-    for the reward functions: an answer as it is written too, and a chat as `prompts`.
+    `ground_truth` or `answer` (of a text with `#### N` only N is kept), `id` and `task`. Reward functions get all
+    columns, including the original answer, and a chat as `prompts`.
 
     Args:
         dataset: prompts or rows, in anything that yields them: a list, a generator, a `datasets.Dataset` or
-            `IterableDataset`, a DataFrame, a table of Arrow.
+            `IterableDataset`, a DataFrame, an Arrow table.
         field: name of the argument, for errors and for the ids of rows without one.
-        at_most: rows to read of a data set without a length; all of them when None.
+        at_most: maximum rows to read from a data set without a length; all when None.
 
     Raises:
         ConfigError: the data set is empty, has several splits or no rows, or a row cannot be used; the error names row and
@@ -54,7 +54,7 @@ def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Pro
 
 
 def as_held_out(datasets: Any, field: str) -> list[Prompt]:
-    """Returns the prompts of one data set, or of several by their names, which begin the ids of their prompts."""
+    """Returns the prompts of one data set, or of several by name; the name becomes a prefix of their prompt ids."""
     if not isinstance(datasets, Mapping):
         return as_prompts(datasets, field)
     named = {str(name): as_prompts(dataset, f"{field}[{name!r}]") for name, dataset in datasets.items()}
@@ -65,7 +65,7 @@ def as_held_out(datasets: Any, field: str) -> list[Prompt]:
 
 
 def _rows(dataset: Any) -> Iterable[Any]:
-    """Returns the rows of a DataFrame (pandas, polars) or a table of Arrow; anything else yields its rows itself."""
+    """Returns the rows of a DataFrame (pandas, polars) or an Arrow table, and any other data set as it is."""
     for method in ("to_dicts", "to_pylist"):
         if hasattr(dataset, method):
             return cast("list[Any]", getattr(dataset, method)())
@@ -76,7 +76,7 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _plain(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the cells of a row; arrays, which do not compare to one truth, as lists."""
+    """Returns the cells of a row; arrays, whose comparison is not a single truth value, as lists."""
     return {str(name): cell.tolist() if hasattr(cell, "tolist") else cell for name, cell in row.items()}
 
 
@@ -95,11 +95,11 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
         problem = (
             f"the chat in column {column!r} has the roles {roles}; they must be {', '.join(_ROLES)}, and the last one user"
         )
-        stop_at(where, problem, "move the answer into a column of its own, or leave it out")
+        stop_at(where, problem, "move the answer into a separate column, or leave it out")
     answer = next((name for name in _ANSWER_COLUMNS if item.get(name) is not None), "")
     has_answer = answer and str(item[answer]).strip()
     for name in _ARGUMENTS.intersection(item):
-        stop_at(where, f"a reward function gets an argument of its own as {name!r}", "rename the column")
+        stop_at(where, f"reward functions already have an argument {name!r}", "rename the column")
     kept = {} if isinstance(item[column], str) else {"prompts": [{"role": role, "content": text} for role, text in chat]}
     return Prompt(
         id=id_of(item, where, default_id),
@@ -116,7 +116,7 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
 
     Args:
         reward_fn: a RewardFunction, a plain function, the name of a reward model on the hub or its directory, or a list.
-        log: of the run, for plain functions.
+        log: the run's log for plain functions.
 
     Raises:
         ConfigError: it is none of these, or there is none.

@@ -1,4 +1,4 @@
-"""Environments and tools as callers of the Python API give them."""
+"""Reads the environments and tools that callers of the Python API give."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ _NAME = "environment.name"
 
 
 class EnvironmentReward(RewardFunction):
-    """Stands for the rewards that an environment gives itself."""
+    """Placeholder for the rewards that an environment computes itself."""
 
     @property
     def name(self) -> str:
@@ -22,14 +22,14 @@ class EnvironmentReward(RewardFunction):
         return "environment"
 
     def __call__(self, completions: Any, **columns: Any) -> list[float]:
-        """Called for the made-up answers that a run begins with, alone: an episode has its environment's reward, or fails."""
+        """Called only for the trial answers at the start of a run: an episode has its environment's reward or fails."""
         return [0.0] * len(completions)
 
 
 def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) -> Environment | None:
-    """Returns the environment of a class, of a function that makes one, or of tools; None where neither is given.
+    """Returns the environment for a class, a function that makes one, or tools; None when none is given.
 
-    Raises ConfigError where they do not fit together, or with the reward functions.
+    Raises ConfigError when they conflict with one another or with the reward functions.
     """
     for function in reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]:
         if inspect.isroutine(function) and "environments" in inspect.signature(function).parameters:
@@ -64,7 +64,7 @@ def _of_tools(tools: Sequence[Any]) -> Environment:
 
 @contextmanager
 def _argument(name: str) -> Iterator[None]:
-    """Names the argument in the place of the setting that it stands for."""
+    """Replaces the field of an error by the argument's name."""
     try:
         yield
     except ConfigError as error:
@@ -72,13 +72,13 @@ def _argument(name: str) -> Iterator[None]:
 
 
 def _path(made: Sequence[Any]) -> str:
-    """Returns what a run records as the name of its environment; nothing is imported by it."""
+    """Returns the environment name that a run records; it is never imported."""
     names = [getattr(each, "__name__", type(each).__name__).strip("<>") for each in made]
     return f"python:{getattr(made[0], '__module__', 'given')}:{'_'.join(names)}"
 
 
 def with_environment(environment: Environment | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings that record which environment a run has. Raises ConfigError where they have another one, or lack one."""
+    """Returns settings that record the run's environment. Raises ConfigError for another or a missing environment."""
     if environment is None:
         for name in settings:
             if name.startswith("environment.") and not settings.get(_NAME):

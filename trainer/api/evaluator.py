@@ -43,7 +43,7 @@ from trainer.rollouts.evaluation import GeneratedAnswer, GenerationSettings, Gen
 
 _T = TypeVar("_T")
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
-"""Settings of an evaluation beside those of `sampling`."""
+"""Settings that an evaluation reads besides those of `sampling`."""
 
 
 class EvaluationResults(TypedDict):
@@ -51,8 +51,8 @@ class EvaluationResults(TypedDict):
 
     model: str
     accuracy: float | None
-    """Share of right answers among the graded greedy ones. None, as all that counts right answers, where a reward is no
-    verdict: no function verified the answer, and the reward is neither 0 nor 1."""
+    """Share of right answers among the graded greedy ones. None, like all figures that count right answers, if a reward
+    is no verdict: no function verified the answer, and the reward is neither 0 nor 1."""
     standard_error: float | None
     """Standard error of the accuracy."""
     confidence_interval: tuple[float, float] | None
@@ -80,36 +80,36 @@ class EvaluationResults(TypedDict):
     """Greedy answers."""
     extracted_answers: list[str | None]
     rewards: list[float | None]
-    """Rewards of the greedy answers; None where one could not be graded."""
+    """Rewards of the greedy answers; None for one that could not be graded."""
     correct: list[bool | None]
     samples: list[list[dict[str, Any]]]
-    """The k sampled answers to every problem: `response`, `reward`, `correct`."""
+    """The k sampled answers to each problem: `response`, `reward`, `correct`."""
 
 
 class ModelEvaluator:
     """Evaluates a model: a local directory, a name on the hub, or the URL of a server.
 
-    The embedded engine runs a local model, as in in-process training. A server gets OpenAI chat completions; with a
-    `tokenizer` it gets SGLang's `/generate`, tokens in and out as in training.
+    The embedded engine runs a local model, as in in-process training. A server is called with OpenAI chat completions
+    or, with a `tokenizer`, with SGLang's `/generate`, tokens in and out as in training.
 
     Args:
         model: directory, name, or `http://…`.
-        system_prompt: put before every problem.
+        system_prompt: system message before every problem.
         max_new_tokens: limit of an answer; the context of a local model may allow less.
         temperature: temperature of the k samples (`evaluate(…, k=8)`); the first answer to every problem is greedy.
         seed: seed of the samples.
         concurrency: requests in flight.
         timeout_s: limit of one request in seconds, retries included.
-        device: of a local model; `auto` is a GPU where there is one.
+        device: of a local model; `auto` uses a GPU if there is one.
         dtype: precision of a local model on a GPU; a CPU computes in float32.
         tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's native call.
-        model_id: name of the model on a server that has several.
+        model_id: name of the model, on a server with several.
         api_key: bearer token for the server.
         progress: show a progress bar on the terminal.
         settings: other settings of the system by their names: `data.prompt_template`, `model.chat_template`,
             `model.trust_remote_code` and those of `sampling`.
 
-    Raises ConfigError for arguments that do not fit each other.
+    Raises ConfigError for arguments that conflict.
     """
 
     def __init__(
@@ -212,12 +212,12 @@ class ModelEvaluator:
 
 
 def is_read(setting: str) -> bool:
-    """Whether an evaluation reads a setting of the system."""
+    """Returns whether an evaluation reads a setting of the system."""
     return setting in _READ or (setting.startswith("sampling.") and setting != "sampling.group_size")
 
 
 def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
-    """Returns the settings of an evaluation. Raises ConfigError for one that it does not read, or that is wrong."""
+    """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not read."""
     mapped = {f"sampling.{name}": value for name, value in own.items()}
     for name, value in settings.items():
         if name in mapped:
@@ -231,13 +231,13 @@ def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
 
 
 def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what a server that makes the prompts itself cannot be told."""
+    """Raises ConfigError for settings that cannot be sent to a server that makes the prompts itself."""
     for name in settings:
         needs = name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
         needs |= name == "model.chat_template" and config.model.chat_template != OWN
         if needs or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False):
             message, remedy = (
-                "a server that makes the tokens itself cannot be told",
+                "it cannot be sent to a server that makes the tokens itself",
                 "give the tokenizer of its model: tokens are sent then",
             )
             raise ConfigError(message, field="settings", value={name: settings[name]}, remedy=remedy)
@@ -306,7 +306,7 @@ def _verdict(result: RewardResult) -> bool | None:
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Runs a coroutine to its end, also inside a running event loop (a notebook)."""
+    """Runs a coroutine to its end, even inside a running event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -316,7 +316,7 @@ def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 
 
 def _vote(text: str) -> str | None:
-    """Returns the answer of a response for a majority vote: 1,080 and $1080 are one answer, and so are x+1 and x + 1."""
+    """Returns a response's normalised answer for a majority vote: 1,080 equals $1080, and x+1 equals x + 1."""
     answer = extract_answer(text)
     if answer is None:
         return None

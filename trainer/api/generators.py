@@ -1,4 +1,4 @@
-"""Generators of answers for an evaluation: embedded engine, SGLang, or OpenAI-compatible server."""
+"""Answer generators for an evaluation: embedded engine, SGLang, or OpenAI-compatible server."""
 
 import asyncio
 import tempfile
@@ -34,17 +34,17 @@ from trainer.rollouts.requests import sampling_seed
 
 _OPENAI_NAMES = {"min_new_tokens": "min_tokens"}
 _FIRST_ANSWER_S = 15.0
-"""Time limit of the first response of a server."""
+"""Time limit for a server's first response."""
 
 
 class ChatGenerator:
-    """OpenAI's `/v1/chat/completions`, or `/v1/completions` where a template takes the place of the chat."""
+    """Uses OpenAI's `/v1/chat/completions`, or `/v1/completions` when a template replaces the chat."""
 
     def __init__(self, client: Client, model_id: str, settings: GenerationSettings) -> None:
         self._client, self._model_id, self._settings = client, model_id, settings
 
     async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
-        """See `Generator`. One request per answer, since not every server supports `n`."""
+        """See `Generator`. Sends one request per answer, since not every server supports `n`."""
         first = sampling_seed(self._settings.seed, SEED_OFFSET + index)
         seeds = [(first + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(n)]
         return await together([self._one(prompt, seed, greedy) for seed in seeds])
@@ -87,7 +87,7 @@ class ChatGenerator:
 async def local_generator(
     section: ModelSection, prompts: Sequence[Prompt], settings: GenerationSettings, device: torch.device, dtype: str
 ) -> AsyncIterator[Generator]:
-    """Runs the embedded engine on a model directory or a model of the hub. Raises ConfigError when it does not load."""
+    """Runs the embedded engine on a model directory or hub model. Raises ConfigError when it does not load."""
     with tempfile.TemporaryDirectory(prefix="rlhf-math-") as temporary:
         loaded, tokenizer = await asyncio.to_thread(_load, section, Path(temporary), prompts, settings, device, dtype)
         engine = Engine(loaded, seed=settings.seed)
@@ -108,7 +108,7 @@ def _load(
     device: torch.device,
     dtype: str,
 ) -> tuple[Model, Any]:
-    """Loads the engine's model with context for the longest problem and its answer, as far as the model allows.
+    """Loads the engine's model with room for the longest problem and its answer, as far as the model allows.
 
     Returns the model and the tokenizer of the prompts.
     """
@@ -127,7 +127,7 @@ def _load(
 async def sglang_generator(
     url: str, tokenizer: ModelSection, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
-    """Connects to SGLang or its router at `url`; `tokenizer` is that of its model."""
+    """Connects to SGLang or its router at `url`; `tokenizer` names the tokenizer of its model."""
     prompter = Prompter(load_tokenizer(tokenizer), settings.style, list(settings.sampling.stop_token_ids))
     async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
@@ -138,14 +138,14 @@ async def sglang_generator(
 async def openai_generator(
     url: str, model_id: str | None, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
-    """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; finds its only model when `model_id` is None."""
+    """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; `model_id` None: its only model."""
     async with Client("the server", _root(url), headers=_bearer(api_key)) as client:
         listed = await _ask(client, "/v1/models")
         yield ChatGenerator(client, model_id or _only_model(listed, url), settings)
 
 
 def _bearer(api_key: str | None) -> dict[str, str]:
-    """Returns the header with the server's own key, never the token of a run."""
+    """Returns the header with the server's own key, never the run's token."""
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 

@@ -1,4 +1,4 @@
-"""TRL's names: `GRPOTrainer` and `GRPOConfig`, with TRL's arguments and defaults, over `OnlineRLTrainer`."""
+"""TRL's interface: `GRPOTrainer` and `GRPOConfig`, with TRL's arguments and defaults, on top of `OnlineRLTrainer`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -16,8 +16,8 @@ from trainer.api.trl import TRAINER, refuse
 class GRPOConfig(TrainerConfig):
     """`TrainerConfig` with the arguments and defaults of TRL's GRPOConfig (docs/how-to/from-trl.md).
 
-    A GPU is used where there is one, in bfloat16, unless `use_cpu` is set. Without `eval_strategy="steps"` an evaluation comes
-    before and after training alone.
+    A GPU is used if there is one, in bfloat16, unless `use_cpu` is set. Without `eval_strategy="steps"` the model is
+    evaluated only before and after training.
     """
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
@@ -42,7 +42,7 @@ class GRPOConfig(TrainerConfig):
     @model_validator(mode="before")
     @classmethod
     def _as_trl(cls, data: Any) -> Any:
-        """Chooses the device as TRL does, and leaves out what TRL does not read."""
+        """Chooses device and precision as TRL does. Raises ConfigError for a `loss_type` of None."""
         if not isinstance(data, dict):
             return data
         if not {"use_gpu", "use_cpu"} & data.keys():
@@ -57,7 +57,7 @@ class GRPOConfig(TrainerConfig):
 
 
 class RLOOConfig(GRPOConfig):
-    """The same for TRL's RLOOConfig, whose advantages leave one out."""
+    """The same for TRL's RLOOConfig, which uses leave-one-out advantages."""
 
     trainer_type: Recipe = "rloo"
     kl_coef: float = Field(0.05, ge=0)
@@ -65,9 +65,9 @@ class RLOOConfig(GRPOConfig):
 
 
 class GRPOTrainer(OnlineRLTrainer):
-    """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; what it cannot do is refused with the reason.
+    """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; unsupported ones are refused with the reason.
 
-    As in TRL, a prompt that is a text is continued as it is, without the model's chat template, and a chat has it.
+    As in TRL, a text prompt is continued as it is; only chats use the model's chat template.
     """
 
     _config: type[GRPOConfig] = GRPOConfig
@@ -127,7 +127,7 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def _is_plain(dataset: Any) -> tuple[Any, bool]:
-    """Returns a data set that still has all of its rows, and whether the prompt of its first row is a text."""
+    """Returns the data set, with no row consumed, and whether the prompt of its first row is a text."""
     if dataset is None or isinstance(dataset, str | Mapping) or not hasattr(dataset, "__iter__"):
         return dataset, False  # refused later, with the reason
     if hasattr(dataset, "iloc"):

@@ -1,4 +1,4 @@
-"""The model card of a run, and its way to the Hugging Face hub."""
+"""Writes the model card of a run, and pushes models to the Hugging Face hub."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ _LEAST = ("name", "run_dir", "port")
 
 
 def write_card(target: Path, run_dir: Path, problems: int) -> None:
-    """Writes README.md to a saved model: data, settings, curve, and accuracy with its interval."""
+    """Writes a saved model's README.md: data, settings, curves, and accuracy with its interval."""
     metrics, evaluations = (read_lines(run_dir / f"{name}.jsonl") for name in ("metrics", "evaluations"))
     config = json.loads((run_dir / "config.json").read_text())
     curves = run_dir / "curves.png"
@@ -27,7 +27,7 @@ def card(
     config: dict[str, Any], metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], curves: bool, problems: int
 ) -> str:
     """Returns the text of a model card."""
-    from common.config import Config  # with the defaults that the card leaves out
+    from common.config import Config  # for the defaults, which the card omits
 
     base, algorithm = config["model"]["name"], config["algorithm"]["name"]
     named = "/" in base and not Path(base).exists()
@@ -70,7 +70,7 @@ def _results(evaluations: list[dict[str, Any]]) -> list[str]:
 
 
 def push(directory: Path, name: str, private: bool | None, token: str | None) -> str | None:
-    """Uploads a directory to the hub and returns its address; None, with the reason printed, where the hub is out of reach.
+    """Uploads a directory to the hub and returns its URL; prints why and returns None if the hub cannot be reached.
 
     Raises ConfigError when the hub refuses it.
     """

@@ -1,4 +1,4 @@
-"""Objects of other libraries as arguments of the trainer: models, tokenizers, LoRA settings and optimisers."""
+"""Reads objects of other libraries given to the trainer: models, tokenizers, LoRA settings and optimisers."""
 
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -11,12 +11,12 @@ from trainer.policy.scorer import load_model, load_tokenizer
 
 
 class GivenModel:
-    """A model and a tokenizer as the caller gave them, written to a directory where they are objects.
+    """The model and tokenizer that the caller gave; objects are written to a directory.
 
     Args:
-        model: a model of transformers; None or a name where the settings name it.
+        model: a transformers model; None or a name if the settings name it.
         tokenizer: a tokenizer, or its name; None for the model's own.
-        directory: where both are written.
+        directory: to which both are written.
 
     Raises ConfigError for objects that are neither.
     """
@@ -29,11 +29,11 @@ class GivenModel:
             raise ConfigError("the model has an adapter already", field="model", value=type(model).__name__, remedy=remedy)
         for field, given, method in (("model", model, "save_pretrained"), ("processing_class", tokenizer, "encode")):
             if given is not None and not isinstance(given, str | Path) and not hasattr(given, method):
-                remedy = "give an object of transformers, or a name"
+                remedy = "give a transformers object, or a name"
                 raise ConfigError("it is nothing that can be saved", field=field, value=type(given).__name__, remedy=remedy)
 
     def written(self, config: TrainerConfig) -> str:
-        """Returns the name or directory of the model, which it writes at the first call."""
+        """Returns the name or directory of the model; the first call writes the directory."""
         if not self.is_object and self._tokenizer is None:
             return config.model_name_or_path
         if not self._done:
@@ -52,13 +52,13 @@ class GivenModel:
         return str(self._directory)
 
     def load(self, directory: Path) -> None:
-        """Gives the object the weights in a directory."""
+        """Loads the weights in a directory into the caller's model object."""
         trained = type(self.model).from_pretrained(directory)
         self.model.load_state_dict(trained.state_dict())
 
 
 def of_optimizers(optimizers: Any) -> dict[str, Any]:
-    """Returns the fields for TRL's `optimizers`, an AdamW and no scheduler. Raises ConfigError for any other."""
+    """Returns the fields for TRL's `optimizers`: an AdamW without a scheduler. Raises ConfigError for anything else."""
     optimizer, scheduler = optimizers or (None, None)
     if scheduler is not None:
         remedy = "set lr_scheduler_type and warmup_steps instead"
@@ -90,11 +90,11 @@ _ANY = (
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("megatron_core", "qalora_group_size", "runtime_config", "init_lora_weights"),
 )
-"""Fields of LoraConfig that say nothing about the adapter, or are judged by themselves."""
+"""Fields of LoraConfig that do not affect the adapter, or have separate checks."""
 
 
 def of_peft(config: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for what an adapter here cannot be."""
+    """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported options."""
     if type(config).__name__ != "LoraConfig":
         remedy = "give a peft.LoraConfig, or none to train all weights"
         raise ConfigError("adapters here are LoRA", field="peft_config", value=type(config).__name__, remedy=remedy)

@@ -33,7 +33,7 @@ from trainer.policy import checkpoint
 from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
-"""Content of a checkpoint beside the model."""
+"""Content of a checkpoint besides the model."""
 _OLD_WEIGHTS = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.bin.index.json")
 
 
@@ -42,11 +42,11 @@ class TrainResult:
     """Result of `train`."""
 
     global_step: int
-    """Steps of the run, including earlier calls."""
+    """Steps of the run, including those of earlier calls."""
     metrics: dict[str, float]
     """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy` with evaluation data.
 
-    Both accuracies are absent where the rewards are no verdicts.
+    Both accuracies are absent when the rewards are no verdicts.
     """
     history: list[dict[str, Any]]
     """Record of every step (`metrics.jsonl`)."""
@@ -63,25 +63,27 @@ class OnlineRLTrainer:
     Args:
         config: settings.
         reward_fn: grades the answers: a function of completions, a `RewardFunction`, the name of a reward model, or a list of
-            them, whose scores are added with `config.reward_weights`.
+            them, whose scores are summed with `config.reward_weights`.
         train_dataset: `Prompt` objects or rows: a list, a generator, a DataFrame, or a Hugging Face data set; without a length
             as many rows as `config.max_steps` needs. A row has `prompt` or `question` (a text or a chat) and `ground_truth` or
             `answer`; all of its columns reach the reward function as keyword arguments.
-        eval_dataset: like train_dataset, or several by their names; evaluated before and after training, and every
+        eval_dataset: like train_dataset, or a dict of several; evaluated before and after training, and every
             `config.eval_steps` steps.
-        model: a name, a directory or a model object in the place of `config.model_name_or_path`. An object has the trained
+        model: a name, a directory or a model object instead of `config.model_name_or_path`. An object has the trained
             weights after `train`.
-        processing_class: a tokenizer, or its name, in the place of the model's own.
-        peft_config: a `LoraConfig` of PEFT.
+        processing_class: a tokenizer, or its name, instead of the model's own.
+        peft_config: PEFT's `LoraConfig`.
         callbacks: objects with the hooks of `TrainerCallback`.
-        optimizers: an AdamW, whose learning rate, betas and weight decay are taken, and no scheduler.
-        engine: generates the answers: `embedded`; `sglang`, which is started and ended here; or the URL, or a list of URLs, of
+        optimizers: an AdamW, whose learning rate, betas and weight decay are used, and no scheduler.
+        engine: generates the answers: `embedded`; `sglang`, which is started and stopped here; or one or several URLs
+        of
             SGLang servers that have the model and see this disk.
-        environment_factory: a class of environments, or a function that makes one: episodes of several turns in the place of
-            single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, takes the place of `reward_fn`.
+        environment_factory: an environment class, or a function that makes an environment: episodes of several turns
+        instead
+            of single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, replaces `reward_fn`.
         tools: functions that the model may call, each with types and a docstring; `reward_fn` grades its last answer.
 
-    Raises ConfigError for settings and data that do not fit together, before a model is loaded.
+    Raises ConfigError for conflicting settings and data, before a model is loaded.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class OnlineRLTrainer:
         self._rewards = as_rewards(reward_fn, self._callbacks)
         self._weights = _weights(self.config, self._rewards)
         if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
-            remedy = "set it, as nothing else says how much to read"
+            remedy = "set it: nothing else limits how much to read"
             raise ConfigError("the data set has no length", field="max_steps", value=None, remedy=remedy)
         most = self.config.problems_per_step * (self.config.max_steps or 0)
         self._held_out = [str(name) for name in eval_dataset] if isinstance(eval_dataset, Mapping) else []
@@ -144,7 +146,7 @@ class OnlineRLTrainer:
 
     @property
     def model(self) -> Any:
-        """The model as it was given; an object has the trained weights after `train`."""
+        """The model or its name, as given; an object has the trained weights after `train`."""
         return self._given.model or self.config.model_name_or_path
 
     def add_callback(self, callback: Any) -> None:
@@ -154,7 +156,7 @@ class OnlineRLTrainer:
     def train(self, resume_from_checkpoint: bool = False) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
 
-        A second call trains for as many steps again; after an interruption it continues from the newest checkpoint.
+        A second call trains for as many steps again; after an interruption, it continues from the newest checkpoint.
 
         Args:
             resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if there is one.
@@ -190,7 +192,7 @@ class OnlineRLTrainer:
                     environment=self._environment,
                 )
         except ConfigError:
-            if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: all of it is this call's
+            if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: it is all new
                 remove_run(self.output_dir)
                 self._began = False
             raise
@@ -231,7 +233,7 @@ class OnlineRLTrainer:
         Args:
             repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the config when None.
 
-        Returns the address of the model there; None, with the reason printed, where the hub cannot be reached: the directory
+        Returns the model's URL there; if the hub cannot be reached, prints the reason and returns None: the directory
         is complete. Raises ConfigError before `train`, and when the hub refuses it.
         """
         config, secret = self.config, self.config.hub_token
@@ -241,13 +243,13 @@ class OnlineRLTrainer:
         return push(saved, name, private, token or (secret.get_secret_value() if secret else None))
 
     def plot(self) -> Any:
-        """Draws the curves of the run so far: a notebook shows them, and `figure` is matplotlib's."""
+        """Returns the curves of the run so far, which a notebook shows; `figure` is matplotlib's figure."""
         from trainer.observe.plots import curves  # heavy: matplotlib
 
         return curves(read_lines(self.output_dir / "metrics.jsonl"), read_lines(self.output_dir / "evaluations.jsonl"))
 
     def samples(self, step: int | None = None) -> Any:
-        """Returns one group of every step, or of one, as a DataFrame: prompt, completion, reward, whether it is correct."""
+        """Returns one group of each step, or of `step`, as a DataFrame: step, prompt, completion, reward, correct."""
         import pandas
 
         lines = [line for line in read_lines(self.output_dir / "samples.jsonl") if step in (None, line["step"])]
@@ -261,14 +263,14 @@ class OnlineRLTrainer:
 
     @contextmanager
     def _whole_model(self) -> Iterator[Path]:
-        """Lends the directory of the trained model, with its adapter merged."""
+        """Yields a directory of the trained model, with its adapter merged; it may be temporary."""
         assert self._checkpoint is not None
         with TemporaryDirectory(prefix="rlhf-math-") as temporary:
             adapter = is_adapter(self._checkpoint)
             yield export(self._checkpoint, Path(temporary) / "merged") if adapter else self._checkpoint
 
     def evaluate(self, dataset: Any = None, k: int = 1) -> EvaluationResults:
-        """Evaluates the current model, before `train` the initial one, with the reward function.
+        """Evaluates the current model (before `train`, the initial one) with the reward function.
 
         Args:
             dataset: the trainer's `eval_dataset` when None.
@@ -298,7 +300,7 @@ class OnlineRLTrainer:
 
     @contextmanager
     def _config_field_names(self) -> Iterator[None]:
-        """Renames the field of an error to that of the Python API."""
+        """Renames the field of an error to its name in the Python API."""
         try:
             yield
         except ConfigError as error:
@@ -324,7 +326,7 @@ class OnlineRLTrainer:
 
 
 def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
-    """Returns `eval_NAME_accuracy`, where rewards are verdicts, and `eval_NAME_reward` for several data sets by their names."""
+    """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data set in `names`."""
     found: dict[str, list[float]] = {}
     for answer in answers:
         name, slash, _ = answer["prompt_id"].partition("/")

@@ -1,4 +1,4 @@
-"""The output directory of the Python API: an earlier run in it is refused or removed."""
+"""Prepares the output directory of the Python API: an earlier run in it is refused or removed."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ _CONTENT = (
 
 
 def check_output(directory: Path, may_hold_run: bool) -> None:
-    """Makes `directory`. Raises ConfigError where that cannot be, and for one with a run unless it may hold one."""
+    """Creates `directory`. Raises ConfigError if that fails, or if it holds a run and `may_hold_run` is false."""
     if not may_hold_run and any((directory / name).exists() for name in _CONTENT):
         message = "there is a run in the output directory already"
         remedy = "continue it (resume_from_checkpoint=True), replace it (overwrite_output_dir=True), or name another directory"

@@ -1,4 +1,4 @@
-"""`TrainerConfig`: settings of the Python API, by TRL's names too, and their conversion to `Config`."""
+"""`TrainerConfig`: settings of the Python API, which also accept TRL's names, and their conversion to `Config`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ _SETTINGS = {
     "trainer.eval_every": "eval_steps",
     "trackers.run_name": "run_name",
 }
-"""The field of `TrainerConfig` that each of these settings of the system has the value of."""
+"""Settings of the system, and the fields of `TrainerConfig` that determine them."""
 _RECIPES = {
     "algorithm.clip_low": "clip_range",
     "algorithm.clip_high": "clip_range_high",
@@ -53,7 +53,7 @@ _RECIPES = {
     "sampling.top_k": "top_k",
     "sampling.min_p": "min_p",
 }
-"""The same for fields that say something only where they are set: else the recipe, or the system's default, does."""
+"""The same for fields that count only if they are set: otherwise the recipe or the system's default applies."""
 FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
 OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
 """Settings of `rollout` for an SGLang that the trainer starts."""
@@ -70,19 +70,20 @@ class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
-    """AdamW's, where nothing else is said."""
+    """AdamW's betas, unless set otherwise."""
 
     trainer_type: Recipe = "grpo"
     """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others compare the answers to one
-    problem. It decides what the fields and settings of the algorithm leave open."""
+    problem. It provides the values of algorithm settings that are unset."""
     loss_type: str | None = None
-    """The loss alone: TRL's grpo, bnpo, dapo, dr_grpo, luspo, cispo or sapo, or another recipe; trainer_type's when unset."""
+    """Only the loss: TRL's grpo, bnpo, dapo, dr_grpo, luspo, cispo or sapo, or another recipe's; trainer_type's when
+    unset."""
     model_name_or_path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
     """The model to train: a name on the Hugging Face hub, or a local directory."""
     ref_model_name_or_path: str | None = None
-    """Reference of the KL divergence; the initial model when unset."""
+    """Reference model of the KL divergence; the initial model when unset."""
     num_generations: int = Field(4, ge=1)
-    """Answers sampled to every problem."""
+    """Answers sampled for each problem."""
     learning_rate: float = Field(5e-6, gt=0)
     """Learning rate of the policy."""
     critic_learning_rate: float | None = Field(None, gt=0)
@@ -90,12 +91,12 @@ class TrainerConfig(BaseModel):
     num_train_epochs: int = Field(1, gt=0)
     """Passes over the training data."""
     max_steps: int | None = Field(None, gt=0)
-    """End after so many steps even if data remains; unset, or -1 as in TRL: no limit."""
+    """Maximum number of steps, even if data remains; unset, or -1 as in TRL: no limit."""
     per_device_train_batch_size: int = Field(8, gt=0)
     """Answers in one forward and backward pass, as in TRL: lower it when memory is short."""
     gradient_accumulation_steps: int = Field(4, gt=0)
     """Passes in one step. A step learns from per_device_train_batch_size × gradient_accumulation_steps answers,
-    num_generations to each problem."""
+    num_generations for each problem."""
     max_prompt_length: int = Field(1024, gt=0)
     """Longest problem in tokens, chat template included; a longer one is refused at the start."""
     max_new_tokens: int = Field(256, gt=0)
@@ -105,19 +106,19 @@ class TrainerConfig(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens with this share of the probability; 1: from all."""
     top_k: int | None = Field(None, gt=1)
-    """Sample from so many of the likeliest tokens; from all when unset."""
+    """Sample from this many of the likeliest tokens; from all when unset."""
     min_p: float | None = Field(None, ge=0, lt=1)
     """Sample no token whose probability is below this share of the likeliest one's."""
     generation_kwargs: dict[str, Any] | None = None
-    """Further arguments of sampling by the names of transformers and vLLM: stop, stop_token_ids, min_new_tokens, ignore_eos."""
+    """More sampling arguments, named as in transformers and vLLM: stop, stop_token_ids, min_new_tokens, ignore_eos."""
     system_prompt: str = ""
     """System message before every problem, in the model's chat template."""
     kl_coef: float = Field(0.1, ge=0)
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference."""
     clip_range: float = Field(0.2, gt=0, le=1)
-    """The probability ratio is clipped to 1 ± clip_range. A recipe with bounds of its own has them where this is not set."""
+    """The probability ratio is clipped to 1 ± clip_range. When this is unset, the recipe's own bounds apply."""
     clip_range_high: float | None = Field(None, gt=0)
-    """The upper bound is 1 + clip_range_high where this is set."""
+    """When set, the upper bound is 1 + clip_range_high."""
     num_iterations: int = Field(1, gt=0)
     """Passes over the answers of a step, each with an update."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
@@ -131,7 +132,7 @@ class TrainerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of layers and compute the rest again: less memory, about a third more time."""
+    """Keep only the inputs of layers and recompute the rest: less memory, about a third more time."""
     reward_weights: list[float] | None = None
     """Weight of each reward function, in their order; 1 each when unset."""
     use_gpu: bool = False
@@ -143,16 +144,16 @@ class TrainerConfig(BaseModel):
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
     save_steps: int = Field(50, ge=0)
-    """Write a checkpoint every so many steps, and always at the end; 0: only at the end."""
+    """Steps between checkpoints; one is always written at the end; 0: only at the end."""
     save_total_limit: int = Field(3, gt=0)
     """Number of newest checkpoints to keep."""
     eval_steps: int = Field(0, ge=0)
-    """Evaluate on the trainer's eval_dataset every so many steps; 0: only before and after training."""
+    """Steps between evaluations on the trainer's eval_dataset; 0: only before and after training."""
     seed: int = Field(0, ge=0)
     """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
     """Experiment trackers, separated by commas: tensorboard, wandb, mlflow, trackio
-    (docs/how-to/trackers.md), or `all` that are installed; none when empty."""
+    (docs/how-to/trackers.md), or `all` for every installed one; none when empty."""
     run_name: str = ""
     """Name of the run in trackers; the name of output_dir when empty."""
     push_to_hub: bool = False
@@ -162,7 +163,7 @@ class TrainerConfig(BaseModel):
     hub_private_repo: bool | None = None
     """Whether a new repository is private; the account decides when unset."""
     hub_token: SecretStr | None = None
-    """Token for the hub; that of the machine (HF_TOKEN) when unset."""
+    """Token for the hub; the machine's (HF_TOKEN) when unset."""
     verbose: bool = True
     """Print a line per step, and a summary at the end."""
     settings: dict[str, Any] = {}
@@ -199,7 +200,7 @@ class TrainerConfig(BaseModel):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
 
     def total_steps(self, problems: int) -> int:
-        """Returns the steps of a run over so many training problems; 0 when they are fewer than one step needs."""
+        """Returns the steps of a run over this number of training problems; 0 if they do not fill one step."""
         steps = problems * self.num_train_epochs // self.problems_per_step
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
@@ -212,7 +213,7 @@ class TrainerConfig(BaseModel):
             problems, held_out: number of training and of evaluation problems.
             output_dir: directory of the run.
             rounds: number of calls of `train`, including this one; each adds the steps of a whole run.
-            engine: as `OnlineRLTrainer` has chosen it.
+            engine: as returned by `chosen`.
 
         Raises ConfigError when `settings` are invalid.
         """
@@ -228,11 +229,11 @@ class TrainerConfig(BaseModel):
                 "trainer.eval_samples": held_out,
             }
         )
-        if engine != "embedded":  # without a router, nothing is lost on the way
+        if engine != "embedded":  # no router, so it drops nothing
             mapped |= {"rollout.engine": "sglang", "rollout.router": "smg"}
         if engine == "sglang":
             mapped |= {"rollout.colocate": self.use_gpu}
-        elif engine != "embedded":  # on which device is not known
+        elif engine != "embedded":  # its device is not known
             mapped |= {"rollout.device": "auto"}
         try:
             return from_mapping(mapped | self.settings)
@@ -250,7 +251,7 @@ class TrainerConfig(BaseModel):
         return _DEFAULTS
 
     def _mapped(self) -> dict[str, Any]:
-        """Returns the system's settings that follow from the fields alone."""
+        """Returns the system's settings that follow from the fields."""
         same = {name: getattr(self, field) for name, field in _SETTINGS.items() if getattr(self, field) is not None}
         given = {name: getattr(self, field) for name, field in _RECIPES.items() if field in self.model_fields_set}
         if "algorithm.clip_low" in given:
@@ -299,7 +300,7 @@ class TrainerConfig(BaseModel):
         self._check_settings()
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
-        """Yields field, message and remedy of fields that contradict each other."""
+        """Yields field, message and remedy for every contradiction between fields."""
         kind, answers = self.trainer_type, self.per_device_train_batch_size * self.gradient_accumulation_steps
         compares = RECIPES[kind].get("advantage") not in ("gae", "none")
         if compares and self.num_generations == 1:
@@ -340,14 +341,14 @@ class TrainerConfig(BaseModel):
             else:
                 continue
             raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
-        # `Config` checks the rest: now, not when training starts. The trainer may bring the environment of these settings.
+        # `Config` checks the rest now, not when training starts. The trainer may provide the environment later.
         later = any(name.startswith("environment.") for name in self.settings) and not self.settings.get("environment.name")
         checked = self.model_copy(update={"settings": self.settings | {"environment.name": "python"}}) if later else self
         checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
 def _decided_elsewhere(name: str) -> bool:
-    """Returns whether the caller's data and reward function, or the single process, take the place of a setting."""
+    """Returns whether the caller's data, reward function or the single process replace a setting."""
     section, _, rest = name.partition(".")
     return rest == "port" or {
         "data": rest not in ("curriculum", "prompt_template"),
@@ -358,7 +359,7 @@ def _decided_elsewhere(name: str) -> bool:
 
 
 def _named(error: ValidationError) -> ConfigError:
-    """Returns the first problem that pydantic found as an error about a field of TrainerConfig."""
+    """Returns pydantic's first problem as an error about a field of TrainerConfig."""
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
     if first["type"] == "extra_forbidden":

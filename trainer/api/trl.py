@@ -1,4 +1,4 @@
-"""TRL's arguments: for each the field or setting that it is here, or why it is refused (docs/how-to/from-trl.md)."""
+"""Maps TRL's arguments to fields and settings, or to the reason why they are refused (docs/how-to/from-trl.md)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ LOSSES: dict[str, Values] = {
     "dr_grpo": {"aggregation": "constant"},
     "luspo": {"aggregation": "sequence_mean_token_sum"},
 }
-"""What TRL's losses are here, where they are less than the recipe of that name."""
+"""Settings of TRL's losses, which are only a part of the recipe of that name."""
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What one of TRL's arguments is here."""
+    """How this system handles one of TRL's arguments."""
 
     ours: str = ""
-    """Field of TrainerConfig, argument of the trainer, or setting `section.name`; `-`: none is needed; empty: it is refused."""
+    """Field of TrainerConfig, argument of the trainer, or setting `section.name`; `-`: not needed; empty: refused."""
     remark: str = ""
     """What differs, or why it is refused."""
     accepted: tuple[Any, ...] = ()
-    """Values of a refused argument that ask for what holds here anyway. None, False, 0 and empty ones do too."""
+    """Values of a refused argument that match the behaviour here; None, False, 0 and empty values are accepted too."""
     convert: Callable[[Any], Values] | None = None
-    """Makes fields and settings of the value."""
+    """Converts the value to fields and settings."""
 
 
 def _same(names: str, remark: str = "") -> dict[str, Argument]:
@@ -46,7 +46,7 @@ def _settings(**names: str) -> dict[str, Argument]:
 
 
 def _free(remark: str, names: str) -> dict[str, Argument]:
-    """Returns arguments that are taken whatever they say: they ask for no more than is done anyway."""
+    """Returns arguments that are accepted with any value and ignored."""
     return {name: Argument("-", remark, convert=lambda value: {}) for name in names.split()}
 
 
@@ -262,7 +262,7 @@ _OTHERS = {
     "rloo_k": "num_generations",
 }
 _OTHERS |= {"num_epochs": "num_train_epochs"}
-"""Names of earlier versions and other libraries."""
+"""Argument names of earlier versions and other libraries."""
 
 TRAINER: dict[str, Argument] = {
     "model": Argument("model", "a name, a directory, or an object, which has the trained weights afterwards"),
@@ -286,7 +286,7 @@ TRAINER: dict[str, Argument] = {
 
 
 def refuse(name: str, argument: Argument, value: Any) -> None:
-    """Raises ConfigError for a value of a refused argument that asks for something."""
+    """Raises ConfigError for a value of a refused argument that requests other behaviour."""
     asks = value is not None and value is not False and not (isinstance(value, int | float | str | list | dict) and not value)
     if asks and not any(value is other or (type(value) is type(other) and value == other) for other in argument.accepted):
         raise ConfigError(
@@ -298,9 +298,9 @@ def refuse(name: str, argument: Argument, value: Any) -> None:
 
 
 def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas: tuple[float, float]) -> Values:
-    """Returns the fields of TrainerConfig for arguments by its own and by TRL's names. Raises ConfigError for what is refused.
+    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Raises ConfigError if refused.
 
-    Arguments that nobody knows stay as they are. `betas` holds where only one of AdamW's is given.
+    Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the other.
     """
     found, settings = Values(), Values()
     given = {name: value for name, value in given.items() if value is not None or name not in ARGUMENTS}
@@ -338,7 +338,7 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
 
 
 def _cispo(given: Values) -> None:
-    """Changes the bound of TRL's CISPO, which is that of the ratio itself, to its distance from 1."""
+    """Converts the bound of TRL's CISPO, a bound on the ratio itself, to a distance from 1."""
     if given.get("loss_type") != "cispo":
         return
     if "epsilon" in given:
@@ -354,7 +354,7 @@ def _cispo(given: Values) -> None:
 
 
 def table(arguments: Mapping[str, Argument]) -> str:
-    """Returns the rows of the documentation for TRL's arguments, the refused ones by their reasons."""
+    """Returns the documentation's tables of TRL's arguments; refused ones are grouped by reason."""
     rows = ["| TRL | here | remark |", "|---|---|---|"]
     for name, argument in sorted(arguments.items()):
         if argument.ours:

@@ -18,7 +18,7 @@ def standard_error(share: float, count: int) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953), non-empty also at 0 and 1."""
+    """Returns the 95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953), wide even at 0 and 1."""
     share, z2 = successes / count, Z95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
@@ -33,7 +33,7 @@ def avg_at_k(correct: Sequence[bool]) -> float:
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Returns the accuracy of a majority vote over the k answers to one problem (Wang et al. 2022, arXiv:2203.11171).
 
-    Answers with equal texts are equal; None does not vote. A tie is broken at random: this is the expected result.
+    Answers with equal texts are equal; None does not vote. A tie is broken at random; the expected result is returned.
 
     Args:
         answers: [k] extracted answers.
@@ -74,7 +74,7 @@ class PairedDifference:
     """Lower end of the 95 % interval."""
     high: float
     p_value: float
-    """Probability of such a difference or a larger one if the models are equally good."""
+    """Probability of a difference at least this large if the models are equally good."""
     gained: list[int]
     """Indices of problems that only the first model solves."""
     lost: list[int]
@@ -86,8 +86,8 @@ def paired_difference(first: Sequence[bool | None], second: Sequence[bool | None
     """Compares two models problem by problem.
 
     The interval is the adjusted Wald interval for matched proportions, which adds half an observation to each of the four
-    cells (Agresti & Min 2005, doi:10.1002/sim.1781). The p value is that of McNemar's exact test: of b + c problems that
-    differ, b in favour is binomial with one half.
+    cells (Agresti & Min 2005, doi:10.1002/sim.1781). The p value is that of McNemar's exact test: of the
+    b + c problems that differ, the number b in favour is binomial with p = 1/2.
 
     Args:
         first, second: [n] verdicts of the answers; None for an ungraded answer, which is left out.

@@ -22,12 +22,12 @@ DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the sp
 
 
 def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], flags: dict[str, str]) -> None:
-    """Adds an argument for every field, with its documentation as help. Arguments that are not given are absent.
+    """Adds an argument for every field, with the field's description as help. Arguments not given are absent.
 
     Args:
-        parser: argument group that gets them.
+        parser: argument group to add them to.
         fields: fields of a pydantic model.
-        flags: names of arguments that differ from the name of the field.
+        flags: flags by field, where they differ from the field's name.
     """
     for name, field in fields.items():
         flag, default = flags.get(name, f"--{name.replace('_', '-')}"), field.get_default()
@@ -45,14 +45,14 @@ def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], fl
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Splits `section.name=value`; a list may be written with commas. Raises ArgumentTypeError for another form."""
+    """Splits `section.name=value`; a list may be written with commas. Raises ArgumentTypeError for any other form."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: write it like algorithm.entropy_coef=0.001")
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
-        raise argparse.ArgumentTypeError(f"the value of {text!r} is no YAML: put it in quotes") from None
+        raise argparse.ArgumentTypeError(f"the value of {text!r} is not valid YAML: put it in quotes") from None
     known = names().get(name)
     if known is not None and known.annotation is str:
         return name, value
@@ -63,13 +63,13 @@ def setting(text: str) -> tuple[str, Any]:
 def problems(
     data: DataSection, split: str, num_samples: int | None, at_most: int | None = None, seed: int = 0, shuffle: bool = False
 ) -> list[Prompt]:
-    """Loads problems of the data set that a command names.
+    """Loads problems of the data set named in a command.
 
     Args:
-        data: source, and further settings.
+        data: source and other settings of the data set.
         split: split of the data set.
         num_samples: exact number of problems.
-        at_most: largest number of problems when `num_samples` is None.
+        at_most: maximum number of problems when `num_samples` is None.
         seed, shuffle: passed to the loader.
 
     Raises ConfigError when the data set does not load.
@@ -80,23 +80,23 @@ def problems(
 
 
 def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})) -> DataSection:
-    """Returns the settings of a data set. Raises ConfigError for settings that are wrong, or that `source` does not read."""
+    """Returns the settings of a data set. Raises ConfigError for settings that are wrong or not read by `source`."""
     return from_mapping({"data.source": source, **settings}).data
 
 
 @contextmanager
 def own_words(flags: Mapping[str, str]) -> Iterator[None]:
-    """Puts the arguments of a command in the place of names in an error.
+    """Replaces names of settings, fields and parameters in an error by the command's arguments.
 
     Args:
-        flags: arguments by the names of settings, and of fields and parameters of the Python API.
+        flags: arguments by the names of settings and of the Python API's fields and parameters.
     """
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
     dotted = re.compile(r"(set )?--(data\.\w+)")
     known = re.compile(rf"(?<![\w.-])(?:TrainerConfig\.)?({names})(?![\w-])(?:=(True|'\w+'))?")
 
     def argument(found: re.Match[str]) -> str:
-        if found[1].isalpha() and found[2] is None:  # such as `seed`, which is a word of English too
+        if found[1].isalpha() and found[2] is None:  # such as `seed`, which is also an English word
             return found[0]
         return flags[found[1]] + ("" if found[2] in (None, "True") else f" {found[2].strip(chr(39))}")
 

@@ -41,7 +41,7 @@ _WORDS = {
     "model.name": "--model",
     "device": "--device",
 }
-"""The argument for every name that the Python API and the loaders use."""
+"""The argument for each name that the Python API and the loaders use."""
 
 
 def parser() -> Parser:
@@ -51,48 +51,48 @@ def parser() -> Parser:
     made.add_argument(
         "--model", required=True, help="a local directory, a name on the hub, or the URL of an OpenAI-compatible server"
     )
-    made.add_argument("--compare", metavar="OTHER", help="another model on the same problems; the difference is MODEL - OTHER")
+    made.add_argument("--compare", metavar="OTHER", help="another model, same problems; difference: MODEL - OTHER")
     data = made.add_argument_group("data")
     data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
-    data.add_argument("--split", default="test", help="of the data set (default test)")
-    data.add_argument("--num-samples", type=positive, metavar="N", help="problems, the first ones (default: at most 50)")
+    data.add_argument("--split", default="test", help="split of the data set (default test)")
+    data.add_argument("--num-samples", type=positive, metavar="N", help="use the first N problems (default: up to 50)")
     text = "a setting of data, sampling or chat template, such as data.prompt_field=question or sampling.top_p=0.95"
     data.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text)
     answers = made.add_argument_group("answers")
     answers.add_argument(
         "--k", type=positive, default=1, help="also sample k answers: pass@k, avg@k, maj@k (default 1: greedy only)"
     )
-    answers.add_argument("--temperature", type=float, default=1.0, help="of these samples (default 1.0)")
+    answers.add_argument("--temperature", type=float, default=1.0, help="temperature of these samples (default 1.0)")
     answers.add_argument("--max-new-tokens", type=positive, default=512, metavar="N", help="longest answer (default 512)")
-    answers.add_argument("--system-prompt", default="", metavar="TEXT", help="put before every problem")
-    answers.add_argument("--seed", type=int, default=0, help="of the samples")
+    answers.add_argument("--system-prompt", default="", metavar="TEXT", help="system message before every problem")
+    answers.add_argument("--seed", type=int, default=0, help="seed of the samples")
     local = made.add_argument_group("local model")
     local.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default): a GPU where there is one"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default): a GPU if there is one"
     )
     local.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="precision on a GPU (default bfloat16)"
     )
-    server = made.add_argument_group("server (where a model is a URL)")
+    server = made.add_argument_group("server (if a model is a URL)")
     server.add_argument("--concurrency", type=positive, default=64, metavar="N", help="requests in flight (default 64)")
     server.add_argument(
-        "--tokenizer", metavar="NAME", help="of the model: then SGLang's /generate is called, tokens in and out"
+        "--tokenizer", metavar="NAME", help="the model's tokenizer: calls SGLang's /generate, tokens in and out"
     )
-    server.add_argument("--model-id", metavar="NAME", help="the server's name of the model, where it has several")
+    server.add_argument("--model-id", metavar="NAME", help="name of the model, on a server with several")
     server.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key of the server")
-    made.add_argument("--output-file", type=Path, metavar="FILE", help="everything as JSON: figures, answers, what changed")
+    made.add_argument("--output-file", type=Path, metavar="FILE", help="write figures, answers and differences as JSON")
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Evaluates, compares and prints. Raises ServiceError when that cannot be done."""
+    """Evaluates, compares and prints. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
     with own_words(_WORDS):
         _compare(arguments)
 
 
 def _compare(arguments: dict[str, Any]) -> None:
-    """Judges the arguments before anything heavy is imported, then evaluates."""
+    """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         problem = "it is a directory" if output.is_dir() else "there is no such directory"
@@ -143,7 +143,7 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
 
 
 def _of_generation(settings: dict[str, Any], data: DataSection) -> dict[str, Any]:
-    """Returns the settings of prompts and sampling. Raises ConfigError for another one, and for a wrong value."""
+    """Returns the settings of prompts and sampling. Raises ConfigError for any other setting or a wrong value."""
     own = ("sampling.group_size", "sampling.max_new_tokens", "sampling.temperature", "sampling.system_prompt")
     for name, value in settings.items():
         if not name.startswith(("sampling.", "model.chat_template", "model.trust_remote_code")) or name in own:

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a plain Hugging Face directory, with a LoRA adapter merged into its model."""
+"""Exports a checkpoint as a plain Hugging Face directory; a LoRA adapter is merged into its model."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def parser() -> Parser:
     """Returns the command line."""
     made = Parser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
-    made.add_argument("out", type=Path, metavar="OUT", help="a directory that is not there yet")
+    made.add_argument("out", type=Path, metavar="OUT", help="a directory that does not exist yet")
     made.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")
     made.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     return made

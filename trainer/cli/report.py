@@ -25,16 +25,16 @@ examples:
   python -m trainer.report runs/my-run --output mine.html
 """
 _MODULES = ("dom", "address", "data", "charts", "overview", "runs", "settings", "report")
-"""Modules of the page, each after its imports."""
+"""JavaScript modules of the page, each after those it imports."""
 _POINTS = 300
-"""Steps of a chart: a report has less than 1 MB whatever the length of the run."""
+"""Points of a chart, which keep a report below 1 MB whatever the length of the run."""
 _SHOWN_ANSWERS = 6
 _SHOWN_SAMPLES = 4
 _LOOKED_AT = 16
-"""Groups of the newest step from which samples are taken."""
+"""Number of groups of the newest step from which samples are chosen."""
 _SHOWN_NOTES = 200
 _SHOWN_CHARS = 4000
-"""Characters of a model's text; the rest is in the run directory."""
+"""Characters shown of a model's text; the run directory has the rest."""
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -104,7 +104,7 @@ def report(shown: RunReader) -> str:
 
 
 def _rounded(number: float) -> float | None:
-    """Returns four significant digits, which no chart can show more of; None for a missing number."""
+    """Rounds to four significant digits, enough for a chart; returns None for a missing number."""
     return float(f"{number:.4g}") if math.isfinite(number) else None
 
 
@@ -147,7 +147,7 @@ def _static(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    """Returns a module of the page without imports and exports: the report puts all into one script."""
+    """Returns a module of the page without imports and exports: the report is one script."""
     source = re.sub(r"^import .*;\n", "", _static(f"{name}.js"), flags=re.MULTILINE)
     return re.sub(r"^export ", "", source, flags=re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Tiny base model of the built-in task: a Qwen2 of about 125,000 parameters with a tokenizer of its own.
+"""Tiny base model of the built-in task: a Qwen2 of about 125,000 parameters with its own tokenizer.
 
 It is warm-started on worked and, in the end, mostly bare answers. The result is an "instruct base" that knows the arithmetic
 but rarely shows its working; reinforcement learning teaches it to.
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 PROBLEMS, STEPS, BATCH = 8000, 800, 32
 BARE, BARE_LATE, LATE = 0.2, 0.8, 0.8
 """Share of bare answers: first mostly worked ones, which teach the arithmetic; from step LATE × STEPS on mostly bare
-ones, which teach a habit of answering off the cuff."""
+ones, which teach the habit of answering without working."""
 MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
 
 
@@ -57,7 +57,7 @@ def make_tokenizer(
 
 
 def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
-    """Returns the architecture with random weights from torch's current generator."""
+    """Returns a model with random weights from torch's current generator."""
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -75,7 +75,7 @@ def make_model(vocab_size: int, eos: int, pad: int) -> Qwen2ForCausalLM:
 
 
 Row = tuple[list[int], list[int]]
-"""Token ids, and for each what is to be learned: itself, or -100 for nothing."""
+"""Token ids, and their labels: the token itself, or -100 if it is not learned."""
 _Example = tuple[list[int], list[int], list[int]]
 """Token ids of one problem: prompt, worked answer, bare answer."""
 
@@ -130,7 +130,7 @@ def warm_start(model: Qwen2ForCausalLM, batch_of: Callable[[int], list[Row]], st
 
 
 def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
-    """Writes a model at once; one that another process has written meanwhile stays."""
+    """Writes a model atomically; keeps one that another process has written in the meantime."""
     partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

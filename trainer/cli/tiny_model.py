@@ -10,17 +10,17 @@ from common.storing import make_directory
 def parser() -> Parser:
     """Returns the command line."""
     made = Parser("trainer.tiny_model", __doc__ or "", "DIRECTORY [--seed N]")
-    made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where the model goes; left as it is when it exists")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="of data, initial weights and batch order (default 0)")
+    made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write the model; kept if it exists")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="seed of data, weights and batches (default 0)")
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Builds the model. Raises ConfigError for a directory that cannot take it."""
+    """Builds the model. Raises ConfigError for an unusable directory."""
     arguments = parser().parse_args(argv)
     directory: Path = arguments.directory
     if directory.exists() and not (directory / "config.json").exists():
-        problem, remedy = "it exists and is no model directory", "remove it, or name another"
+        problem, remedy = "it exists and is not a model directory", "remove it, or name another"
         raise ConfigError(problem, field="DIRECTORY", value=str(directory), remedy=remedy)
     make_directory(directory.parent, "DIRECTORY")
     from trainer.cli.tiny_base import build  # heavy: torch and transformers

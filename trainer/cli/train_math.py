@@ -31,12 +31,12 @@ examples:
   # the hardest problems of MATH
   python -m trainer.train_math --dataset math --set data.levels=4,5
 
-how good has it become?
+how good is it now?
   python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny
 """
 _FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_model_name_or_path": "--ref-model"}
 _NOT_HERE = ("settings", "verbose", "reward_weights", "generation_kwargs", "hub_token")
-"""Fields with other arguments in their place, of several reward functions, or secret."""
+"""Fields that have other arguments, concern several reward functions, or are secret."""
 _WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fields if name not in _NOT_HERE} | {
     **_FLAGS,
     "resume_from_checkpoint": "--resume",
@@ -45,7 +45,7 @@ _WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fi
     "data.source": "--dataset",
     "data.num_samples": "--num-samples",
 }
-"""The argument for every name that the Python API and the loaders use."""
+"""The argument for each name that the Python API and the loaders use."""
 
 
 def parser() -> Parser:
@@ -61,13 +61,13 @@ def parser() -> Parser:
         type=count,
         default=50,
         metavar="N",
-        help="held-out problems, at most, that are answered before and after training; 0: none (default 50)",
+        help="maximum number of held-out problems to answer before and after training; 0: none (default 50)",
     )
     running = made.add_argument_group("run")
-    running.add_argument("--preset", choices=list(PRESETS), help="settings to start from; arguments beside it win")
-    running.add_argument("--resume", action="store_true", help="go on with the run in --output-dir from its newest checkpoint")
-    running.add_argument("--save-to", type=Path, metavar="DIR", help="where the trained model goes (default OUTPUT_DIR/final)")
-    running.add_argument("--quiet", action="store_true", help="print nothing but where the trained model is")
+    running.add_argument("--preset", choices=list(PRESETS), help="base settings; other arguments take precedence")
+    running.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output-dir")
+    running.add_argument("--save-to", type=Path, metavar="DIR", help="for the trained model (default OUTPUT_DIR/final)")
+    running.add_argument("--quiet", action="store_true", help="print only the path of the trained model")
     running.add_argument(
         "--set",
         type=setting,
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _train(arguments: dict[str, Any]) -> None:
-    """Judges the arguments before anything heavy is imported, then trains."""
+    """Checks the arguments before anything heavy is imported, then trains."""
     chosen: dict[str, Any] = {name: arguments[name] for name in TrainerConfig.model_fields if name in arguments}
     settings = dict(arguments["set"])
     of_data = {name: settings.pop(name) for name in [*settings] if name.startswith("data.") and name != "data.curriculum"}

@@ -33,14 +33,14 @@ _HEADERS = {
 }
 MAX_POINTS = 5000
 _Step = Annotated[int, Query(ge=0, lt=2**53)]
-mimetypes.add_type("text/javascript", ".js")  # some systems say text/plain, and browsers refuse such a module
+mimetypes.add_type("text/javascript", ".js")  # some systems map it to text/plain, and browsers refuse such a module
 
 
 class ServicesHealth(BaseModel):
     """Answer of `GET /dashboard/api/health`."""
 
     asked: bool
-    """False: this process only reads the run directory; the running trainer asks the services."""
+    """False: this process only reads the run directory; only the running trainer asks the services."""
     services: list[ServiceHealth]
 
 
@@ -51,15 +51,15 @@ class Note(BaseModel):
 
 
 def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
-    """Returns the app that shows run directories, and new steps of a run that still trains elsewhere."""
-    quiet = logging.DEBUG  # a page that is open asks all the time
+    """Returns the app that shows run directories, including new steps of runs that other processes train."""
+    quiet = logging.DEBUG  # an open page sends requests all the time
     app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES, access_level=quiet)
     add_dashboard(app, runs)
     return app
 
 
 def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None = None, replay: Replay | None = None) -> None:
-    """Adds the dashboard to an app that has `PAGES` as open paths; `replay` is the replay-buffer of the first run."""
+    """Adds the dashboard to an app whose open paths include `PAGES`; `replay` is the first run's replay-buffer."""
     _add_page(app)
     add_groups(app, runs, replay)
 
@@ -91,7 +91,7 @@ def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None
         first: _Step = 0,
         last: _Step = 2**53 - 1,
     ) -> Response:
-        """Returns all numbers of the steps after `after`, or of all steps; more than `points` steps are merged."""
+        """Returns all numbers of the steps after `after`, or of all steps, merged to at most `points` points."""
         return _json(run.series(after, generation, evaluations, points, first, last))
 
     @app.get("/dashboard/api/steps/{step}", **answers)
@@ -106,7 +106,7 @@ def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None
 
     @app.put("/dashboard/api/note", responses=errors(404))
     def keep_note(run: Chosen, note: Note) -> Note:
-        """Keeps what people write about a run, in `notes.md` of its directory."""
+        """Saves the user's note about a run in `notes.md` of its directory."""
         write_note(run.directory, note.text)
         return note
 

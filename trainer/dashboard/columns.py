@@ -1,4 +1,4 @@
-"""Numbers of a run by name, one row per step, and their reduction to the points of a chart."""
+"""The numbers of a run by name, one row per step, and their reduction to the points of a chart."""
 
 import math
 from array import array
@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_COLUMNS = 500
-"""Limit of names, far above what any version writes; further ones are left out."""
+"""Maximum number of columns, far above what any version writes; others are dropped."""
 TOKENS = "tokens_total"
-"""Trained tokens since the start."""
+"""Column of the total trained tokens since the start."""
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
@@ -48,7 +48,7 @@ def notes(line: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _is_number(value: object) -> bool:
-    """Returns whether a value is a finite number in the range of float32, which the answer uses."""
+    """Returns whether a value is a finite number in the range of float32, the type of the response."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
@@ -63,7 +63,7 @@ class Columns:
         return len(self.steps)
 
     def append(self, step: int, row: Mapping[str, float]) -> bool:
-        """Adds a row after removing rows of this and later steps, of an earlier attempt. Returns whether there were any."""
+        """Appends a row after removing an earlier attempt's rows from this step on; returns whether there were any."""
         keep = bisect_left(self.steps, step)
         undone = keep < len(self.steps)
         if undone:
@@ -90,7 +90,7 @@ class Columns:
         return float(np.nanmean(values)) if np.isfinite(values).any() else None
 
     def before(self, step: int, name: str) -> float | None:
-        """Returns the number of the last row before a step; None without one."""
+        """Returns the value in the last row before a step; None if there is none."""
         row = bisect_left(self.steps, step) - 1
         value = self._columns[name][row] if row >= 0 and name in self._columns else math.nan
         return None if math.isnan(value) else value
@@ -141,6 +141,6 @@ class Columns:
 
 
 def _quoted(name: str) -> str:
-    """Returns a name as a cell that no spreadsheet takes for a formula."""
+    """Returns a name as a cell that no spreadsheet interprets as a formula."""
     name = f"'{name}" if name[:1] in "=+-@\t\r" else name
     return '"' + name.replace('"', '""') + '"' if any(sign in name for sign in ',"\r\n') else name

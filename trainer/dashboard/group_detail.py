@@ -12,7 +12,7 @@ from trainer.observe.group_files import read_group, recorded_steps
 
 
 def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay | None, texts: TokenTexts | ServiceError) -> dict[str, Any]:
-    """Returns the full group of a row of the index; `missing` names what is not known about it.
+    """Returns the full group of a row of the index; `missing` lists what is unknown.
 
     Raises NotFound with the reason when the content of the group is gone.
     """
@@ -23,7 +23,7 @@ def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay | None, text
         source, content = "replay", _from_replay(row, replay, why)
         missing.append(f"advantages and the trainer's log-probabilities: {why}")
     elif not row["reason"] and any(completion["trainer_logprobs"] is None for completion in content["completions"]):
-        missing.append("the trainer's log-probabilities of some completions: without an advantage it had no need of them")
+        missing.append("the trainer's log-probabilities of some completions: not needed without an advantage")
     known = texts if isinstance(texts, TokenTexts) else None
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
@@ -69,7 +69,7 @@ def _trained(numbers: list[float] | None, mask: list[int] | None) -> list[float]
 
 
 def _shown(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
-    """Returns one number for every token, None for those of a tool or the environment."""
+    """Returns a number for every token, None for tokens of a tool or the environment."""
     if numbers is None or mask is None:
         return None if numbers is None else [*numbers]
     return [each if kept else None for each, kept in zip(numbers, mask, strict=True)]
@@ -96,7 +96,7 @@ def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None
 
 
 def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[str, Any]:
-    """Returns the group as the replay-buffer has it. Raises NotFound, which says why no place has it."""
+    """Returns the group from the replay-buffer. Raises NotFound with the reasons why it is in neither place."""
     there = "the group has left the replay-buffer, or none runs"
     try:
         if replay and (group := replay.group(row["id"])) is not None:

@@ -22,7 +22,7 @@ _REPLAY_EVERY_S = 2.0
 _ROWS_AT_ONCE = 1000
 _EXCERPT_CHARS = 200
 _NEWEST_BYTES = 256 << 10
-"""Size of the end of a long file that is read first: a page begins with the newest groups."""
+"""Bytes at the end of a long file that are read first: a page starts with the newest groups."""
 _SCHEMA = """
 CREATE TABLE groups (
     step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER, oldest INTEGER, newest INTEGER,
@@ -43,12 +43,12 @@ _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = ("unparsable", "unevaluated", "inapplicable", "timeout", "died", "error", "truncated", "aborted")
 """Marks of completions that were not graded or not finished."""
 _MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "reused", *_ENDINGS)
-"""Reasons of a drop (each also `dropped`), and marks of other groups; those that are `waiting` are in the replay-buffer."""
+"""Reasons of drops (each also `dropped`), and marks of other groups; `waiting` ones are in the replay-buffer."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Query(BaseModel):
-    """Filters and order of a search; None: any."""
+    """Filters and order of a search; None means no filter."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -61,15 +61,15 @@ class Query(BaseModel):
     """Tokens of the longest completion."""
     length_max: Whole | None = None
     text: str = Field("", max_length=1000)
-    """Text in the prompt or in a completion, in any case, or the id of a prompt or of a group."""
+    """Text in the prompt or a completion, in any case, or the id of a prompt or a group."""
     error: str | None = Field(None, pattern=f"^(any|none|{'|'.join(_MARKS)})$")
     """A mark; `any`: every group with an unusual ending or a reason, `none`: every other group."""
     sort: str = Field("-step", pattern="^-?(step|reward|length|advantage|delta|position)$")
-    """A column; with a minus the largest come first."""
+    """A column; with a minus, largest first."""
 
 
 class GroupIndex:
-    """Groups of one run directory, complete or not, and those that wait in its replay-buffer. Thread-safe."""
+    """Groups of a run directory, complete or not, and those waiting in its replay-buffer. Thread-safe."""
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
         self._replay, self._lock, self._run_dir = replay, threading.Lock(), run_dir
@@ -82,7 +82,7 @@ class GroupIndex:
         self._left: dict[str, int] | None = None
         self._asked = -_REPLAY_EVERY_S
         self._stored: list[tuple[Any, ...]] = []
-        """A row for each group that waits."""
+        """A row for each waiting group."""
         self._replay_problem = ""
 
     def search(
@@ -94,10 +94,10 @@ class GroupIndex:
         around: tuple[str, int | None] | None = None,
         patience_s: float = math.inf,
     ) -> tuple[int, int, list[dict[str, Any]]]:
-        """Returns the number of matching groups, and `limit` of them from an offset on in the order of the query.
+        """Returns the number of matching groups, the offset, and up to `limit` rows from there, in query order.
 
-        `hits` are the groups with a completion that has `query.text`. The offset is `offset`, or that of the page with the
-        group `around` (id and step). Returns total, offset and rows: of what was read of the file after `patience_s`.
+        `hits` are the groups with a completion that contains `query.text`. The offset is `offset`, or that of the page
+        with the group `around` (id and step). After `patience_s` only the part of the file read so far is searched.
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
@@ -121,7 +121,7 @@ class GroupIndex:
         return total, offset, [_shown(row) for row in rows]
 
     def find(self, group_id: str, step: int | None = None) -> dict[str, Any] | None:
-        """Returns the group as the newest step, or this one, trained on it or dropped it; None when there is none."""
+        """Returns the group as of the newest step, or `step`, that trained on it or dropped it; None if none did."""
         query = f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
         with self._lock:
             self._refresh()
@@ -136,14 +136,14 @@ class GroupIndex:
         return [_shown(row) for row in reversed(rows)]
 
     def problems(self) -> list[str]:
-        """Returns a sentence for each thing that is missing or damaged."""
+        """Returns a sentence for each missing or damaged part."""
         with self._lock:
             lines = self._lines
             missing = [] if lines.path.exists() else [f"{LINES} is missing: which groups a step trained on is not known"]
             return lines.problems() + missing + ([self._replay_problem] if self._replay_problem else [])
 
     def left(self) -> dict[str, int] | None:
-        """Returns how many bytes of `groups.jsonl` are read (`done`) of all (`of`); None when all are."""
+        """Returns how many bytes of `groups.jsonl` are read (`done`) of the total (`of`); None when all are."""
         with self._lock:
             return self._left
 
@@ -182,7 +182,7 @@ class GroupIndex:
         self._prompts.update(prompts)
 
     def _read_replay(self) -> bool:
-        """Asks the replay-buffer now and then; returns whether it has."""
+        """Queries the replay-buffer at most every few seconds; returns whether it did."""
         if self._replay is None or time.monotonic() - self._asked < _REPLAY_EVERY_S:
             return False
         try:
@@ -222,7 +222,7 @@ def _where(query: Query) -> tuple[str, list[Any]]:
 
 
 def _line_rows(line: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, str]]]:
-    """Yields the rows of a line, each with its prompt by id; entries of another shape are left out."""
+    """Yields the rows of a line, each with its prompt by id; skips malformed entries."""
     step, place = _whole(line.get("step")), 0
     if step is None:
         return
@@ -259,7 +259,7 @@ def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _shown(row: sqlite3.Row) -> dict[str, Any]:
-    """Returns a row as the answer has it: lists and truth values instead of text and numbers."""
+    """Converts a row to the response's format: lists and booleans instead of text and numbers."""
     shown = dict(row)
     for name in ("rewards", "lengths"):
         shown[name] = orjson.loads(shown[name])

@@ -20,7 +20,7 @@ from trainer.dashboard.texts import Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
-"""Time that one call spends reading new groups; the next call continues. The first call returns its first rows at once."""
+"""Time that one call spends reading new groups; the next call continues. The first call returns early."""
 
 
 class RunGroups:
@@ -35,7 +35,7 @@ class RunGroups:
         self._asked = False
 
     def search(self, asked: "SearchParameters") -> dict[str, Any]:
-        """Returns a page of groups, each with the beginning of a completion, or with the one that has the searched text."""
+        """Returns a page of groups, each with an excerpt of its first completion, or of one with the searched text."""
         hits, searching = self._texts.search(asked.text) if asked.text else ({}, None)
         around = None if asked.around is None else (asked.around, asked.around_step)
         patience_s = math.inf if around is not None else _AT_ONCE_S if self._asked else 0.0
@@ -73,12 +73,12 @@ class SearchParameters(Query):
     offset: Whole = 0
     limit: int = Field(50, ge=1, le=1000)
     around: str | None = Field(None, max_length=1000)
-    """Id of a group: the page with it is shown, whatever the offset."""
+    """Id of a group: the page that contains it is returned, whatever the offset."""
     around_step: Whole | None = None
 
 
 def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = None) -> None:
-    """Adds the calls to an app; `live` is the replay-buffer of the first run while that trains."""
+    """Adds the calls to an app; `live` is the first run's replay-buffer while it trains."""
     known: dict[int, RunGroups] = {}
     lock = threading.Lock()
 
@@ -92,16 +92,16 @@ def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = No
 
     @app.get("/dashboard/api/groups", **answers)
     def search(query: Annotated[SearchParameters, Parameter()]) -> Response:
-        """Lists groups that were trained on, dropped or wait, page by page; `problems` names what the run lacks.
+        """Lists groups that were trained on, were dropped or wait, page by page; `problems` names what the run lacks.
 
-        While completions are searched, `searching` has the files that are `done` of all, and while `groups.jsonl` is read,
-        `reading` the bytes; ask again.
+        While completions are searched, `searching` has the number of files `done` and their total; while `groups.jsonl`
+        is read, `reading` has the bytes. Ask again until both are null.
         """
         return _answer(groups_of(query.run).search(query))
 
     @app.get("/dashboard/api/groups/{group_id:path}", **answers)
     def detail(group_id: str, run: Whole = 0, step: Whole | None = None) -> Response:
-        """Shows one group in full, as its newest step or `step` trained on it; a 404 says why its content is gone."""
+        """Returns one group in full, as of its newest step or `step`; a 404 says why its content is gone."""
         return _answer(groups_of(run).detail(group_id, step))
 
     @app.get("/dashboard/api/prompts/{prompt_id:path}", **answers)

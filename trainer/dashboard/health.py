@@ -1,4 +1,4 @@
-"""Health of every service and rollout node, checked when a page asks."""
+"""Health of every service and rollout node, checked on request."""
 
 import asyncio
 import time
@@ -20,9 +20,9 @@ from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, 
 PATIENCE_S = 2.0
 """A service that does not answer within this time is dead; the page then shows it within five seconds."""
 _ENGINE_PATIENCE_S = 1.0
-"""The agent decides whether the node is alive; its engine may be busy."""
+"""The agent's answer decides whether the node is alive; its engine may be busy."""
 _FRESH_S = 1.0
-"""How long an answer serves all pages."""
+"""How long a result is reused for all pages."""
 
 
 class ServiceHealth(BaseModel):
@@ -30,15 +30,15 @@ class ServiceHealth(BaseModel):
 
     name: str
     state: Literal["healthy", "warning", "dead"]
-    """`warning`: it answers, but does not serve as it should."""
+    """`warning`: it answers but does not serve properly."""
     text: str = ""
-    """Its work, or why it is not healthy."""
+    """Its current work, or why it is not healthy."""
     since_s: float = 0.0
-    """Time in this state, as far as it was observed."""
+    """Observed time in this state."""
     version: int | None = None
-    """Weight version that it serves, or trained last."""
+    """Weight version that it serves or trained last."""
     running: int | None = None
-    """Completions or requests in work."""
+    """Completions or requests in progress."""
     waiting: int | None = None
     """Completions, answers or groups that wait."""
     tokens_per_s: float | None = None
@@ -63,7 +63,7 @@ class _Target:
 class Health:
     """Checks the tasks of a job group. Used in one event loop, inside `running`.
 
-    `nodes` returns the number of known rollout nodes, `version` the newest weight version, if there is one.
+    `nodes` returns the number of known rollout nodes, `version` the newest weight version or None.
     """
 
     def __init__(self, config: Config, topology: Topology, nodes: Callable[[], int], version: Callable[[], int | None]) -> None:
@@ -71,13 +71,13 @@ class Health:
         self._rollout: list[_Target] = []
         self._others: list[_Target] = []
         self._environments = 0
-        """Nodes of the environment-server that are known."""
+        """Number of known nodes of the environment-server."""
         self._lock = asyncio.Lock()
         self._answer: tuple[float, list[ServiceHealth]] = (-_FRESH_S, [])
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Closes its connections at the end."""
+        """Creates the targets for the block; closes their connections at the end."""
         config = self._config
         self._others = [
             self._target("router", ROLLOUT, config.rollout.router_port, _service("/workers", _router)),
@@ -104,7 +104,7 @@ class Health:
         """Returns the health of the trainer, the rollout nodes and the services, in this order."""
         async with self._lock:
             if time.monotonic() - self._answer[0] >= _FRESH_S:
-                for node in range(len(self._rollout), self._nodes()):  # a node that was once there is checked for ever
+                for node in range(len(self._rollout), self._nodes()):  # a node once seen is checked forever
                     self._rollout.append(self._node(node))
                 found = await asyncio.gather(*map(_check, (*self._rollout, *self._others)))
                 self._answer = (time.monotonic(), [self._trainer(), *found])
@@ -120,7 +120,7 @@ class Health:
         return _Target(name, agent, _rollout_node, engine)
 
     def _add_environments(self, count: int) -> None:
-        """Checks the first `count` nodes of the environment-server from now on; the first one knows how many there are."""
+        """Adds the first `count` nodes of the environment-server; the first node reports how many there are."""
         port = self._config.environment.port
         for node in range(self._environments, count):
             check = _service("/stats", self._environment)
@@ -143,7 +143,7 @@ class Health:
 
 
 async def _check(target: _Target) -> ServiceHealth:
-    """Returns the health of one target; one that does not answer, or not as it should, is dead."""
+    """Returns the health of one target; one that does not answer properly is dead."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             found = await target.check(target)
@@ -163,7 +163,7 @@ async def _check(target: _Target) -> ServiceHealth:
 
 
 async def _get(client: Client, path: str) -> Any:
-    """Returns the JSON of one call, without retries. Raises ServiceError for another status than 200."""
+    """Returns the JSON of one call, without retries. Raises ServiceError for an unsuccessful status."""
     response = await client.http.get(path, timeout=PATIENCE_S)
     if not response.is_success:
         raise ServiceError(f"{path} says {response.status_code}: {shorten(response.text)}", status=response.status_code)
@@ -195,7 +195,7 @@ def _router(answer: Any) -> dict[str, Any]:
 
 
 def _requests(stats: Any) -> int:
-    """Returns the requests in work, without the one that asks."""
+    """Returns the number of requests in progress, except this one."""
     return max(0, int(stats["load"]["requests"]) - 1)
 
 
@@ -229,7 +229,7 @@ async def _rollout_node(target: _Target) -> ServiceHealth:
     )
     if state == "ready" and not status["registered"]:
         found.state, found.text = "warning", "ready, but the router does not list it"
-    if state == "ready" and target.engine is not None:  # while it loads weights it may answer late
+    if state == "ready" and target.engine is not None:  # while loading weights it may answer late
         try:
             async with asyncio.timeout(_ENGINE_PATIENCE_S):
                 load = (await _get(target.engine, "/v1/loads"))["loads"]

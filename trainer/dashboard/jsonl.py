@@ -14,21 +14,21 @@ _SHOWN_DAMAGE = 3
 
 @dataclass
 class _Tail:
-    """The last lines of a file, which were read before the others."""
+    """The last lines of a file, which are read first."""
 
     start: int
-    """Byte offset of the first one."""
+    """Byte offset of the first line."""
     end: int
     last: bytes
     count: int = 0
     damaged: dict[int, str] = field(default_factory=dict)
-    """Reason by number of the line within the tail."""
+    """Reason by line number within the tail."""
 
 
 class JsonlReader:
     """Reads the new lines of a file that may not exist yet.
 
-    Damaged lines are skipped and counted, an incomplete last line waits for its rest.
+    Damaged lines are skipped and counted; an incomplete last line is read once it is complete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,11 +43,11 @@ class JsonlReader:
 
     @property
     def done(self) -> int:
-        """Bytes that were read."""
+        """The number of bytes read."""
         return self._offset + (self._tail.end - self._tail.start if self._tail else 0)
 
     def problems(self) -> list[str]:
-        """Returns a sentence for each thing that is wrong with the file; a missing file is none."""
+        """Returns a sentence for each problem with the file; a missing file is no problem."""
         name = self.path.name
         found = [f"{name} cannot be read: {self.unreadable}"] if self.unreadable else []
         damaged = [f"line {number} of {name} is damaged and left out: {reason}" for number, reason in self.damaged.items()]
@@ -55,7 +55,7 @@ class JsonlReader:
         return found + ([f"{more} more lines of {name} are damaged"] if (more := len(damaged) - _SHOWN_DAMAGE) > 0 else [])
 
     def replaced(self) -> bool:
-        """Returns whether the lines that were read are gone, as after a resume from an earlier step. Then all is read again."""
+        """Returns whether lines already read are gone, as after a resume from an earlier step; if so, starts over."""
         ends = [(self._offset, self._last)] if self._offset else []
         ends += [(self._tail.end, self._tail.last)] if self._tail else []
         try:
@@ -69,7 +69,7 @@ class JsonlReader:
         return not same
 
     def _has(self, ends: list[tuple[int, bytes]]) -> bool:
-        """Returns whether each of these lines still ends at its place."""
+        """Returns whether each of these lines still ends at its offset."""
         with self.path.open("rb") as file:
             for end, line in ends:
                 file.seek(end - len(line))
@@ -78,9 +78,9 @@ class JsonlReader:
         return True
 
     def read(self, newest_bytes: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields the new objects, each with the byte offset of its line.
+        """Yields the byte offset and the object of each new line.
 
-        Of a long file that is read for the first time, those of the last `newest_bytes` come first.
+        When a long file is read for the first time, the lines in its last `newest_bytes` come first.
         """
         self.unreadable = ""
         try:
@@ -120,7 +120,7 @@ class JsonlReader:
         return found
 
     def _pass_tail(self, tail: _Tail) -> int:
-        """Goes on after the lines that were read before; returns where."""
+        """Continues after the tail, which was read before; returns the offset."""
         self.damaged |= {self._count + number: reason for number, reason in tail.damaged.items()}
         self._offset, self._last, self._tail = tail.end, tail.last, None
         self._count += tail.count
@@ -138,7 +138,7 @@ class JsonlReader:
 
 
 def _parsed(line: bytes, damaged: dict[int, str], number: int) -> dict[str, Any] | None:
-    """Returns the object of a line; None where there is none, and why in `damaged` under its number."""
+    """Returns the object of a line; for a damaged line, returns None and records why in `damaged`."""
     try:
         content = orjson.loads(line)
     except ValueError:

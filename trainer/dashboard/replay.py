@@ -8,7 +8,7 @@ from common.loop_thread import LoopThread
 from common.schemas import Group
 
 _PATIENCE_S = 3.0
-"""How long a page waits for the replay-buffer."""
+"""Time limit of a page's calls to the replay-buffer."""
 _WAITING = ("leased", "fresh")
 
 
@@ -16,10 +16,10 @@ class Replay(Protocol):
     """Read access to a replay-buffer. Thread-safe; calls raise ServiceError when it does not answer."""
 
     def listing(self) -> list[dict[str, Any]]:
-        """Returns the groups that wait, as the replay-buffer's `GET /groups` does."""
+        """Returns the waiting groups in the format of the replay-buffer's `GET /groups`."""
 
     def group(self, group_id: str) -> Group | None:
-        """Returns one group, or None when it is not there."""
+        """Returns one group, or None when it is not in the buffer."""
 
 
 class LiveReplay:

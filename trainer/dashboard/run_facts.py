@@ -1,4 +1,4 @@
-"""What a run is, beside its numbers: changed settings, and the note that people keep with it."""
+"""Facts about a run besides its numbers: changed settings, and the user's note."""
 
 import json
 from functools import cache
@@ -11,7 +11,7 @@ from common.storing import storing
 NOTE = "notes.md"
 MAX_NOTE_CHARS = 20_000
 _PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
-"""Settings that every run has for itself: they say nothing about how it trains."""
+"""Settings that are specific to each run and do not affect training."""
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def read_note(directory: Path) -> str:
 
 
 def write_note(directory: Path, text: str) -> None:
-    """Keeps a note in the run directory; an empty one removes it. Raises StorageFailed."""
+    """Writes the note to the run directory; an empty note removes it. Raises StorageFailed."""
     path = directory / NOTE
     with storing(NOTE, path, "RUN_DIR", "make room, or let this user write there"):
         if not text.strip():

@@ -1,4 +1,4 @@
-"""The runs that a page shows: those that were named, and those below a directory that was."""
+"""The runs that a page shows: the named ones, and those below a named directory."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from trainer.dashboard.runs import RunReader
 
 _LOOK_EVERY_S = 3.0
 _DEPTH = 3
-"""Levels of directories below the named one that are searched for runs."""
+"""How many levels below a named directory are searched for runs."""
 _FILES = ("config.json", "metrics.jsonl")
 
 
@@ -22,9 +22,9 @@ def is_run(directory: Path) -> bool:
 
 
 class RunList(Sequence[RunReader]):
-    """Runs by index, which never changes; what begins below a directory later comes behind. Thread-safe.
+    """Runs by index, which never changes; runs that start later are appended. Thread-safe.
 
-    Raises ConfigError for a directory that is no run and has none below.
+    Raises ConfigError for a directory that neither is nor contains a run.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -34,7 +34,7 @@ class RunList(Sequence[RunReader]):
         for directory in directories:
             found = [(directory, "")] if is_run(directory) else list(_below(directory))
             if not found:
-                message = "this is no run directory, and there is none below it"
+                message = "this is not a run directory, and there is none below it"
                 raise ConfigError(
                     message if directory.is_dir() else "there is no such run directory",
                     field="RUN_DIR",
@@ -76,7 +76,7 @@ class RunList(Sequence[RunReader]):
 
 
 def _below(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories below `root`, each with its path from there; nothing within a run."""
+    """Yields the run directories below `root`, each with its relative path; does not search inside a run."""
     for place, directories, files in os.walk(root):
         path = Path(place)
         depth = len(path.relative_to(root).parts)

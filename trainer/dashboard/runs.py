@@ -1,4 +1,4 @@
-"""Reader of a run directory, complete or not, of this version or another."""
+"""Reads a run directory, complete or not, of this or another version."""
 
 import json
 import threading
@@ -20,14 +20,14 @@ from trainer.observe.alarms import limits
 from trainer.observe.timing import STAGES, WAITING
 
 _RECENT = 10
-"""Steps whose mean a list shows."""
+"""Number of newest steps whose mean the list of runs shows."""
 
 
 class RunSummary(BaseModel):
-    """A run directory."""
+    """Summary of a run directory."""
 
     run: int
-    """Index by which all other calls name it."""
+    """Index of the run in all other calls."""
     name: str
     directory: str
     live: bool
@@ -54,15 +54,15 @@ class RunSummary(BaseModel):
     hours: float
     """Wall time of all steps."""
     gpu_hours: float | None
-    """That time the GPUs of trainer and engines, by step; 0 on CPUs, None where the number of GPUs is not known."""
+    """Wall time of each step times the GPUs of trainer and engines; 0 on CPUs, None if their number is unknown."""
     changed: dict[str, Any]
     """Settings that differ from their defaults, by name."""
     note: str
-    """What people have written about the run."""
+    """The user's note about the run."""
 
 
 class RunReader:
-    """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError without the directory."""
+    """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError if it is missing."""
 
     def __init__(self, directory: Path, live: bool = False, name: str = "") -> None:
         if not live and not directory.is_dir():
@@ -75,7 +75,7 @@ class RunReader:
         self._columns, self._offsets = Columns(), array("q")
         self._found: list[dict[str, Any]] = []
         self._generation = 0
-        """Increases when lines that were read before are gone."""
+        """Increases when lines that were already read are gone."""
         self._config: tuple[float, dict[str, Any] | None, str] = (-1.0, None, "")
 
     @property
@@ -84,13 +84,13 @@ class RunReader:
         return self._read_config()[0]
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
-        """Returns one setting, or `default` where the configuration has none."""
+        """Returns one setting, or `default` when the configuration lacks it."""
         part = (self.config or {}).get(section)
         return part.get(name, default) if isinstance(part, dict) else default
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each thing that is missing or damaged."""
+        """A sentence for each missing or damaged part."""
         self._refresh()
         _, problem = self._read_config()
         found = [problem] if problem else []
@@ -163,11 +163,11 @@ class RunReader:
     def series(
         self, after: int = 0, generation: int = -1, evaluations: int = 0, points: int = 600, first: int = 0, last: int = 2**62
     ) -> dict[str, Any]:
-        """Returns the data of the charts, at most `points` rows: all steps from `first` to `last`, or what the caller lacks.
+        """Returns the data of the charts, at most `points` rows: all steps from `first` to `last`, or only new ones.
 
-        The caller has the steps up to `after` and this many `evaluations`, of a `generation`; with another one it gets
-        everything. Returns the result of `Columns.thinned`, `whole` (false: append it to the caller's data), `generation`,
-        `evaluations`, `newest` (step) and `verdict`.
+        The caller has the steps up to `after` and this many `evaluations` of a `generation`; if the generation has
+        changed, it gets everything. Returns the result of `Columns.thinned`, `whole` (false: append it to the caller's
+        data), `generation`, `evaluations`, `newest` (step) and `verdict`.
         """
         self._refresh()
         with self._lock:
@@ -207,7 +207,7 @@ class RunReader:
                 self._found.append({name: value for name, value in line.items() if isinstance(value, int | float | None)})
 
     def _read_config(self) -> tuple[dict[str, Any] | None, str]:
-        """Returns the configuration and what is wrong with it."""
+        """Returns the configuration, and what is wrong with it or an empty text."""
         path = self.directory / "config.json"
         try:
             changed = path.stat().st_mtime

@@ -1,4 +1,4 @@
-"""Texts of completions: their beginnings for the list of groups, and a search through all of them."""
+"""Texts of completions: excerpts for the list of groups, and full-text search."""
 
 import re
 import threading
@@ -11,23 +11,23 @@ from typing import Any
 from trainer.observe.group_files import GroupTexts, read_texts, recorded_steps
 
 Place = tuple[int, int]
-"""Step, and place in its line of `groups.jsonl`."""
+"""Step, and index in its line of `groups.jsonl`."""
 _EXCERPT_CHARS = 240
 _BEFORE_CHARS = 60
-"""Characters of an excerpt before what was searched for."""
+"""Characters of an excerpt before the match."""
 _AT_ONCE_S = 0.3
-"""Seconds that one answer spends on reading; the next one goes on."""
+"""Seconds that one call spends on reading; the next call continues."""
 _KEPT_EXCERPTS = 20_000
 _KEPT_SEARCHES = 8
 
 
 class _Search:
-    """One text, and what was found so far."""
+    """A searched text, and the matches so far."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.done: dict[int, int] = {}
-        """Times of change of the files that were searched, by step."""
+        """Modification times of the searched files, by step."""
         self.hits: dict[Place, dict[str, Any]] = {}
 
 
@@ -40,9 +40,9 @@ class Texts:
         self._begins: OrderedDict[tuple[str, int | None], dict[str, Any]] = OrderedDict()
 
     def search(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
-        """Returns the excerpt of each group with a completion that has `text` in any case, and how far the search is.
+        """Returns an excerpt of each group with a completion that contains `text` in any case, and the progress.
 
-        A call reads for a moment, the newest steps first, and the next one goes on; the second result is None at the end.
+        A call reads briefly, the newest steps first, and the next one continues; at the end the progress is None.
         """
         wanted = text.casefold()
         with self._lock:
@@ -64,9 +64,9 @@ class Texts:
             return dict(search.hits), None
 
     def begin(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds `completion` to these rows of the index: number, beginning, reward and verdict of the first; None: not known.
+        """Adds `completion` to rows of the index: number, excerpt, reward and verdict of the first; None if unknown.
 
-        Takes a moment at most. What is missing then is there at the next call.
+        Limited in time: what is still missing is filled in by later calls.
         """
         steps: dict[int, list[dict[str, Any]]] = {}
         with self._lock:
@@ -89,7 +89,7 @@ class Texts:
 def _changed(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except OSError:  # it left to make room
+    except OSError:  # it was removed to make room
         return 0
 
 

@@ -32,12 +32,12 @@ class TokenTexts:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "TokenTexts":
-        """Reads the run's tokenizer, beside the model or in a checkpoint."""
+        """Reads the run's tokenizer, from `model/` or from a checkpoint."""
         places = [run_dir / "model" / _FILE, *sorted(run_dir.glob(f"checkpoints/*/{_FILE}"))]
         return cls(next((path for path in places if path.is_file()), places[0]))
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token; a character made of several tokens is at the last one, the others are empty."""
+        """Returns each token's text; a character made of several tokens is in the text of the last one."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = [decoder.decode(self._bytes(token)) for token in token_ids]
         if texts:
@@ -45,7 +45,7 @@ class TokenTexts:
         return texts
 
     def special(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns the places of tokens that say nothing to a reader, such as the end of a turn."""
+        """Returns the positions of special tokens, such as the end of a turn."""
         return [place for place, token in enumerate(token_ids) if token in self._special]
 
     def _read(self, token: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Verdict on the learning of a run from its rewards, in one sentence. Pure."""
+"""Judges from the rewards of a run whether it learns, in one sentence. Pure."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FEWEST = 12
-"""Steps before a verdict."""
+"""Steps needed for a verdict."""
 _SURE = 4.0
 """Standard errors of a significant difference: high, since neighbouring steps are not independent."""
 _SOLVED = 0.95
@@ -15,9 +15,9 @@ _SOLVED = 0.95
 
 
 def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, Any]:
-    """Returns `level` (`good`, `warn`, `bad`, or `none` when it is too early) and `text`, from [steps] means, NaN for none.
+    """Returns `level` (`good`, `warn`, `bad`, or `none` if too early) and `text`, from [steps] means, NaN for none.
 
-    Later also `start` and `end`, the mean rewards of the oldest and the newest `window` steps.
+    With enough steps also `start` and `end`, the mean rewards of the oldest and the newest `window` steps.
     """
     reward, accuracy = reward[~np.isnan(reward)], accuracy[~np.isnan(accuracy)]
     steps = len(reward)

@@ -12,7 +12,7 @@ MAX_DELTA_LOGPROB = 0.02
 """Mean |Δ logprob| of tokens that the trainer's own weights sampled. SkyRL's tests allow 0.0104 (synchronous) and 0.0193
 (asynchronous) between bfloat16 engines and trainers."""
 MAX_KL = 1e-2
-"""Nats per token. NeMo-RL calls 1e-3 between engine and trainer trouble; stale experience is further away by design."""
+"""Nats per token. NeMo-RL calls 1e-3 between engine and trainer a problem; stale experience exceeds it by design."""
 MAX_KL_CURRENT_POLICY = 1e-3
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 
@@ -25,7 +25,7 @@ class Limit:
     """Field of `UpdateMetrics`."""
     value: float
     above: bool = True
-    """The alarm is above the value; False: below it."""
+    """Whether the alarm is raised above the value; False: below it."""
 
     def passed(self, metrics: "UpdateMetrics") -> bool:
         measured: float = getattr(metrics, self.metric)
@@ -33,7 +33,7 @@ class Limit:
 
 
 def limits(old: bool) -> dict[str, Limit]:
-    """Returns the limits by name of the alarm. `old`: an earlier policy sampled some of the experience."""
+    """Returns the limits by alarm name. `old`: an earlier policy sampled some of the experience."""
     return {
         "delta_logprob": Limit("delta_logprob_current", MAX_DELTA_LOGPROB),
         "kl_rollout": Limit("kl_rollout", MAX_KL if old else MAX_KL_CURRENT_POLICY),
@@ -42,7 +42,7 @@ def limits(old: bool) -> dict[str, Limit]:
 
 
 def alarms(metrics: "UpdateMetrics", staleness: float, config: Config) -> dict[str, str]:
-    """Returns texts by name of the alarm; empty when all is well.
+    """Returns the texts of raised alarms by name; empty when there are none.
 
     `staleness` is the mean age of the experience in weight versions: 0 when the current policy sampled all of it.
     """

@@ -1,4 +1,4 @@
-"""Recorded groups of every step, trained on and dropped: summaries in `groups.jsonl`, full content in `groups/`.
+"""Records the groups of every step, trained on or dropped: summaries in `groups.jsonl`, full content in `groups/`.
 
 A line has `step`, `groups` (trained on, in batch order) and, if there were any, `dropped`. `groups/step_000012.zip` holds one
 msgpack document per group in the same order, `00000.msgpack` first, so that one can be read without the others: the group in
@@ -28,11 +28,11 @@ from trainer.observe.run_dir import append_line, storing_run
 log = logging.getLogger(__name__)
 DIRECTORY, LINES = "groups", "groups.jsonl"
 _UNSHOWN = ("kept_tokens", "kept_counts")
-"""What a completion was sampled from: of no use to a reader, and large."""
+"""Sampling details of a completion: large, and of no use to a reader."""
 _SEARCHED_CHARS = 1000
-"""Length of a prompt in `groups.jsonl`."""
+"""Maximum characters of a prompt in `groups.jsonl`."""
 _MAX_GROUP_BYTES = 512 << 20
-"""Limit of one group in a file, far above what a run writes: a few bytes of a damaged or foreign one could unpack to more."""
+"""Maximum size of an unpacked group, far above what a run writes: a small damaged file could unpack to more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RecordedGroup:
     advantages: Sequence[Float32] = ()
     """n arrays [L]; empty when it was not trained on."""
     logprobs: Sequence[Float32 | None] = ()
-    """n arrays [L] of the policy before the update on the group; None where they were not computed."""
+    """n arrays [L] of the policy before the update on the group; None when not computed."""
     weight: float = 1.0
     """Importance weight of a reused group."""
     reused: bool = False
@@ -53,9 +53,9 @@ class RecordedGroup:
 
 
 class GroupRecorder:
-    """Writes the summaries, and the full content in a thread; files of steps after `step`, of an earlier attempt, are removed.
+    """Writes the summaries, and in a thread the full content; removes an earlier attempt's files of steps after `step`.
 
-    `keep_bytes` bounds all files in `groups/`: the oldest steps are removed first. 0: no files.
+    `keep_bytes` limits the total size of `groups/`: the oldest steps are removed first. 0: no files.
     """
 
     def __init__(self, run_dir: Path, keep_bytes: int, step: int) -> None:
@@ -63,7 +63,7 @@ class GroupRecorder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups")
         self._writing: Future[None] | None = None
         self._sizes: dict[int, int] = {}
-        """Bytes by step, the oldest first."""
+        """File size in bytes by step, oldest first."""
         for partial in (run_dir / DIRECTORY).glob("*.partial"):
             partial.unlink()
         for number, path in sorted(recorded_steps(run_dir).items()):
@@ -86,7 +86,7 @@ class GroupRecorder:
             self._writing = self._thread.submit(self._write, step, [*trained, *dropped])
 
     def flush(self) -> None:
-        """Waits until everything is written. Raises StorageFailed when that fails."""
+        """Waits until everything is written. Raises StorageFailed if writing failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -122,13 +122,13 @@ class GroupRecorder:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, Path]:
-    """Returns the existing files by step."""
+    """Returns the files in `groups/` by step."""
     found = (run_dir / DIRECTORY).glob("step_*.zip")
     return {int(number): path for path in found if (number := path.stem.removeprefix("step_")).isdecimal()}
 
 
 def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
-    """Returns the group at this place of the step's line, arrays as lists; None when the step has no file.
+    """Returns the group at index `place` of the step's line, arrays as lists; None when the step has no file.
 
     Raises ServiceError when the file is damaged.
     """
@@ -145,7 +145,7 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
 
 
 class CompletionText(msgspec.Struct):
-    """What a list shows of a completion."""
+    """The fields of a completion that a list shows."""
 
     text: str = ""
     reward: float | None = None
@@ -154,7 +154,7 @@ class CompletionText(msgspec.Struct):
 
 
 class GroupTexts(msgspec.Struct):
-    """A recorded group without its numbers."""
+    """A recorded group without its numeric arrays."""
 
     id: str = ""
     completions: list[CompletionText] = []
@@ -164,12 +164,12 @@ _TEXTS = msgspec.msgpack.Decoder(GroupTexts)
 
 
 def read_texts(run_dir: Path, step: int, places: Iterable[int] | None = None) -> dict[int, GroupTexts]:
-    """Returns the texts of a step's groups by place, of all or of these; what is missing or damaged is left out."""
+    """Returns the texts of a step's groups, all or those at `places`, by place; omits missing or damaged ones."""
     found = {}
     try:
         with ZipFile(_path(run_dir, step)) as file:
             for place in range(len(file.namelist())) if places is None else places:
-                with suppress(Exception):  # a damaged file fails in many ways; opening the group says how
+                with suppress(Exception):  # a damaged file fails in many ways; opening the group reports how
                     found[place] = _TEXTS.decode(_member(file, place))
     except (OSError, BadZipFile):
         pass
@@ -181,7 +181,7 @@ def _member(file: ZipFile, place: int) -> bytes:
     if member.file_size > _MAX_GROUP_BYTES:
         raise ValueError(f"{member.filename} has {member.file_size} bytes, a group at most {_MAX_GROUP_BYTES}")
     with file.open(member) as packed:
-        return packed.read(member.file_size)  # no further, however much is packed
+        return packed.read(member.file_size)  # no more, however much is packed
 
 
 def _path(run_dir: Path, step: int) -> Path:
@@ -231,7 +231,7 @@ def _differences(item: RecordedGroup) -> list[Float32]:
 
 
 def _mean(arrays: Sequence[Float32]) -> float | None:
-    """Returns the mean of all numbers; None without numbers, or when one is not finite."""
+    """Returns the mean of all numbers; None if there are none or one is not finite."""
     mean = float(np.concatenate(arrays).mean()) if arrays else math.nan
     return round(mean, 6) if math.isfinite(mean) else None
 
@@ -253,7 +253,7 @@ def _document(item: RecordedGroup) -> dict[str, Any]:
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the bytes of a document by lists."""
+    """Replaces the arrays in a document, which are bytes, by lists."""
     content["prompt_token_ids"] = np.frombuffer(content["prompt_token_ids"], "<i4").tolist()
     for completion in content["completions"]:
         for name in ("token_ids", "mask", "prompt_ids"):

@@ -1,6 +1,6 @@
-"""Hints: what went wrong over the last steps, and which setting to change. Pure.
+"""Hints: problems seen over the last steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) concerns a single update; a hint needs several steps. docs/how-to/troubleshooting.md gives the reason of
+An alarm (`alarms.py`) concerns a single update; a hint needs several steps. docs/how-to/troubleshooting.md explains
 every threshold.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 from common.config import Config
 
 WINDOW = 10
-"""Number of last steps that hints look at."""
+"""Number of latest steps that hints consider."""
 FIRST = 5
 """Number of first steps whose entropy is the baseline."""
 MAX_EQUAL = 0.75
@@ -19,7 +19,7 @@ MAX_TRUNCATED = 0.25
 LOW_ACCURACY = 0.5
 """Truncation harms learning below this accuracy."""
 FLAT = 0.02
-"""Smallest rise of a mean from the first to the second half of the window that counts."""
+"""Smallest rise of a mean from the first to the second half of the window that counts as a rise."""
 MAX_KL_REFERENCE = 0.5
 """Nats per token."""
 KL_GROWTH, MIN_GROWN_KL = 10.0, 0.05
@@ -69,7 +69,7 @@ _SLOW = {
         "process has too little processor time. Look at the log of data-server, and at trainer.num_threads against the cores",
     ),
 }
-"""Stage, largest share of the wall time, and text by name of the hint."""
+"""Stage, limit on its share of the wall time, and text, by hint name."""
 Line = Mapping[str, Any]
 
 
@@ -80,7 +80,7 @@ def remember(history: MutableSequence[Line], line: Line) -> None:
 
 
 def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
-    """Returns texts by name of the hint, for a history kept by `remember`; none before `WINDOW` steps."""
+    """Returns hint texts by name, for a history kept by `remember`; none before `WINDOW` steps."""
     if len(history) < WINDOW:
         return {}
     steps = _Steps(history, config)
@@ -110,13 +110,13 @@ class _Steps:
         self.groups = len(self.last) * config.trainer.batch_size
 
     def mean(self, name: str, lines: Sequence[Line] | None = None) -> float:
-        """Returns the mean of a number, also of a section (`update.kl_reference`)."""
+        """Returns the mean of a number, which may be in a section (`update.kl_reference`)."""
         section, _, key = name.rpartition(".")
         lines = self.last if lines is None else lines
         return sum(float((line[section] if section else line).get(key, 0.0)) for line in lines) / max(1, len(lines))
 
     def accuracy(self) -> float | None:
-        """Returns the mean accuracy; None where the rewards are no verdicts."""
+        """Returns the mean accuracy; None when the rewards are no verdicts."""
         return None if any(line["accuracy"] is None for line in self.last) else self.mean("accuracy")
 
     def rose(self, name: str) -> bool:
@@ -148,7 +148,7 @@ def _zero_variance_groups(steps: _Steps) -> str:
     accuracy, config = steps.accuracy(), steps.config
     solved = sum(line.get("solved_groups") or 0 for line in steps.last)
     failed = sum(line.get("failed_groups") or 0 for line in steps.last)
-    # Without either, all of them were replaced.
+    # Without solved or failed groups, all equal ones were replaced.
     easy = solved > failed if solved + failed else accuracy is not None and accuracy >= 0.5
     cause = "" if accuracy is None else f", mostly as all answers are {'right' if easy else 'wrong'} (accuracy {accuracy:.2f})"
     text = (
@@ -274,7 +274,7 @@ def _rollout_idle(steps: _Steps) -> str:
         )
     if not staleness and idle > MAX_IDLE:
         return (
-            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Let both go on at once "
+            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Run both at once "
             f"(trainer.max_staleness 1), or update faster: {faster}"
         )
     return ""
@@ -288,11 +288,11 @@ def _publish_bound(steps: _Steps) -> str:
     if config.trainer.weight_sync != "distributed":
         turn.append("trainer.weight_sync distributed (or shared)")
     if not config.trainer.max_staleness:
-        turn.append("trainer.max_staleness 1, with which it goes on beside the next step")
+        turn.append("trainer.max_staleness 1, which overlaps it with the next step")
     if not config.lora.rank:
-        turn.append("an adapter in the place of all weights (lora.rank)")
+        turn.append("an adapter instead of all weights (lora.rank)")
     remedy = ", or ".join(turn) or "the network between the nodes"
-    return f"new weights take {share:.0%} of the time to reach the engines. Turn: {remedy}"
+    return f"new weights take {share:.0%} of the time to reach the engines. Change: {remedy}"
 
 
 def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:

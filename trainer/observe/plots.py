@@ -1,4 +1,4 @@
-"""Plots of a run in one PNG."""
+"""Plots a run as one PNG."""
 
 import io
 from pathlib import Path
@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 
 class Picture:
-    """Curves for a notebook, which shows them as the value of a cell."""
+    """Curves that a notebook displays as the value of a cell."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure
@@ -26,7 +26,7 @@ class Picture:
 
 
 def plot_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Writes `curves` to `path`."""
+    """Draws the `curves` of a run and writes them to `path`."""
     curves(metrics, evaluations).figure.savefig(path, dpi=110)
 
 
@@ -65,7 +65,7 @@ def curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
     seconds.stackplot(steps, *([line["seconds"].get(stage, 0.0) for line in metrics] for stage in stages), labels=stages)
     seconds.set(title="Seconds of a step", xlabel="step")
     seconds.legend(loc="upper right", fontsize="small", ncols=2)
-    plt.close(figure)  # of pyplot's list: a notebook would show it twice
+    plt.close(figure)  # removes it from pyplot's list: a notebook would show it twice
     return Picture(figure)
 
 

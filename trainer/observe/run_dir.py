@@ -1,8 +1,8 @@
-"""Writer of the run directory and of the console output.
+"""Writes the run directory and the console output.
 
-The directory has `config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and `groups/`
-(groups of each step: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group per step),
-`attempts.jsonl` (a line per start), `curves.png`, `checkpoints/` and `weights/`.
+The directory contains `config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and
+`groups/` (groups of each step: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group
+per step), `attempts.jsonl` (a line per start), `curves.png`, `checkpoints/` and `weights/`.
 """
 
 import io
@@ -36,7 +36,7 @@ log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
 ATTEMPTS = "attempts.jsonl"
 _AGAIN_AFTER = 20
-"""Steps until the same alarm or hint is logged again; `metrics.jsonl` has every one."""
+"""Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class StepRecord:
     reward: float
     """Mean reward of the completions."""
     accuracy: float | None
-    """Share of correct completions; None, as the next two counts, where the rewards are no verdicts (`verified`)."""
+    """Share of correct completions; None, like the next two counts, when the rewards are no verdicts (`verified`)."""
     zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int | None
@@ -72,7 +72,7 @@ class StepRecord:
     in_flight: float
     """Mean number of completions that were being generated."""
     coordinator: float
-    """CPU time of the thread that collects, as a share of the wall time: at 1 it holds up the engines."""
+    """CPU time of the collecting thread, as a share of the wall time: at 1 it slows the engines down."""
     cpu_seconds: float
     """CPU time of this process in the step, without evaluations."""
     update: dict[str, float]
@@ -83,20 +83,20 @@ class StepRecord:
     hints: dict[str, str] = field(default_factory=dict)
     """Hints by name (`trainer.observe.hints`); the recorder adds them."""
     gpus: int | None = None
-    """GPUs that trainer and engines hold; None where servers of somebody else generate."""
+    """GPUs that trainer and engines hold; None when external servers generate."""
     verified: bool = True
-    """Whether the rewards say what is correct."""
+    """Whether the rewards are verdicts on correctness."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Mean score of every reward function, before weights, over the completions that it is meant for."""
+    """Mean score of every reward function, before weights, over the completions that it applies to."""
     logged: dict[str, float] = field(default_factory=dict)
-    """Means of what reward functions logged (`log_metric`)."""
+    """Means of the values that reward functions logged (`log_metric`)."""
 
 
 class Recorder:
     """Writes the run directory and prints to the console.
 
-    The run continues after `step`: later lines of an earlier attempt are removed, and what the earlier ones lack is named.
-    `tracked` counts records for trackers; `run_id` names this attempt; `files` have a line per step.
+    The run continues after `step`: lines of later steps are removed, and a warning names earlier steps without a line.
+    `tracked` counts records for trackers; `run_id` names this attempt; `files` are those with a line per step.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Recorder:
             (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         kept = {f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files}
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
-        _keep_before(directory / ATTEMPTS, sys.maxsize)  # without a line that a crash cut
+        _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
         append_line(directory / ATTEMPTS, {"time": time.time(), "run_id": run_id, "step": step})
         self._progress: Progress | None = None
         self._total = 0
@@ -140,21 +140,21 @@ class Recorder:
         tell(self.console, text, level)
 
     def _tell_gap(self, name: str, lost: list[int]) -> None:
-        """Names the steps before a resume that a file lacks. Training does not depend on it; curves and report do."""
+        """Warns of steps before a resume that a file lacks. Training does not need them; curves and report do."""
         if lost:
             which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
             text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
             self.say(f"warning: {text}; training goes on, curves, report and dashboard lack them", logging.WARNING)
 
     def show(self, table: Table) -> None:
-        """Says a table."""
+        """Writes a table to the console and the log."""
         text = io.StringIO()
         Console(file=text, width=min(120, self.console.width)).print(table)
         self.say(text.getvalue())
 
     @contextmanager
     def progress(self, done: int, total: int) -> Iterator[None]:
-        """Shows a progress bar inside, on a terminal only."""
+        """Shows a progress bar inside the block, on a terminal only."""
         self._total = total
         with progress_bar("training", self.console, hidden=structured() is not None) as progress:
             self._progress, self._task = progress, progress.add_task("training", completed=done, total=total)
@@ -170,7 +170,7 @@ class Recorder:
         self._warn("hint", record.step, record.hints)
 
     def measured(self, record: Mapping[str, Any], text: str, group: Group | None = None) -> None:
-        """Writes the numbers of a step and says `text`; trackers get them, and now and then the samples of `group`."""
+        """Writes the numbers of a step and prints `text`; trackers get them, and sometimes the samples of `group`."""
         self._append("metrics", {"time": time.time(), "total_steps": self._total, **record})
         self._trackers.step(record, group)
         self.say(text)
@@ -193,8 +193,8 @@ class Recorder:
         self.evaluated(evaluation.summary(), text, evaluation.answers)
 
     def evaluated(self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()) -> None:
-        """Writes an evaluation, tells the trackers and says `text`."""
-        _keep_before(self.directory / "evaluations.jsonl", summary["step"])  # by an attempt that was killed
+        """Writes an evaluation, passes it to the trackers and prints `text`."""
+        _keep_before(self.directory / "evaluations.jsonl", summary["step"])  # drops lines of a killed attempt
         shown = {"answers": [answer.__dict__ for answer in answers]} if answers else {}
         self._append("evaluations", {"time": time.time(), **summary, **shown})
         self._trackers.evaluation(summary, answers)
@@ -229,7 +229,7 @@ def tell(console: Console, text: str, level: int = logging.INFO) -> None:
 
 
 def run_ids(directory: Path) -> list[str]:
-    """Returns the ids of all attempts of the run in `directory`, with which the ids of its groups begin."""
+    """Returns the ids of all attempts of the run in `directory`; they are the prefixes of its group ids."""
     return [line["run_id"] for line in read_lines(directory / ATTEMPTS)]
 
 
@@ -258,23 +258,23 @@ def step_line(record: StepRecord, total: int) -> str:
 
 
 def _short(seconds: float) -> str:
-    """Formats seconds with three digits."""
+    """Formats seconds with three significant digits."""
     return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
 
 
 def progress_bar(title: str, console: Console, hidden: bool) -> Progress:
-    """Returns a progress bar; it is hidden without a terminal too."""
+    """Returns a progress bar; it is hidden if `hidden` or without a terminal."""
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=hidden or not console.is_terminal)
 
 
 def console() -> Console:
-    """Returns a console on standard output, 120 columns wide when that is no terminal."""
+    """Returns a console on standard output, 120 columns wide if that is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a JSONL file without a last line that a crash cut. Raises ConfigError for any other damaged line."""
+    """Reads a JSONL file, except a last line that a crash cut. Raises ConfigError for any other damaged line."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")  # as bytes: a cut may split a character
@@ -289,7 +289,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_before(path: Path, step: int) -> set[int]:
-    """Removes the lines from `step` on and a cut last line, atomically; returns the steps of the others."""
+    """Removes the lines from `step` on and a cut last line, atomically; returns the steps of the remaining lines."""
     if not path.exists():
         return set()
     kept = [line for line in read_lines(path) if line["step"] < step]
@@ -301,13 +301,13 @@ def _keep_before(path: Path, step: int) -> set[int]:
 
 
 def storing_run(path: Path) -> AbstractContextManager[None]:
-    """Returns the context in which a file of the run is written; raises StorageFailed."""
+    """Returns the context in which to write a file of the run; it raises StorageFailed."""
     remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
     return storing(path.name, path, "trainer.run_dir", remedy)
 
 
 def seconds_table(metrics: list[dict[str, Any]]) -> Table:
-    """Returns the mean seconds of a step by stage, from the lines of `metrics.jsonl`."""
+    """Returns a table of a step's mean seconds by stage, from the lines of `metrics.jsonl`."""
     means = {
         stage: sum(line["seconds"].get(stage, 0.0) for line in metrics) / max(1, len(metrics)) for stage in (*STAGES, WAITING)
     }
@@ -333,7 +333,7 @@ def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 
 def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns a few problems, those with a changed verdict first."""
+    """Returns the answers before and after to a few problems, those with a changed verdict first."""
     pairs = list(zip(before, after, strict=True))
     pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
     return pairs[:_SHOWN_PROBLEMS]

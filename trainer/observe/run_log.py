@@ -22,11 +22,11 @@ from trainer.rollouts.evaluation import Evaluation
 
 
 class RunLog:
-    """Log of a rank above 0: no-op, rank 0 records the run."""
+    """Log of a rank above 0, which does nothing: rank 0 records the run."""
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
-        """Shows a progress bar and runs the clocks inside; flushes the log at the end."""
+        """Shows a progress bar and runs the clocks inside the block; flushes the log at the end."""
         yield
 
     def step(
@@ -48,9 +48,9 @@ class RunLog:
 
 
 class RecordedRun(RunLog):
-    """Log of rank 0 for a run that continues after `step`; records have what `measured` returns for their step, and `gpus`.
+    """Log of rank 0 for a run that continues after `step`; records include the results of `measured` and `gpus`.
 
-    `collecting_cpu` returns the CPU seconds of the thread that collects.
+    `collecting_cpu` returns the CPU seconds of the collecting thread.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
 
 
 def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
-    """Returns the mean score of every reward function, over the answers that it is meant for."""
+    """Returns the mean score of every reward function, over the answers that it applies to."""
     scores: dict[str, list[float]] = {}
     for name, score in ((name, score) for answer in answers for name, score in answer.components.items()):
         if score is not None:

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STAGES = ("update", "publish", "evaluation", "stragglers", "generation", "reward", "replay")
-"""In order of precedence: while several are active, the time counts for the first of them. `stragglers`: enough groups for a
-batch are ready, and the trainer waits for the oldest (`trainer.when_stale` `wait`)."""
+"""In order of precedence: while several are active, the time counts for the first. `stragglers`: enough groups for a
+batch are ready, but the trainer waits for the oldest (`trainer.when_stale` `wait`)."""
 PUBLISHING = "publishing"
-"""Publishing behind the training loop: comes last, and counts as `publish` while nothing else is active."""
+"""Publishing in the background: it comes last, and counts as `publish` while nothing else is active."""
 WAITING = "waiting"
-"""Time in which no stage is active."""
+"""The time in which no stage is active."""
 
 
 class StageClock:
     """Splits wall time into stages that may overlap and come from several threads; the parts add up to the whole.
 
-    `took` gets the stage and the seconds of every single activity.
+    `took` is called with the stage and the seconds of every single activity.
     """
 
     def __init__(self, took: Callable[[str, float], None] = lambda stage, seconds: None) -> None:
@@ -30,7 +30,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts the time inside for `name`, one of `STAGES` or `PUBLISHING`."""
+        """Counts the time inside the block for `name`, one of `STAGES` or `PUBLISHING`."""
         began = time.perf_counter()
         with self._lock:
             self._attribute()
@@ -44,7 +44,7 @@ class StageClock:
             self._took(name, time.perf_counter() - began)
 
     def active(self) -> str:
-        """Returns the stages that are active now: `generation 12, reward 1`."""
+        """Returns the stages that are active now as text, such as `generation 12, reward 1`."""
         with self._lock:
             return ", ".join(f"{name} {count}" for name, count in self._active.items() if count) or "nothing"
 
@@ -56,7 +56,7 @@ class StageClock:
             return seconds
 
     def generating(self) -> tuple[float, float]:
-        """Returns the share of the wall time since the last call with generation active, and how many were on average."""
+        """Returns the share of wall time with generation active, and the mean number of groups, since the last call."""
         with self._lock:
             self._attribute()
             wall = max(1e-9, self._since - self._lap_since)
@@ -75,7 +75,7 @@ class StageClock:
 
 
 class CpuClock:
-    """CPU seconds that `read` returns; by default those of this process, all threads together."""
+    """Measures the CPU seconds that `read` returns; by default those of all threads of this process."""
 
     def __init__(self, read: Callable[[], float] = time.process_time) -> None:
         self._read = read
@@ -83,7 +83,7 @@ class CpuClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Excludes the seconds used inside."""
+        """Excludes the seconds used inside the block."""
         start = self._read()
         yield
         self._since += self._read() - start

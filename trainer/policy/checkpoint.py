@@ -1,12 +1,12 @@
-"""Checkpoints: a Hugging Face directory with the trainer's state beside it, written atomically and in the background.
+"""Checkpoints: Hugging Face directories with the trainer's state, written atomically and in the background.
 
-`checkpoints/step_000050/` loads with `AutoModelForCausalLM.from_pretrained`. In it `trainer_state.json` holds the position in
-the prompt stream and what else a run needs, `state/` the optimiser (torch.distributed.checkpoint, for any number of ranks),
-`critic/` and `reference/` the other models that the run has changed.
+`checkpoints/step_000050/` loads with `AutoModelForCausalLM.from_pretrained`. Its `trainer_state.json` holds the
+position in the prompt stream and the rest of a run's state, `state/` the optimiser (torch.distributed.checkpoint, for
+any number of ranks), `critic/` and `reference/` the other models that the run has changed.
 
 A rename is atomic on a disk, but not on a mounted bucket, which moves or uploads file by file in any order. So
-`trainer_state.json` is written last and lists every other file with size and checksum. A checkpoint that lacks a file or a
-part of one does not count; one with a file that has changed since is refused.
+`trainer_state.json` is written last and lists every other file with size and checksum. A checkpoint with a missing or
+truncated file is ignored; one with a file that has changed since is refused.
 """
 
 import json
@@ -43,7 +43,7 @@ class CheckpointFailed(ServiceError):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The state of a run beside its tensors. Randomness is a function of seed, step and rank, and needs none."""
+    """The state of a run apart from its tensors. Randomness depends on seed, step and rank only, and needs no state."""
 
     step: int
     position: int
@@ -55,21 +55,21 @@ class TrainerState:
     accuracy: float | None = None
     """Accuracy of the evaluation at this step, if there was one and the rewards are verdicts."""
     mean_reward: float | None = None
-    """Mean reward of that evaluation: the best checkpoint has the highest where there is no accuracy."""
+    """Mean reward of that evaluation: without an accuracy it selects the best checkpoint."""
     identity: dict[str, list[str]] = field(default_factory=dict)
-    """What the run had in common with its earlier attempts (`trainer.policy.identity`)."""
+    """The settings that all attempts of the run share (`trainer.policy.identity`)."""
 
 
 class Checkpoints:
     """The checkpoints of a run. Every rank has one, and calls the same methods in the same order.
 
-    A step waits for the copy to CPU memory; a thread writes the files. A directory gets its name when all ranks' files are
-    complete. One checkpoint is written at a time.
+    A step waits only for the copy to CPU memory; a thread writes the files. A directory gets its final name when all
+    ranks' files are complete. One checkpoint is written at a time.
 
     Args:
-        directory: rank 0's counts. When other ranks do not see it, rank 0 writes everything.
-        keep: number of the newest that stay; the one with the best accuracy, or else the best mean reward, stays too.
-        static: lists files that go into every checkpoint, such as the tokenizer's.
+        directory: only rank 0's argument counts. If other ranks do not see it, rank 0 writes everything.
+        keep: how many of the newest to keep; the one with the best accuracy, or else mean reward, is kept too.
+        static: returns files to copy into every checkpoint, such as the tokenizer's.
     """
 
     def __init__(self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple) -> None:
@@ -90,7 +90,7 @@ class Checkpoints:
         return f"step_{step:06d}"
 
     def save(self, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> Path:
-        """Starts to write `directory/step_000050`; returns that path. Waits for the previous checkpoint.
+        """Starts to write `directory/step_000050` and returns its path. Waits for the previous checkpoint first.
 
         Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the previous one failed.
         """
@@ -127,14 +127,14 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives a checkpoint that is being written half a minute, whatever ended the run."""
+        """Waits up to half a minute for a checkpoint that is being written, whatever ended the run."""
         if self._thread is not None:
             self._thread.join(_LAST_WRITE_S)
 
     def _run(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
         try:
             self._write(target, state, snapshots)
-        except BaseException as error:  # raised where the training loop looks next
+        except BaseException as error:  # raised at the training loop's next check
             self._error = error
             if self._ranks.first:
                 shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
@@ -155,7 +155,7 @@ class Checkpoints:
             shutil.copyfile(file, written / file.name)
 
     def _complete(self, written: Path, target: Path, state: TrainerState) -> None:
-        """Gives the directory its name and removes old checkpoints."""
+        """Gives the directory its final name and removes old checkpoints."""
         content = {"format": _FORMAT, "files": checksums(written), **asdict(state)}
         (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
         shutil.rmtree(target, ignore_errors=True)
@@ -170,7 +170,7 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def _together(self, work: Callable[[], Any]) -> None:
-        """Does the work on this rank and waits for the others; an error on one rank is raised on all."""
+        """Calls `work` on this rank and waits for the others; an error on one rank is raised on all."""
         error: Exception | None = None
         try:
             work()
@@ -192,7 +192,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def newest(directory: Path) -> Path | None:
-    """Returns the newest complete checkpoint in `directory`."""
+    """Returns the newest complete checkpoint in `directory`, or None."""
     for path in reversed(_all(directory)):
         if (lacking := _lacking(path)) is None:
             return path
@@ -201,12 +201,12 @@ def newest(directory: Path) -> Path | None:
 
 
 def _lacking(path: Path) -> str | None:
-    """Returns a file that is not there or shorter than `trainer_state.json` says, or that file itself if it is missing."""
+    """Returns a missing or truncated file according to `trainer_state.json`, or that file if missing; else None."""
     if not (path / _STATE).is_file():
         return _STATE
     try:
         files = _parse((path / _STATE).read_bytes())["files"]
-    except ValueError:  # `load_state` says so
+    except ValueError:  # `load_state` reports it
         return None
     return next((name for name, (size, _) in files.items() if not _is_whole(path / name, size)), None)
 
@@ -230,13 +230,13 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def changed_file(path: Path, chosen: Callable[[str], bool] = lambda _: True) -> str:
-    """Reads the `chosen` files of a checkpoint; returns one whose content is not what was written, or an empty text."""
+    """Reads the `chosen` files of a checkpoint; returns the name of one that has changed since, or an empty text."""
     files: Files = _parse((path / _STATE).read_bytes())["files"]
     return damaged(path, {name: sums for name, sums in files.items() if chosen(name)}) or ""
 
 
 def _name_best(checkpoint: Path) -> None:
-    """Points the link `best` to the checkpoint; a bucket has no links."""
+    """Points the link `best` to the checkpoint, unless it is in a bucket, which has no links."""
     link = checkpoint.with_name(f"{_BEST}.new")
     try:
         link.unlink(missing_ok=True)
@@ -247,13 +247,13 @@ def _name_best(checkpoint: Path) -> None:
 
 
 def set_aside(directory: Path) -> None:
-    """Renames the checkpoints of an earlier run, which a run that starts anew would take for newer ones of its own."""
+    """Renames the checkpoints of an earlier run: a run that starts again would mistake them for its own."""
     if _all(directory):
         directory.rename(directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def read_state(path: Path) -> bytes:
-    """Returns the trainer's state in a checkpoint as bytes to send to other ranks; `load_state` checks them."""
+    """Returns the trainer's state in a checkpoint as bytes for other ranks; `load_state` checks them."""
     file = path / _STATE
     return file.read_bytes() if file.exists() else b'{"format": 0}'
 
@@ -269,7 +269,7 @@ def load_state(body: bytes, path: Path) -> TrainerState:
 
 
 def cannot_resume(error: Exception, path: Path) -> ConfigError:
-    """The error for a checkpoint that is damaged or of another format."""
+    """Returns the error for a checkpoint that is damaged or of another format."""
     before = next((other for other in reversed(_all(path.parent)) if other < path and _lacking(other) is None), None)
     return ConfigError(
         f"the checkpoint cannot be used: {type(error).__name__} {error}".splitlines()[0],
@@ -285,14 +285,14 @@ def check_model(path: Path) -> None:
     if (path / _STATE).is_file():
         try:
             changed = changed_file(path, lambda name: "/" not in name)
-        except ValueError:  # another version's; the model's own reader judges
+        except ValueError:  # of another version; loading the model will tell
             return
         if changed:
             raise has_changed(changed, path)
 
 
 def has_changed(name: str, path: Path) -> ConfigError:
-    """The error for a file of a checkpoint whose content is not what was written."""
+    """Returns the error for a checkpoint's file that has changed since it was written."""
     return cannot_resume(ValueError(f"{name} has changed since it was written: its checksum differs"), path)
 
 
@@ -306,7 +306,7 @@ def _rating(path: Path) -> float | None:
 
 
 def _shared(directory: Path, ranks: Ranks) -> bool:
-    """Whether every rank sees a file that rank 0 writes beside `directory`."""
+    """Returns whether every rank sees a file that rank 0 writes beside `directory`."""
     token = directory.with_name(".shared")
     if ranks.first:
         directory.parent.mkdir(parents=True, exist_ok=True)

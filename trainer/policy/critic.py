@@ -1,4 +1,4 @@
-"""The critic as the training loop uses it: none, on the trainer's own ranks, or in a critic-server.
+"""The training loop's interface to the critic: none, on the trainer's own ranks, or in a critic-server.
 
 Every rank holds a `ValueFunction` and calls the same methods in the same order; every rank gets the same results.
 """
@@ -33,40 +33,40 @@ class CriticLost(ServiceError):
 
 
 class ValueFunction:
-    """The critic of an algorithm that has none, and the base of the others. Every method is a collective."""
+    """Base class, for algorithms without a critic. Every method is a collective call."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
 
     def restore(self, directory: Path | None) -> None:
-        """Loads the critic of the checkpoint `directory`, or starts a new one for None. Call it before anything else.
+        """Loads the critic of the checkpoint `directory`, or starts a new one for None. Call this method first.
 
         Only rank 0's argument counts. Raises ConfigError when there is no critic in `directory`, or it is damaged.
         """
 
     def values(self, batch: Batch) -> list[Float32] | None:
-        """[L] for each row: the value of the state before each of its completion tokens; None without a critic."""
+        """Returns [L] for each row: the values of the states before its completion tokens; None without a critic."""
         return None
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics | None]:
-        """Starts to learn from the batch's returns. Every rank calls the returned function once, to wait for the end."""
+        """Starts an update on the batch's returns. Every rank calls the returned function once, for the metrics."""
         return lambda: None
 
     def resident(self) -> Resident:
-        """Returns what is on the GPU during an update."""
+        """Returns the models and optimizers on the GPU during an update."""
         return [], []
 
     def warming_up(self, step: int) -> bool:
-        """Whether the critic alone learns in the step after `step` steps (`critic.warmup_steps`)."""
+        """Whether only the critic learns in the step after `step` steps (`critic.warmup_steps`)."""
         return self._config.algorithm.needs_critic and step < self._config.critic.warmup_steps
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """The critic's part of a checkpoint, by folder. See `Snapshot.take`."""
+        """Returns the critic's part of a checkpoint, by folder. See `Snapshot.take`."""
         return {}
 
 
 class LocalCritic(ValueFunction):
-    """The critic on the trainer's own devices (`critic.location trainer`): every rank holds it and learns from its share."""
+    """The critic on the trainer's devices (`critic.location trainer`): every rank holds it and trains on its share."""
 
     _FOLDER = "critic"
     _critic: Critic
@@ -81,7 +81,7 @@ class LocalCritic(ValueFunction):
         return self._critic.values(batch.sequences())
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
-        """Updates before it returns."""
+        """Completes the update before it returns."""
         metrics = self._critic.update(batch.value_targets(), seed)
         return lambda: metrics
 
@@ -96,12 +96,12 @@ class RemoteCritic(ValueFunction):
     """The critic of a critic-server (`critic.location server`). Rank 0 calls it and shares the answers.
 
     Every method raises CriticLost when the critic-server no longer has this run's critic at the run's step: the run does not
-    go on with another critic, but from its newest checkpoint when it is started again.
+    continue with another critic, but can be restarted from its newest checkpoint.
 
     Args:
-        client: of the critic-server; rank 0 alone needs it, and what follows.
+        client: of the critic-server; only rank 0 needs this and the following arguments.
         loop: runs the client's calls.
-        run_id: of this attempt, so that no other attempt's critic is taken for this one's.
+        run_id: of this attempt, so that another attempt's critic is not mistaken for this one's.
     """
 
     _FOLDER, _SAVED = "critic-server", "saved.json"
@@ -110,10 +110,10 @@ class RemoteCritic(ValueFunction):
         super().__init__(config, ranks)
         self._client, self._loop, self._run_id = client, loop, run_id
         self._step = 0
-        """The critic's, as rank 0 knows it."""
+        """The critic's step, known on rank 0 only."""
 
     def restore(self, directory: Path | None) -> None:
-        """See `ValueFunction`. Raises ServiceError (404) when the critic-server does not have what the checkpoint names."""
+        """See `ValueFunction`. Raises ServiceError (404) when the critic-server lacks the checkpoint's critic."""
         if not self._ranks.first:
             return
         step, saved_by = 0, None
@@ -134,7 +134,7 @@ class RemoteCritic(ValueFunction):
         return split(flat, [len(sequence.completion_ids) for sequence in sequences])
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
-        """See `ValueFunction`. The critic-server computes meanwhile."""
+        """See `ValueFunction`. The critic-server computes in the background."""
         if self._ranks.first:
             wait = self._call(self._server.update(self._run_id, self._step, seed, batch.value_targets()))
 
@@ -148,9 +148,9 @@ class RemoteCritic(ValueFunction):
         return finish
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Has the critic-server save, and gives a note of what it saved.
+        """Tells the critic-server to save; returns a note that names the saved critic.
 
-        One more than `trainer.keep_checkpoints` stay: until this checkpoint is complete, the one before is the newest.
+        The server keeps one more than `trainer.keep_checkpoints`: the previous one counts until this one is complete.
         """
         if not self._ranks.first:
             return {self._FOLDER: Snapshot()}
@@ -165,7 +165,7 @@ class RemoteCritic(ValueFunction):
         return self._client
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Starts a call; the function returned waits for the answer."""
+        """Starts a call; the returned function waits for the answer."""
         assert self._loop is not None, "rank 0 has an event loop"
         wait = self._loop.begin(coroutine)
 
@@ -188,7 +188,7 @@ class RemoteCritic(ValueFunction):
 def value_function(
     config: Config, ranks: Ranks, client: CriticClient | None = None, loop: LoopThread | None = None, run_id: str = ""
 ) -> ValueFunction:
-    """The critic of this run on this rank, to be restored. For the arguments see `RemoteCritic`."""
+    """Returns the critic of this run on this rank; call its `restore` next. For the arguments see `RemoteCritic`."""
     if not config.algorithm.needs_critic:
         return ValueFunction(config, ranks)
     if config.critic.location == "trainer":
@@ -197,9 +197,9 @@ def value_function(
 
 
 def _no_critic(directory: Path | None) -> ConfigError:
-    """The run of this checkpoint had no critic, or one in another place."""
+    """Returns the error for a checkpoint whose run had no critic, or one in another location."""
     return ConfigError(
-        "the checkpoint holds no critic that this run could go on with",
+        "the checkpoint holds no critic that this run can continue with",
         field="critic.location",
         value=str(directory),
         remedy="keep algorithm.advantage and critic.location as they were in that run, or take another trainer.run_dir",

@@ -1,4 +1,4 @@
-"""Triton kernels between the matrix products of a linear head: one pass over a block of logits forward, one backward.
+"""Triton kernels between the matrix products of a linear head: one pass over a block of logits forwards, one backwards.
 
 With z the logits divided by the temperature, y the target, p the probabilities and H the entropy: log p(y) = z(y) - lse(z),
 d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). See docs/adr/0027-head.md.
@@ -22,7 +22,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none overflows or cancels."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * vocabulary
-    largest, total, weighted = -1e30, 0.0, 0.0  # finite, as what is beyond the end of a row: 0 times it is no NaN
+    largest, total, weighted = -1e30, 0.0, 0.0  # finite, like the padding of a row: 0 times it is not NaN
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(line + columns, mask=columns < vocabulary, other=-1e30) * scale
@@ -43,7 +43,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 def _gradient(  # type: ignore[no-untyped-def]
     logits, targets, normalisers, entropies, by_logprob, by_entropy, gradient, vocabulary, scale, BLOCK: tl.constexpr
 ):
-    """Writes one block of one row."""
+    """Writes one block of one row of the gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
@@ -75,7 +75,7 @@ def gradient(
     temperature: float,
     result: "Tensor",
 ) -> None:
-    """Computes the gradient [N, V] by the logits, of gradients [N] by log-probabilities and entropies, into `result`."""
+    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies, into `result`."""
     count, vocabulary = logits.shape
     if count:
         given = (by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous())

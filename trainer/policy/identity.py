@@ -1,7 +1,7 @@
-"""What a run has in common with its checkpoints, whatever else is set anew when it is resumed.
+"""The settings that a run must share with the checkpoint it resumes from; all others may change.
 
-These are the settings on which the state in a checkpoint depends, or which it would silently override. Models are compared by
-their content, so that a directory may move.
+The state in a checkpoint depends on these settings, or would silently override them. Models are compared by their
+content, so that a directory may move.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from trainer.policy.scorer import cannot_load, load_tokenizer
 
 log = logging.getLogger(__name__)
 Facts = dict[str, list[str]]
-"""For every setting, its value as shown and as compared."""
+"""For every setting, its value in messages and its value for comparison."""
 LearnsFrom = Literal["rewards", "answers"]
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
@@ -29,12 +29,12 @@ _PROMPTS = (
     *("hub_config", "train_split", "num_samples", "prompt_field", "answer_field", "messages_field", "map"),
     *("levels", "subjects", "curriculum"),
 )
-"""Settings that choose the prompts, in whose order a run has a position."""
+"""Settings that determine the prompts and their order, in which a run has a position."""
 _PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — 東京 🙂"
 
 
 def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
-    """Returns what every attempt of this run must have in common. Raises ConfigError for a model that cannot be read."""
+    """Returns the settings that all attempts of this run must share. Raises ConfigError for an unreadable model."""
     algorithm, model = config.algorithm, config.model
     plain: dict[str, object] = {
         "seed": config.seed,
@@ -51,7 +51,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
         models["model.reference"] = model.reference
         plain["algorithm.reference_refresh"] = "on" if algorithm.reference_refresh else "0"
     if algorithm.kl_target is not None:
-        plain["algorithm.kl_coef"] = algorithm.kl_coef  # adapted ever since
+        plain["algorithm.kl_coef"] = algorithm.kl_coef  # it has been adapted since
     plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
     plain["learning from"] = learns_from
     facts = {name: [str(value), str(value)] for name, value in plain.items()}
@@ -64,7 +64,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
 
 
 def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
-    """Raises ConfigError for a run that is not the one of the checkpoint."""
+    """Raises ConfigError when the checkpoint belongs to another run."""
     for name in sorted(before.keys() & now.keys(), key=list(now).index):
         (was, content), (is_now, same) = before[name], now[name]
         if content != same:
@@ -81,7 +81,7 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
 
 
 def _model(name: str) -> list[str]:
-    """Identifies a model: a directory by its content, one of the hub by its name and configuration."""
+    """Identifies a model: a directory by its content, a hub model by its name and configuration."""
     digest, directory = hashlib.sha256(), Path(name)
     shown = name
     try:
@@ -109,7 +109,7 @@ def _data(source: str) -> str:
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """Yields the header of a safetensors file and samples of its tensors: reading all of a large model would take minutes."""
+    """Yields the header of a safetensors file and samples of its tensors: reading a large model would take minutes."""
     size = file.stat().st_size
     yield f"{file.name} {size}".encode()
     with file.open("rb") as stream:
@@ -122,7 +122,7 @@ def _samples(file: Path) -> Iterator[bytes]:
 
 
 def _tokenizer(config: ModelSection) -> str:
-    """Identifies a tokenizer by its vocabulary, chat template and what it makes of a text."""
+    """Identifies a tokenizer by its vocabulary, its chat template and the tokens of a probe text."""
     tokenizer: Any = load_tokenizer(config)
     facts = [
         sorted(tokenizer.get_vocab().items()),

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of given tokens, without the logits of all of them at once."""
+"""Log-probabilities and entropies of given tokens, computed without all logits in memory at once."""
 
 from types import ModuleType
 from typing import Any
@@ -13,11 +13,11 @@ from learning.kernels import has_triton
 from learning.support import Support
 
 _CHUNK_BYTES = 1 << 30
-"""Limit of the float32 logits in memory."""
+"""Maximum size of the float32 logits in memory."""
 _CPU_CHUNK = 512
-"""Limit of tokens of a chunk on a CPU, whose caches then hold the logits of a small vocabulary."""
+"""Maximum tokens per chunk on a CPU, so that the logits of a small vocabulary fit into its caches."""
 _KEPT_BYTES, _GPU_KEPT_BYTES = 64 << 20, 5 << 30
-"""Limits up to which probabilities are kept for the backward pass; larger ones are computed again."""
+"""Up to these sizes, probabilities are kept for the backward pass; larger ones are recomputed."""
 
 
 def token_scores(
@@ -31,9 +31,9 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities [C] of `targets` [C] under softmax(head(hidden) / temperature), and entropies [C], in nats.
 
-    With `support` that distribution is over the tokens which each target was sampled from. Logits are `float32`, or rounded to
-    the precision of the hidden states; everything after that is float32. The gradient of a plain linear head is written by
-    hand, that of another one comes from autograd.
+    With `support` the distribution is over the tokens that each target was sampled from. Logits are `float32`, or
+    rounded to the precision of the hidden states; everything after that is float32. A plain linear head has a
+    hand-written gradient; other heads use autograd.
     """
     if type(head) is nn.Linear:
         weight = head.weight
@@ -52,7 +52,7 @@ def token_scores(
 
 
 def _chunk(hidden: Tensor, vocabulary: int) -> int:
-    """Returns the tokens whose logits are in memory at once."""
+    """Returns how many tokens' logits are in memory at once."""
     rows = max(1, _CHUNK_BYTES // (4 * vocabulary))
     return rows if hidden.is_cuda else min(rows, _CPU_CHUNK)
 
@@ -83,7 +83,7 @@ def _called(
 
 
 def _kernels(device_type: str) -> ModuleType | None:
-    """Returns the Triton kernels of a head on this kind of device; None where torch's own operators compute it."""
+    """Returns the Triton kernels of a head for this kind of device; None where torch's own operators are used."""
     if not has_triton(device_type):
         return None
     from trainer.policy import fused_head
@@ -95,8 +95,8 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     """Scores under a linear head.
 
     With p the probabilities, y the target and H the entropy: d logprob / d logits = onehot(y) − p, and
-    d H / d logits = −p · (log p + H). Only p − onehot(y) is kept, or nothing if that is large. A token's factor of the
-    gradient is then multiplied into its hidden state, which saves a pass over the matrix of logits.
+    d H / d logits = −p · (log p + H). Only p − onehot(y) is kept, or nothing if that is large. The gradient factor of a
+    token is multiplied into its hidden state, which saves a pass over the matrix of logits.
     """
 
     @staticmethod
@@ -128,9 +128,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             if kernels:
                 kernels.statistics(logits, target, temperature, found[:, chunk])
                 if slope is not None:
-                    minus = torch.full_like(found[0, chunk], -temperature)  # so that the factor is left to the backward pass
+                    minus = torch.full_like(found[0, chunk], -temperature)  # leaves the factor to the backward pass
                     kernels.gradient(logits, target, found[2, chunk], found[1, chunk], minus, None, temperature, slope)
-                del logits  # before the next ones are made
+                del logits  # before the next chunk's are computed
                 continue
             logs = _log_probabilities(logits, temperature)
             found[0, chunk] = logs.gather(-1, target[:, None])[:, 0]
@@ -171,7 +171,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 else:
                     logs = _log_probabilities(logits, ctx.temperature)
                     p = logs.exp()
-                    if given is not None:  # its gradient has another shape than the log-probability's: both at once
+                    if given is not None:  # no common factor for both gradients: compute their sum
                         logs.add_(entropy[chunk, None]).mul_(p).mul_(-given[:, None] / ctx.temperature)
                         logs.addcmul_(_less_target(p, target), factor)
                         slope, factor = logs.to(hidden.dtype), torch.ones_like(factor)
@@ -185,7 +185,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 del product
             if bias_gradient is not None:
                 bias_gradient += float32_product(slope.t(), factor.to(hidden.dtype))[:, 0]
-            slope = logits = None  # before the next ones are made
+            slope = logits = None  # before the next chunk's are computed
         if to_weight and weight_gradient is None:
             weight_gradient = torch.zeros_like(weight)
         return (
@@ -197,7 +197,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
-    """Returns [tokens, vocabulary] in float32, rounded to the precision of `hidden` before unless `float32`."""
+    """Returns logits [tokens, vocabulary] in float32; unless `float32`, rounded to the precision of `hidden`."""
     if float32:
         return float32_logits(hidden, weight, bias)
     cast = None if bias is None else bias.to(hidden.dtype)
@@ -206,10 +206,10 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) 
 
 
 def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Returns [tokens, vocabulary]; may change `logits`."""
+    """Returns log-probabilities [tokens, vocabulary]; may overwrite `logits`."""
     return torch.log_softmax(logits if temperature == 1 else logits.div_(temperature), dim=-1)
 
 
 def _less_target(p: Tensor, targets: Tensor) -> Tensor:
-    """Subtracts onehot(targets) from p, in place."""
+    """Subtracts onehot(targets) from p in place; returns p."""
     return p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))

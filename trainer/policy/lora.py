@@ -1,8 +1,8 @@
-"""LoRA: a low-rank adapter of the frozen model is the policy (Hu et al. 2021, arXiv:2106.09685), in PEFT's format.
+"""LoRA: the policy is the frozen model with a low-rank adapter (Hu et al. 2021, arXiv:2106.09685), in PEFT's format.
 
-PEFT puts the adapter's matrices into the Hugging Face model in place. For a matrix with an adapter, its state then holds
-`NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A) and `NAME.lora_B.default.weight` (B); the layer computes
-(W + alpha / rank × B A) x. Published and saved tensors are made from that state one at a time.
+PEFT inserts the adapter's matrices into the Hugging Face model in place. For a matrix with an adapter, the model's
+state then holds `NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A) and `NAME.lora_B.default.weight` (B);
+the layer computes (W + alpha / rank × B A) x. Published and saved tensors are made from that state one at a time.
 """
 
 import copy
@@ -35,13 +35,13 @@ _A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer
 
 
 class NewAdapter(AddedModules):
-    """An adapter that changes nothing yet: A is random by `seed`, B is 0. The adapter is float32, the frozen model `frozen`."""
+    """A new adapter with no effect yet: A is random by `seed`, B is 0. It is float32, the frozen model `frozen`."""
 
     def __init__(self, config: Config, frozen: torch.dtype) -> None:
         self._config, self._frozen = config, frozen
 
     def change(self, model: Any) -> None:
-        """Puts PEFT's layers in. Raises ConfigError for `lora.target_modules` that the model lacks."""
+        """Inserts PEFT's layers. Raises ConfigError for `lora.target_modules` that the model lacks."""
         for parameter in model.parameters():  # not model.to: its buffers (rotary frequencies) must stay float32
             parameter.data = parameter.data.to(self._frozen)
         model.add_adapter(_peft_config(self._config, model))
@@ -54,7 +54,7 @@ class NewAdapter(AddedModules):
         return name.replace(_BASE, ".")
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Returns initial values of A and B as PEFT does, by name and seed alone, so that they are the same on every rank."""
+        """Returns PEFT's initial A or B. It depends only on name and seed, so that every rank gets the same."""
         if name.endswith(_B):
             return torch.zeros(tuple(shape))
         if not name.endswith(_A):
@@ -66,8 +66,9 @@ class NewAdapter(AddedModules):
 def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
     """Loads `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is set.
 
-    With an adapter the model itself is frozen, in bfloat16 if it computes in that precision. A collective; only rank 0 has to
-    see the checkpoint. Raises ConfigError when a model cannot be loaded, or the checkpoint is of another kind of run.
+    With an adapter the model itself is frozen, in bfloat16 if it computes in that precision. A collective; only rank 0
+    needs to see the checkpoint. Raises ConfigError when a model cannot be loaded or the checkpoint does not fit the
+    run.
     """
     saved = b""
     if directory is not None:
@@ -91,7 +92,7 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
 def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, ranks: Ranks) -> None:
     """Raises ConfigError, on every rank, when the engines could not load what this run will publish.
 
-    They load the files of `model.name`, and skip tensors by names that these do not have.
+    Engines load the files of `model.name`, and skip tensors whose names are not in these files.
     """
     problem = ""
     if ranks.first and getattr(model.config, "quantization_config", None) is not None:
@@ -125,7 +126,7 @@ def _peft_config(config: Config, model: Any) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(lora.target_modules or linear),
-        # A vision tower has layers of the same numbers, which SGLang would take for the decoder's.
+        # A vision tower's layers have the same numbers: SGLang would mistake them for the decoder's.
         exclude_modules=rf"(?!{re.escape(inside)}\.).*" if "." in inside else None,
         base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,  # from any working directory
         task_type="CAUSAL_LM",
@@ -133,7 +134,7 @@ def _peft_config(config: Config, model: Any) -> Any:
 
 
 def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: Config) -> None:
-    """Raises ConfigError when the checkpoint's adapter is not like this run's."""
+    """Raises ConfigError when the settings of the checkpoint's adapter differ from this run's."""
     own = model.peft_config["default"]
     settings = {"r": "lora.rank", "lora_alpha": "lora.alpha"}
     differing = [name for name in settings if saved[name] != getattr(own, name)]
@@ -177,14 +178,14 @@ def _other_run(directory: Path, message: str, field: str, config: Config) -> Con
 
 
 def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapter's part of the model's state, by PEFT's names."""
+    """Yields the adapter's tensors in the model's state, with PEFT's names."""
     for name, tensor in named:
         if name.endswith((_A, _B)):
             yield _PREFIX + name.removesuffix(".default.weight") + ".weight", tensor
 
 
 def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Yields the model's state with the adapter merged: W + scale × B A, by Hugging Face names, in the precision of W.
+    """Yields the model's state with the adapter merged: W + scale × B A, with Hugging Face names, in W's precision.
 
     In the state W comes before its A, and A before its B, so at most one W is held at a time.
     """
@@ -206,7 +207,7 @@ def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterato
 
 
 def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state of a model without its adapter, by the names that `merged_tensors` gives it."""
+    """Returns the state of a model without its adapter, with the names that `merged_tensors` yields."""
     return {name.replace(_BASE, "."): tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))}
 
 
@@ -226,7 +227,7 @@ def adapter_config(policy: Any) -> str:
 
 
 class BaseScorer(Scorer):
-    """The frozen model as the reference: scores with the adapter of `policy` switched off, without a second copy."""
+    """The frozen model as reference: scores with the adapter of `policy` switched off, without a second copy."""
 
     def __init__(self, policy: Scorer) -> None:
         nn.Module.__init__(self)
@@ -242,9 +243,9 @@ class BaseScorer(Scorer):
 
 @contextmanager
 def _without_adapter(model: nn.Module) -> Iterator[None]:
-    """Switches the adapter off inside.
+    """Switches the adapter off inside the block.
 
-    PEFT's own switch also freezes the adapter's parameters meanwhile, and FSDP2 records at its first pass what is trained.
+    PEFT's own switch also freezes the adapter's parameters, and FSDP2 records in its first pass which are trained.
     """
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:

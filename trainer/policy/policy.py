@@ -1,4 +1,4 @@
-"""The policy: its weights, its optimiser and the updates on a batch, on one process and on many alike."""
+"""The policy: its weights, its optimiser and the updates on a batch, on one or many processes."""
 
 import math
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ from trainer.weights.turns import Resident
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the rate of the update after `step` steps: linear warm-up, then `lr_schedule`, to zero after `total_steps`.
+    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to zero after `total_steps`.
 
-    The first of W warm-up steps has 1/W of the rate. In transformers' schedules it has 0: its batch would teach nothing.
+    The first of W warm-up steps has 1/W of the rate; with transformers' schedules it has 0, which wastes its batch.
     """
     warmup = settings.warmup_steps
     if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
@@ -58,20 +58,21 @@ class PolicyUpdate:
 
     metrics: UpdateMetrics
     logprobs: list[Float32 | None] | None = None
-    """[L] for each row before the update; None where the update did not compute them."""
+    """[L] for each row before the update; None for rows that the update did not score."""
 
 
 class Policy:
     """The model that is trained, its optimiser and the step count.
 
-    `step`, the number of batches learned from, is also the weight version. The model comes from the checkpoint `directory`,
-    or from `config.model.name` when it is None. Only rank 0's argument counts, and only rank 0 has to see the directory.
+    `step`, the number of batches trained on, is also the weight version. The model is loaded from the checkpoint
+    `directory`, or from `config.model.name` when it is None. Only rank 0's argument counts, and only rank 0 needs to
+    see the directory.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self.config, self.ranks, self.step = config, ranks, 0
         self.total_steps: int | None = None
-        """Steps of the run; a falling learning rate schedule needs them."""
+        """Total steps of the run; a decaying learning rate schedule needs them."""
         self.kl_coef = config.algorithm.kl_coef
         """Adapted after every update when `algorithm.kl_target` is set."""
         settings = config.trainer
@@ -92,9 +93,9 @@ class Policy:
     def resume(
         cls, config: Config, ranks: Ranks, run_dir: Path, learns_from: LearnsFrom = "rewards"
     ) -> "tuple[Policy, TrainerState | None, Path | None]":
-        """Returns the policy, from rank 0's newest checkpoint in `run_dir` if any, and that checkpoint's state and path.
+        """Returns the policy, from the newest checkpoint in `run_dir` if there is one, and its state and path.
 
-        Only rank 0 has to see the checkpoint. Raises ConfigError when it is damaged or of another run.
+        Only rank 0 needs to see the checkpoint. Raises ConfigError when it is damaged or belongs to another run.
         """
         checkpoints = run_dir / "checkpoints"
         if ranks.first and not config.trainer.resume:
@@ -114,20 +115,20 @@ class Policy:
         except Exception as error:  # damage can lead to any error
             raise checkpoint.cannot_resume(error, path) from None
         policy.step = state.step
-        if config.algorithm.kl_target is not None:  # it is adapted; else the setting counts
+        if config.algorithm.kl_target is not None:  # it was adapted; otherwise the setting counts
             policy.kl_coef = state.kl_coef
         return policy, state, path
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """The policy's part of a checkpoint, by folder. A collective; see `Snapshot.take`."""
+        """Returns the policy's part of a checkpoint, by folder. A collective; see `Snapshot.take`."""
         contents = adapter_contents(self.model) if self.config.lora.rank else Contents.of(self.model)
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights to publish, as the model's files have them, in the engines' precision. A collective.
+        """Yields the weights to publish, in the layout of the model's files and the engines' precision. A collective.
 
-        With LoRA these are the adapter's, by PEFT's names, or the model's with the adapter merged. Of tied tensors only the
-        first is yielded, as the hub does. A tensor is valid until the next update.
+        With LoRA these are the adapter's, with PEFT's names, or the model's with the adapter merged. Of tied tensors
+        only the first is yielded, as in hub files. A tensor is valid until the next update.
         """
         low, lora = computes_low(self.config.model, self.ranks), self.config.lora
         tensors = named_tensors(self.model)
@@ -146,30 +147,30 @@ class Policy:
             yield from to_hub(self.model, ((name, full(sent(tensor))) for name, tensor in tensors.items()), tensors)
 
     def resident(self) -> Resident:
-        """Returns what is on the GPU during an update."""
+        """Returns the models and optimizers on the GPU during an update."""
         return [self.scorer], [self.optimizer]
 
     @property
     def seed(self) -> int:
-        """Seed of everything random in this step."""
+        """The seed for all randomness in this step."""
         return self.config.seed * 1_000_003 + self.step
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """Returns [L] for each row under the current policy; None where the algorithm needs none."""
+        """Returns log-probabilities [L] for each row under the current policy; None when the algorithm needs none."""
         algorithm = self.config.algorithm
         decoupled = self._own_old and algorithm.updates_per_batch > 1
         in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
         taught = batch.teacher_logprobs is not None and not all(row.current for row in batch.rows)
         if not (decoupled or in_reward or taught or any(not row.corrected for row in batch.rows)):
             return None
-        if self.config.lora.dropout:  # dropout is for updates
+        if self.config.lora.dropout:  # only for updates
             self.model.eval()
         found = score_batch(self.scorer, batch, self.config, self.ranks)
         self.model.train()
         return found
 
     def update(self, batch: Batch) -> PolicyUpdate:
-        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates, whatever the micro-batches are.
+        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; micro-batches do not matter.
 
         An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients after more than
         `MAX_SKIPPED_UPDATES` of them in a row.
@@ -213,8 +214,8 @@ class Policy:
         """Computes the gradient of the loss over the rows `counting` of all ranks.
 
         Returns the sums over their tokens and, for the log, the log-probabilities before the `first` update. A row whose
-        advantages are 0 has no policy gradient: without a KL term or an entropy bonus it is left out of the forward pass, but
-        counted in the normalisers, so the result is the same.
+        advantages are 0 has no policy gradient: without a KL term or an entropy bonus it skips the forward pass, but
+        counts in the normalisers, so the result is the same.
         """
         algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums(self.ranks.device)
         self.optimizer.zero_grad()
@@ -240,7 +241,7 @@ class Policy:
         return sums, [logprobs if i in known else None for i, logprobs in enumerate(found)]
 
     def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> Tensor:
-        """Adds to the gradient and to `sums`; returns [C] the log-probabilities of the tokens."""
+        """Adds a micro-batch to the gradient and to `sums`; returns [C] the log-probabilities of its tokens."""
         algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
         bonus = algorithm.entropy_coef > 0
         options = (self.config, self.ranks, bonus, micro.support)
@@ -250,7 +251,7 @@ class Policy:
             algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
         )
         old = sampled
-        if self._own_old:  # before the first update the ratio is exactly 1, which another pass in bfloat16 would not give
+        if self._own_old:  # a second bfloat16 pass would not give the first update a ratio of exactly 1
             old = scores.logprobs.detach() if first or micro.old_logprobs is None else micro.old_logprobs
         given = (algorithm, scores.logprobs, old, sampled, advantages, rows, count)
         policy = policy_loss(*given)

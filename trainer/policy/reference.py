@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The reference model; without a KL term there is none, and nothing is computed.
+    """The reference model; without a KL term there is none, and every method does nothing.
 
-    A refreshed reference is in the checkpoint `directory` that the run resumes from (only rank 0's argument counts). Else it is
-    the model that the run began with, or with LoRA the base model of `policy`.
+    A refreshed reference is loaded from the checkpoint `directory` that the run resumes from (only rank 0's argument
+    counts). Otherwise it is the model that the run began with, or with LoRA the base model of `policy`.
     """
 
     def __init__(self, policy: "Policy", directory: Path | None = None) -> None:
@@ -47,7 +47,7 @@ class Reference:
         return scorer.to("cpu") if settings.offload_reference else scorer
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """Returns [L] for each row under the reference; None without one."""
+        """Returns log-probabilities [L] for each row under the reference; None without one."""
         if self.scorer is None:
             return None
         if self._config.trainer.offload_reference:
@@ -58,11 +58,11 @@ class Reference:
         return found
 
     def resident(self) -> Resident:
-        """Returns what is on the GPU during an update."""
+        """Returns the models and optimizers on the GPU during an update."""
         return [] if self.scorer is None else [self.scorer], []
 
     def refresh(self, policy: "Policy") -> None:
-        """Copies the policy every `algorithm.reference_refresh` steps."""
+        """Copies the policy into the reference every `algorithm.reference_refresh` steps."""
         every = self._config.algorithm.reference_refresh
         if self.scorer is not None and every and policy.step % every == 0:
             theirs = named_tensors(self.scorer.model).values()
@@ -71,7 +71,7 @@ class Reference:
                     local(old).copy_(local(new))
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Returns the reference's part of a checkpoint, by folder: nothing unless it is refreshed. A collective."""
+        """Returns the reference's part of a checkpoint, by folder; empty unless it is refreshed. A collective."""
         if self.scorer is None or not self._config.algorithm.reference_refresh:
             return {}
         return {"reference": Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)}
@@ -102,8 +102,8 @@ def score_tokens(
     entropy_gradient: bool = False,
     support: Support | None = None,
 ) -> TokenScores:
-    """Scores a micro-batch's completion tokens as they were sampled, in the run's compute precision."""
-    low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 casts by itself
+    """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
+    low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 does its own casting
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low):
         temperature = config.sampling.temperature
         scores: TokenScores = scorer(tokens, targets, temperature, entropy_gradient=entropy_gradient, support=support)

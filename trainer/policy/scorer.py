@@ -29,7 +29,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether `path` is a directory with a LoRA adapter instead of a model."""
+    """Returns whether `path` is a directory with a LoRA adapter instead of a model."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
@@ -39,7 +39,7 @@ def _base_of(name: str) -> str:
 
 
 def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
-    """Loads the causal language model `config.name` (or the directory `path`) in float32, with an adapter merged.
+    """Loads the causal language model `config.name` (or the directory `path`) in float32, merging an adapter.
 
     Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
     ConfigError when the model cannot be loaded or its head cannot be separated from its body.
@@ -53,7 +53,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
 
         try:
             if not (Path(source) / "adapter_model.safetensors").is_file():
-                raise ValueError("it has no adapter_model.safetensors, and nothing else is read")
+                raise ValueError("it has no adapter_model.safetensors, the only format supported")
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None
@@ -62,7 +62,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
 
 
 def computes_low(config: ModelSection, ranks: Ranks) -> bool:
-    """Whether these ranks compute in bfloat16."""
+    """Returns whether these ranks compute in bfloat16."""
     return ranks.on_gpu and config.dtype == "bfloat16"
 
 
@@ -74,10 +74,10 @@ def load_scorer(
     trained: bool = True,
     added: AddedModules | None = None,
 ) -> "Scorer":
-    """Loads a model to score and to be trained on these ranks: sharded, or whole and the same on each.
+    """Loads a model for scoring and training on these ranks: sharded, or a full copy on each.
 
     `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen reference. `added` adds an
-    adapter, which alone is trained. Raises ConfigError as `load_model` does.
+    adapter, and only the adapter is trained. Raises ConfigError as `load_model` does.
     """
     quiet()
     directory = ranks.same_path(Path(path) if path else None)
@@ -119,7 +119,7 @@ def load_tokenizer(config: ModelSection) -> Any:
 
 
 def context_length(config: ModelSection) -> int | None:
-    """Returns the context of `config.name` in tokens; None if the model names none. Raises ConfigError if it is unreadable."""
+    """Returns the context length of `config.name` in tokens; None if unspecified. Raises ConfigError if unreadable."""
     check_model(config.name)
     try:
         found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
@@ -130,7 +130,7 @@ def context_length(config: ModelSection) -> int | None:
 
 
 def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
-    """The error for a model or tokenizer that cannot be loaded."""
+    """Returns the error for a model or tokenizer that cannot be loaded."""
     return ConfigError(
         f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
         field="model.name",
@@ -141,14 +141,14 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def quiet() -> None:
-    """Turns off progress bars and warnings of transformers, and a warning about a deprecated name that PEFT uses."""
+    """Turns off transformers' progress bars and warnings, and a warning about a deprecated name that PEFT uses."""
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> list[int]:
-    """Returns the tokens that end a completion: those of the tokenizer and the configs, and `further` ones.
+    """Returns the ids of the tokens that end a completion: those of the tokenizer, the model's configs and `further`.
 
     Raises ConfigError when there is none, or a further one is not in the vocabulary.
     """
@@ -176,13 +176,13 @@ class TokenScores(NamedTuple):
     logprobs: Tensor
     """[C] in nats, with gradient when grad is enabled."""
     entropy: Tensor
-    """[C] in nats, of the distribution of each token; with gradient on request."""
+    """[C] in nats, of each token's distribution; with gradient on request."""
 
 
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A causal language model of transformers that gives log-probabilities of given tokens instead of logits.
+    """A transformers causal language model that returns log-probabilities of given tokens instead of logits.
 
-    Raises ConfigError for `packing` `on` where the model does not permit it.
+    Raises ConfigError for `packing` `on` if the model does not support it.
     """
 
     def __init__(self, model: Any, packing: Packing = "auto", fp32_head: bool = True) -> None:
@@ -204,10 +204,10 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
 
         Args:
             rows: the tokens, with the positions whose next token is scored.
-            targets: [C] the tokens that are scored, row by row.
+            targets: [C] the tokens to score, row by row.
             temperature: the sampling temperature.
             entropy_gradient: for an entropy bonus; costs memory.
-            support: the tokens that each target was sampled from, to which the distribution is limited.
+            support: the tokens that each target was sampled from; the distribution is restricted to them.
         """
         hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
         options = (temperature, entropy_gradient, self._fp32_head, support)

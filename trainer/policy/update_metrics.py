@@ -1,4 +1,4 @@
-"""Metrics of an update: sums over tokens that add up over micro-batches, updates and ranks, and their means."""
+"""Metrics of an update: sums over tokens, accumulated over micro-batches, updates and ranks, and their means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class UpdateMetrics:
     delta_logprob: float
     """Mean |trainer's logprob − sampling policy's logprob|, before the first update."""
     delta_logprob_current: float
-    """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer compute alike."""
+    """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer compute the same."""
     kl_rollout: float
     """k3 estimate of KL(sampling policy ‖ trainer), before the first update."""
     kl_reference: float
-    """k3 estimate of KL(policy ‖ reference), whatever estimator is trained with."""
+    """k3 estimate of KL(policy ‖ reference), whatever estimator the loss uses."""
     kl_coef: float
     entropy: float
     effective_sample_size: float
@@ -38,7 +38,7 @@ class UpdateMetrics:
     updates: int
     """Optimiser updates that were applied."""
     skipped: int = 0
-    """Updates left out because the gradient was not finite; metrics that were not finite are then 0."""
+    """Updates skipped because the gradient was not finite; metrics that were not finite are then 0."""
     stopped_early: int = 0
     """1 when `algorithm.early_stop_kl` ended the updates on this batch."""
 
@@ -50,7 +50,7 @@ _NAMES = (
 
 
 class Sums:
-    """Sums over tokens by name; those from `first` on only of tokens scored before the first update.
+    """Sums over tokens by name; those from `first` on cover only tokens scored before the first update.
 
     They stay on `device` until they are read, so that `add` does not wait for a GPU.
     """
@@ -88,7 +88,7 @@ class Sums:
     def metrics(
         self, grad_norms: Sequence[float], learning_rate: float, kl_coef: float, skipped: int, stopped: bool
     ) -> UpdateMetrics:
-        """Returns the metrics of updates with these gradient norms; `stopped`: one more was computed, but not applied."""
+        """Returns the metrics of updates with these gradient norms; `stopped`: one more was not applied."""
         self.values = self.values.cpu()
         first, tokens, updates = self["first"], int(self["tokens"]), len(grad_norms)
         return UpdateMetrics(

@@ -5,7 +5,7 @@
 There are (max_staleness + 1) × (fresh groups per step) slots. A group holds its slot from the draw of its prompt until the
 engines serve the weights that it trained:
 
-| state of a slot | leaves it when | next state |
+| state of a slot | ends when | next state |
 |---|---|---|
 | free | the run wants another group | drawing |
 | drawing | the data-server answered | generating |
@@ -15,10 +15,10 @@ engines serve the weights that it trained:
 | waiting | the trainer takes the group; with `drop`, one too stale is evicted and dropped | training; drawing |
 | training | the engines serve the weights that the group trained (`free`) | free |
 
-A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many failures in a row stop the run.
-With max_staleness 0 nothing is generated while the weights change; else a group begins at most max_staleness versions before
-the one that is updated on it, if groups are trained on in the order in which they got their slots (`oldest_stored`): at most
-max_staleness × (fresh groups per step) others are before a new group.
+A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many failures in a row stop
+the run. With max_staleness 0 nothing is generated while the weights change. Otherwise, if groups are trained on in the
+order in which they got their slots (`oldest_stored`), the weights that start a group are at most max_staleness versions
+older than those that are updated on it: at most max_staleness × (fresh groups per step) others precede a new group.
 """
 
 import asyncio
@@ -48,17 +48,17 @@ from trainer.rollouts.services import Services
 
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256
-"""Limit of prompts in one call to the data-server."""
+"""Maximum number of prompts in one call to the data-server."""
 _MAX_GRADE = 1024
-"""Limit of answers in one call to the reward-server, unless one group has more: a JSON body is bounded."""
+"""Maximum number of answers in one call to the reward-server, unless one group has more: JSON bodies are limited."""
 MAX_STORE = 32
-"""Limit of groups in one call to the replay-buffer."""
+"""Maximum number of groups in one call to the replay-buffer."""
 _MAX_REMEMBERED = 1024
-"""Limit of dropped groups that wait for the log."""
+"""Maximum number of dropped groups that wait to be logged."""
 
 
 class CollectFailed(ServiceError):
-    """Collecting cannot go on for the reason in the message."""
+    """Collecting cannot continue; the message says why."""
 
     code = "collect_failed"
 
@@ -100,7 +100,7 @@ class _Failed(Exception):
 
 
 class Collector:
-    """Fills the replay buffer. All methods run in the event loop of the clients. Ids of groups begin with `run_id`."""
+    """Fills the replay buffer. All methods run in the event loop of the clients. Group ids begin with `run_id`."""
 
     def __init__(
         self, config: Config, services: Services, prompter: Prompter, clock: StageClock, run_id: str, cursor: PromptCursor
@@ -109,9 +109,9 @@ class Collector:
         self._clock, self._run_id, self._cursor = clock, run_id, cursor
         self.drops = Drops()
         self.waiting: dict[int, tuple[Group, Drawn]] = {}
-        """Groups that are stored, or about to be, and that the trainer has not taken yet, by position."""
+        """Groups that are stored or being stored and that the trainer has not taken yet, by position."""
         self.turns: dict[int, bool] = {}
-        """Positions that the trainer has not taken yet, in the order of their slots, and whether their group is stored."""
+        """Whether the group is stored, by position not yet taken by the trainer, in the order of their slots."""
         self._stored = asyncio.Event()
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
@@ -119,7 +119,7 @@ class Collector:
         self._store_batched = RequestBatcher(self._store, MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
-        """Collects `groups` groups in all, each in its own task. Never returns; raises the error that stops the run."""
+        """Collects `groups` groups in total, each in its own task. Never returns; raises whatever stops the run."""
         self._wanted = groups
         self.free(slots)
         async with asyncio.TaskGroup() as tasks:
@@ -144,12 +144,12 @@ class Collector:
             self._slots.release()
 
     def replace(self, count: int) -> None:
-        """Collects `count` more groups, in the slots of groups that are not trained on."""
+        """Collects `count` more groups, in the slots of groups that will not be trained on."""
         self._wanted += count
         self.free(count)
 
     def taken(self, position: int) -> None:
-        """Forgets a group that waits no more."""
+        """Forgets a group that no longer waits."""
         self.waiting.pop(position, None)
         self.turns.pop(position, None)
 
@@ -165,20 +165,20 @@ class Collector:
         return False
 
     def retry(self, drawn: Sequence[Drawn]) -> None:
-        """Draws prompts whose groups were dropped once more, before new ones, unless they failed too often."""
+        """Schedules the prompts of dropped groups to be drawn again, before new ones, unless they failed too often."""
         for each in drawn:
             self.taken(each.position)
             if not self._cursor.retry(each):
                 log.warning("prompt %s at %d is left out after %d tries", each.prompt.id, each.position, MAX_TRIES)
 
     async def _draw(self, count: int) -> list[Drawn]:
-        """Returns `count` prompts: first those to be retried, then the next of the stream."""
+        """Returns `count` prompts: retries first, then the next ones of the stream."""
         drawn, data = self._cursor.take_retries(count), self._services.data
         while (left := count - len(drawn)) > 0:
             position = self._cursor.next
             request_id = f"{self._run_id}-{position}-{left}"
             batch = await data.prompts(left, request_id)
-            if batch.position != position:  # its cursor died with its disk, or another client drew from the stream
+            if batch.position != position:  # its cursor was lost with its disk, or another client drew from the stream
                 log.warning("setting the data-server back from position %d to %d", batch.position, position)
                 await data.seek(position)
                 batch = await data.prompts(left, f"{request_id}-again")
@@ -200,7 +200,7 @@ class Collector:
         )
         if (least := self._config.sampling.min_new_tokens) and not self._config.sampling.cuts():
             group.min_new_tokens, group.barred = least, np.array(self._prompter.stop_token_ids, np.int32)
-        with logs.request(group.id):  # every service logs this id with its lines about the group
+        with logs.request(group.id):  # every service adds this id to its log lines about the group
             try:
                 if self._services.environment is None:
                     group.completions = await self._generate(prompt_ids, position)
@@ -241,7 +241,7 @@ class Collector:
             raise _Failed("generation", str(error)) from error
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
-        """Fills a group with the episodes of its prompt. One that was lost or failed has no reward: the group fails."""
+        """Fills a group with the episodes of its prompt. A lost or failed episode has no reward, so the group fails."""
         config = self._config
         request = episode_request(config, prompt, group.id, config.sampling.group_size, group.position)
         try:

@@ -1,4 +1,4 @@
-"""Episodes of the environment-server, as completions of a group."""
+"""Requests episodes from the environment-server, and turns them into completions of a group."""
 
 from common.config import Config
 from common.prompts import conversation
@@ -48,7 +48,7 @@ def episode_request(
 
 
 async def play(services: Services, request: EpisodeRequest) -> list[Episode]:
-    """Returns the episodes of a request, by the policy that the engines serve now. Raises ServiceError."""
+    """Returns the episodes of a request, sampled from the policy that the engines serve now. Raises ServiceError."""
     assert services.environment is not None
     adapter, version = services.rollout.adapter or ("", 0)
     request.policy = EpisodePolicy(adapter=adapter, version=version)
@@ -56,7 +56,7 @@ async def play(services: Services, request: EpisodeRequest) -> list[Episode]:
 
 
 def answer_of(episode: Episode) -> Completion:
-    """Returns the last answer of an episode with its reward, if it has one, to be graded as a completion is."""
+    """Returns an episode's last answer as a completion, with the episode's reward; without one it must be graded."""
     last, reward = episode.sequences[-1], episode.reward
     answer = Completion(last.token_ids, last.logprobs, episode.answer, last.finish_reason, last.weight_versions)
     if reward is not None:
@@ -67,7 +67,7 @@ def answer_of(episode: Episode) -> Completion:
 
 def completions_of(episode: Episode, answer: Completion, number: int) -> list[Completion]:
     """Returns a completion for each sequence of an episode, with the reward and the grade of its `answer`."""
-    graded = episode.reward is None  # by the run's reward functions, which do not know of its turns
+    graded = episode.reward is None  # by the run's reward functions, which do not see its turns
     turns = sum(turn.reward or 0.0 for sequence in episode.sequences for turn in sequence.turns) if graded else 0.0
     return [
         Completion(

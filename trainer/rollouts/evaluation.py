@@ -35,7 +35,7 @@ class Answer:
     ground_truth: str
     response: str
     correct: bool | None
-    """None where the rewards are no verdicts."""
+    """None when the rewards are no verdicts."""
     reward: float = 0.0
 
 
@@ -45,9 +45,9 @@ class Evaluation:
 
     step: int
     accuracy: float | None
-    """Share of correct answers to the held-out problems; None where the rewards are no verdicts (`verified`)."""
+    """Share of correct answers to the held-out problems; None when the rewards are no verdicts (`verified`)."""
     standard_error: float | None
-    """Standard error of the accuracy: the standard deviation of the problems' shares, over the root of their number."""
+    """Standard error of the accuracy: the standard deviation of the problems' shares over √(number of problems)."""
     num_samples: int
     pass_at_k: float | None
     """Share of problems with at least one correct answer among k sampled ones; None when it was not measured."""
@@ -56,11 +56,11 @@ class Evaluation:
     mean_reward: float = 0.0
     """Mean reward of the answers."""
     verified: bool = True
-    """Whether the rewards say what is correct."""
+    """Whether the rewards are verdicts on correctness."""
     n: int = 1
-    """Answers to every problem."""
+    """Number of answers per problem."""
     temperature: float = 0.0
-    """Temperature of these; 0 for greedy ones."""
+    """Sampling temperature of these answers; 0 for greedy ones."""
 
     def summary(self) -> dict[str, Any]:
         """Returns all fields but the answers."""
@@ -68,7 +68,7 @@ class Evaluation:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased pass@k of one problem (Chen et al. 2021, arXiv:2107.03374, eq. 1): 1 − C(n−c, k) / C(n, k).
+    """Returns the unbiased pass@k of one problem (Chen et al. 2021, arXiv:2107.03374, eq. 1): 1 − C(n−c, k) / C(n, k).
 
     Raises ValueError for fewer than k samples.
     """
@@ -84,14 +84,14 @@ class GeneratedAnswer:
     text: str
     finish_reason: FinishReason
     tokens: int | None
-    """Length with the end-of-sequence token; None where the server does not report it."""
+    """Length including the end-of-sequence token; None when the server does not report it."""
     token_ids: Sequence[int] | None = None
-    """The tokens themselves, where they are known."""
+    """The token ids, if known."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of every request of an evaluation."""
+    """Settings of all requests of an evaluation."""
 
     style: PromptStyle
     max_new_tokens: int
@@ -101,24 +101,24 @@ class GenerationSettings:
     timeout_s: float
     """Limit of one request, retries included."""
     cuts: Mapping[str, Any] = field(default_factory=dict)
-    """Truncation of sampled answers, by SGLang's names."""
+    """Settings that truncate the sampling distribution of sampled answers, by SGLang's names."""
     sampling: SamplingSection = field(default_factory=SamplingSection)
     """What ends an answer."""
     slots: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    """Bounds the requests in flight: a semaphore."""
+    """A semaphore that limits the requests in flight."""
 
 
 class Generator(Protocol):
-    """Answers problems."""
+    """Generates answers to problems."""
 
     async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
         """Returns n answers to the problem at `index` of the data set. Raises ServiceError when one is missing."""
 
 
 class TokenGenerator:
-    """Generates over SGLang's `/generate`, tokens in and tokens out, exactly as in training.
+    """Generates through SGLang's `/generate`, tokens in and tokens out, exactly as in training.
 
-    `context` limits the tokens of a prompt and its answer together; None leaves that to the server.
+    `context` limits the total tokens of a prompt and its answer; None leaves that to the server.
     """
 
     def __init__(self, client: RolloutClient, prompter: Prompter, settings: GenerationSettings, context: int | None) -> None:
@@ -145,7 +145,7 @@ class TokenGenerator:
                 text, meta = answer["text"], answer["meta_info"]
                 finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
             except (KeyError, TypeError, ValueError) as error:
-                raise GenerationFailed(f"this is no answer of /generate: {error!r}", value=answer) from None
+                raise GenerationFailed(f"this is not an answer of /generate: {error!r}", value=answer) from None
             found.append(finished(prompt, self._prompter.style.prefill + text, finish, tokens, answer.get("output_ids")))
         return found
 
@@ -165,14 +165,14 @@ class TokenGenerator:
 def finished(
     prompt: Prompt, text: Any, finish: Any, tokens: int | None, token_ids: Sequence[int] | None = None
 ) -> GeneratedAnswer:
-    """Returns a complete answer. Raises GenerationFailed for one that was aborted or filtered: it is not an empty one."""
+    """Returns a complete answer. Raises GenerationFailed for an aborted or filtered one: it does not count as empty."""
     if finish not in ("stop", "length") or not isinstance(text, str):
         raise GenerationFailed(f"the answer to {prompt.id} ended with {finish}", value=text)
     return GeneratedAnswer(text, finish, tokens, token_ids)
 
 
 async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], None] = lambda: None) -> list[_T]:
-    """Runs coroutines together; returns their results in order, and calls `done` after each. Raises the first failure."""
+    """Runs coroutines concurrently, with `done` after each; returns the results in order. Raises the first failure."""
 
     async def one(coroutine: Coroutine[Any, Any, _T]) -> _T:
         result = await coroutine
@@ -190,7 +190,7 @@ async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], N
 async def graded_answers(
     generator: Generator, reward: RewardClient, prompt: Prompt, index: int, samples: int, greedy: bool = True
 ) -> list[tuple[GeneratedAnswer, RewardResult]]:
-    """Returns the `greedy` answer to a problem, if it is wanted, and `samples` sampled ones, with their grades."""
+    """Returns a greedy answer to a problem, if `greedy`, and `samples` sampled ones, with their grades."""
     parts = [generator.generate(prompt, index, 1, greedy=True)] if greedy else []
     parts += [generator.generate(prompt, index, samples, greedy=False)] if samples else []
     written = [answer for part in await together(parts) for answer in part]
@@ -208,7 +208,7 @@ async def _graded_episodes(
     temperature: float,
     greedy: bool,
 ) -> list[tuple[GeneratedAnswer, RewardResult]]:
-    """Returns the `greedy` episode of a problem, if it is wanted, and `samples` sampled ones, as answers with their grades."""
+    """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as answers with grades."""
     found: list[tuple[GeneratedAnswer, RewardResult]] = []
     for n, heat in ((int(greedy), 0.0), (samples, temperature)):
         if not n:
@@ -242,7 +242,7 @@ async def _graded_episodes(
 async def evaluate(
     config: Config, services: Services, prompter: Prompter, prompts: Sequence[Prompt], step: int, pass_samples: int
 ) -> Evaluation:
-    """Measures accuracy on `prompts` as `config.evaluation` says, and pass@k on the first `pass_samples` of them.
+    """Measures accuracy on `prompts` with `config.evaluation`, and pass@k on the first `pass_samples` of them.
 
     Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
@@ -292,7 +292,7 @@ async def evaluate(
 
 
 class Evaluator:
-    """The evaluation of a rank above 0: rank 0 evaluates."""
+    """The evaluator of a rank above 0, which does nothing: rank 0 evaluates."""
 
     last: Evaluation | None = None
 
@@ -300,7 +300,7 @@ class Evaluator:
         """Fetches the held-out problems."""
 
     def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
-        """Evaluates the weights that the engines serve, those after `step` steps.
+        """Evaluates the weights after `step` steps, which the engines serve.
 
         pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without held-out problems.
         """
@@ -308,7 +308,7 @@ class Evaluator:
 
 
 class ServedEvaluator(Evaluator):
-    """Rank 0's evaluation, over the services of training."""
+    """Rank 0's evaluator, which uses the services of training."""
 
     def __init__(self, config: Config, services: Services, prompter: Prompter, loop: LoopThread) -> None:
         self._config, self._services, self._prompter, self._loop = config, services, prompter, loop

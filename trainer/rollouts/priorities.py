@@ -1,4 +1,4 @@
-"""Prioritised reuse: what the replay buffer is asked for, and the priorities of groups.
+"""Prioritised reuse: the requests to the replay buffer, and the priorities of groups.
 
 A priority is a pure function of a group and the advantages of its completions. Priorities are relative: the replay buffer takes
 them to the power of PRIORITY_EXPONENT and divides by their sum. Groups of priority 0 are not reused.
@@ -38,13 +38,13 @@ def reuse_request(config: Config, count: int, step: int, total_steps: int, reque
 
 
 def by_advantage(group: Group, advantages: Sequence[float]) -> float:
-    """Mean |advantage|, in place of |TD error| (Schaul et al. 2016, arXiv:1511.05952); 0 where it is not finite."""
+    """Returns the mean |advantage|, in place of |TD error| (Schaul et al. 2016, arXiv:1511.05952); 0 if not finite."""
     mean = sum(abs(advantage) for advantage in advantages) / len(advantages)
     return mean if math.isfinite(mean) else 0.0
 
 
 def by_reward(group: Group, advantages: Sequence[float]) -> float:
-    """0.1 + the mean reward, or 0.1 where that is negative: the replay buffer's own sampling by reward does the same."""
+    """Returns 0.1 + max(0, mean reward), as in the replay buffer's own sampling by reward."""
     mean = sum(answer.reward for answer in group.answers) / len(group.answers)
     return 0.1 + max(0.0, mean)
 
@@ -55,10 +55,10 @@ PRIORITIES: dict[str, Priority] = {"advantage": by_advantage, "reward": by_rewar
 def load_priority(name: str) -> Priority:
     """Returns the priority of that name, or the function at the import path `package.module:name`.
 
-    Whatever the function, the priority of a group without a policy gradient, whose advantages are all 0, is 0.
+    With any function, a group whose advantages are all 0, and so has no policy gradient, gets priority 0.
 
-    Raises ConfigError when there is none or it cannot be called. The function that is returned raises ConfigError when an
-    imported function returns anything but a finite number of at least 0; errors of that function itself come through.
+    Raises ConfigError when there is none or it cannot be called. The returned function raises ConfigError when an
+    imported function returns anything but a finite number of at least 0; errors raised by that function propagate.
     """
     module, _, attribute = name.partition(":")
     if name not in PRIORITIES and not (module and attribute):

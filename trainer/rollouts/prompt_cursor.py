@@ -8,7 +8,7 @@ from typing import NamedTuple
 from common.schemas import Prompt
 
 MAX_TRIES = 3
-"""Groups of one prompt that may fail or become too stale before the epoch leaves the prompt out."""
+"""After this many groups of a prompt have failed or become too stale, the epoch skips the prompt."""
 
 
 class Drawn(NamedTuple):
@@ -24,13 +24,13 @@ class PromptProgress:
     """The positions that a run has trained on or dropped, and never draws again."""
 
     position: int = 0
-    """Every position before it is finished."""
+    """Every position before this one is finished."""
     finished: list[int] = field(default_factory=list)
-    """Later positions that are finished too, ascending: with max_staleness, groups overtake one another."""
+    """Later positions that are finished too, in ascending order: with max_staleness, groups overtake one another."""
 
 
 class PromptCursor:
-    """The prompt stream of one run, which goes on from `progress`.
+    """The prompt stream of one run, which continues from `progress`.
 
     A position is drawn once. Its group is trained on or replaced (`finish`), or it fails (`retry`). Then the prompt is drawn
     again before new ones, until it has failed `MAX_TRIES` times.
@@ -63,7 +63,7 @@ class PromptCursor:
         ]
 
     def retry(self, drawn: Drawn) -> bool:
-        """Marks a prompt whose group failed for another try. After the last try it finishes the position and returns False."""
+        """Schedules a prompt whose group failed for another try; after the last one finishes it and returns False."""
         self._failed[drawn.position] += 1
         if self._failed[drawn.position] < MAX_TRIES:
             self._to_retry.append(drawn)

@@ -14,20 +14,20 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _Waiting = tuple[_T, "asyncio.Future[_R]", contextvars.Context]
 _WAIT_S = 0.003
-"""Wait for more items; an HTTP call takes its two ends about 2 ms of processor time."""
+"""How long to wait for more items; an HTTP call costs client and server about 2 ms of processor time."""
 
 
 class RequestBatcher(Generic[_T, _R]):
     """Callable like `call` with one item; one call takes all items that come within 3 ms of the first.
 
-    Calls do not wait for each other. When a call with several items fails, each item is tried alone, so that only the items at
-    fault fail. A service that did not answer by the deadline is not called again: all items fail. A call with one item keeps
-    that item's request id; one with several has its own, and a line at DEBUG lists theirs.
+    Calls do not wait for each other. When a call with several items fails, each item is tried alone, so that only the
+    faulty items fail. A service that did not answer by the deadline is not called again: all items fail. A call with
+    one item keeps that item's request id; one with several gets a new id, and a DEBUG line lists the ids of its items.
 
     Args:
         call: takes items, returns their results in order.
-        most: limit of the sizes in one call together; a larger item is sent alone.
-        size: gives the size of an item.
+        most: limit on the total size of the items in one call; a larger item is sent alone.
+        size: returns the size of an item.
     """
 
     _timer: asyncio.TimerHandle

@@ -1,4 +1,4 @@
-"""Problems as the graders get them, and the seeds of their groups."""
+"""Inputs of the reward-server, and the sampling seeds of groups."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ def reward_items(
 ) -> list[RewardItem]:
     """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column `completion_ids`.
 
-    They are not validated here: the reward-server does that, and refuses what is too long.
+    They are not validated here: the reward-server does that, and rejects items that are too long.
     """
 
     def columns(completion: "Completion | GeneratedAnswer") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The rollouts as the training loop uses them: the next groups, their acknowledgement, the release of their slots."""
+"""The training loop's interface to rollouts: the next groups, their acknowledgement, the release of their slots."""
 
 import json
 import logging
@@ -40,39 +40,39 @@ class Rollouts:
 
     @property
     def progress(self) -> PromptProgress:
-        """The progress from which a run would resume now; only rank 0 knows it."""
+        """The progress from which the run would resume now; only rank 0 knows it."""
         return PromptProgress()
 
     def prepare(self, step: int, known: bool) -> int:
-        """Agrees with the services on where the run goes on; returns the run's total steps. A collective.
+        """Sets the services to the position where the run continues; returns its total steps. A collective.
 
         Args:
-            step: of the policy.
-            known: whether an earlier attempt of this run got this far, so that the stored experience belongs to this run.
+            step: the policy's step.
+            known: whether the experience in the replay buffer belongs to this run, from an earlier attempt.
         """
         return int(self._ranks.broadcast(b""))
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
-        """Collects groups while inside."""
+        """Collects groups inside the block."""
         yield
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """Returns the groups of the next batch: fresh ones, then `replay.reuse_ratio` of prioritised reuse. A collective."""
+        """Returns the groups of the next batch: fresh ones, then reused ones (`replay.reuse_ratio`). A collective."""
         return _decode(self._ranks.broadcast(b""))
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
-        """Acknowledges the groups of `batch`; the function returned waits for it."""
+        """Starts to acknowledge the groups of `batch`; the returned function waits for the end."""
         return lambda: None
 
     def release(self, batch: Batch, served: "Future[None]") -> None:
-        """Frees the slots of the fresh groups once the weights that they trained are `served`; a failure stops the run."""
+        """Frees the slots of the fresh groups once the new weights are `served`; a failure stops the run."""
 
 
 class ServedRollouts(Rollouts):
-    """Rank 0's rollouts, over the services, from `progress` on.
+    """Rank 0's rollouts, which use the services and continue from `progress`.
 
-    `run_id` makes request ids unique to this attempt; `vocabulary` is the number of the model's tokens.
+    `run_id` makes request ids unique to this attempt; `vocabulary` is the size of the model's vocabulary.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ServedRollouts(Rollouts):
         self._fresh_per_step = config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
         self._total_steps = 1
         self._batches = self._requests = 0
-        self._held: set[str] = set()  # groups that were taken and are not acknowledged
+        self._held: set[str] = set()  # groups that were taken but not acknowledged yet
         self._failure: BaseException | None = None  # raised by `next`
 
     @property
@@ -107,7 +107,7 @@ class ServedRollouts(Rollouts):
         return self._loop.call(read())
 
     def prepare(self, step: int, known: bool) -> int:
-        """See `Rollouts`. Raises ConfigError when there is too little data, or experience of another run would be reused."""
+        """See `Rollouts`. Raises ConfigError for too little data, or when another run's experience would be reused."""
         settings, replay = self._config.trainer, self._services.replay
         prompts = self._loop.call(self._services.data.total()) * settings.num_epochs
         self._total_steps = min(prompts // self._fresh_per_step, settings.max_steps or prompts)
@@ -134,9 +134,9 @@ class ServedRollouts(Rollouts):
                 f"the replay buffer holds {stored} groups of another run, which this run would reuse",
                 field="state_dir",
                 value=str(self._config.state_dir),
-                remedy="empty it with POST /clear, give this run a state_dir of its own, or set replay.reuse_ratio 0",
+                remedy="empty it with POST /clear, give this run its own state_dir, or set replay.reuse_ratio 0",
             )
-        # Steps after the checkpoint are lost: reuse would find their prompts twice, with experience of weights that are gone.
+        # Steps after the checkpoint are lost: reuse would see their prompts twice, and experience of lost weights.
         dropped = self._loop.call(replay.reset_fresh(*((position, step) if reuses else ())))
         if dropped:
             log.info("dropped %d groups of an earlier attempt; their prompts are drawn again", dropped)
@@ -148,15 +148,16 @@ class ServedRollouts(Rollouts):
     async def _try_rewards(self) -> None:
         """Grades made-up answers to one problem. Raises ConfigError when a reward function fails for all of them.
 
-        Else a function that cannot work would fail for every group, long after the start. A missing reward without a reason
-        is no fault of a function: a judge that cannot be reached, or a busy sandbox. So is a problem that no function is for.
+        Otherwise a broken function would fail for every group, long after the start. A missing reward without a reason
+        is not the function's fault: a judge cannot be reached, or a sandbox is busy. Nor is a problem that no function
+        grades.
         """
         prompt = (await self._services.data.prompts(1, f"{self._run_id}-trial")).prompts[0]
         answers = [GeneratedAnswer(prompt.ground_truth or "0", "stop", None, [0])] * 2
         reward = self._services.reward
         try:
             results = (await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))).rewards
-        except ServiceError as error:  # about this problem alone: its group will be dropped and counted
+        except ServiceError as error:  # it concerns this problem only, whose group will be dropped and counted
             log.warning("the reward functions could not be tried: %s", error)
             return
         failed = (result.reward is None and result.reason and result.status != "inapplicable" for result in results)
@@ -180,7 +181,7 @@ class ServedRollouts(Rollouts):
             self._failure = self._failure or group.exceptions[0]
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """See `Rollouts`. Raises CollectFailed when collecting stopped, or nothing came for `trainer.wait_timeout_s`."""
+        """See `Rollouts`. Raises CollectFailed when collecting stopped or no batch came in `trainer.wait_timeout_s`."""
         self._batches += 1
         settings = self._config.trainer
         drops = settings.when_stale == "drop" or not settings.max_staleness
@@ -194,7 +195,7 @@ class ServedRollouts(Rollouts):
         return groups
 
     def _check_tokens(self, group: Group) -> None:
-        """Raises CollectFailed for tokens that the model does not have, which would end the update in an IndexError."""
+        """Raises CollectFailed for tokens outside the vocabulary, which would cause an IndexError in the update."""
         lists = {"prompt_token_ids": group.prompt_token_ids}
         for i, completion in enumerate(group.completions):
             lists |= {f"completions[{i}].{name}": getattr(completion, name) for name in ("token_ids", "kept_tokens")}
@@ -206,12 +207,12 @@ class ServedRollouts(Rollouts):
                     f"group {group.id} has a token that is not in the model's vocabulary of {self._vocabulary}",
                     field=name,
                     value=wrong,
-                    remedy="look who added that group: the engines serve another model, or another program uses the "
-                    "replay-buffer; a run that is started again drops the groups that it has not trained on",
+                    remedy="find who added that group: the engines serve another model, or another program uses the "
+                    "replay-buffer; a restarted run drops the groups that it has not trained on",
                 )
 
     def _fresh(self, min_version: int) -> list[Group]:
-        """Takes fresh groups; with dynamic sampling only ones whose rewards differ (DAPO, arXiv:2503.14476, section 3.2)."""
+        """Takes fresh groups; with dynamic sampling only ones of differing rewards (DAPO, arXiv:2503.14476, 3.2)."""
         algorithm, count = self._config.algorithm, self._fresh_per_step
         groups = self._take(count, min_version)
         if not algorithm.dynamic_sampling:
@@ -226,7 +227,7 @@ class ServedRollouts(Rollouts):
             f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
             field="algorithm.dynamic_sampling_rounds",
             value=algorithm.dynamic_sampling_rounds,
-            remedy="the prompts are too easy or too hard for this model: take others, or turn algorithm.dynamic_sampling off",
+            remedy="the prompts are too easy or hard for the model: use others, or turn algorithm.dynamic_sampling off",
         )
 
     def _take(self, count: int, min_version: int) -> list[Group]:
@@ -236,7 +237,7 @@ class ServedRollouts(Rollouts):
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < limit:
             if now - said > _SAY_EVERY_S:
-                calls, active = "; ".join(watchdog.awaited()) or "no call is under way", self._clock.active()
+                calls, active = "; ".join(watchdog.awaited()) or "no call is in flight", self._clock.active()
                 log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
                 said = now
                 self._loop.call(self._store_lost())
@@ -258,9 +259,9 @@ class ServedRollouts(Rollouts):
         )
 
     async def _store_lost(self) -> None:
-        """Stores groups again that are no longer in the replay-buffer though nobody has trained on them.
+        """Stores groups again that the replay-buffer lost before they were trained on.
 
-        Raises CollectFailed when another client acknowledged some: the replay-buffer takes these for trained.
+        Raises CollectFailed when another client acknowledged some: the replay-buffer considers these trained on.
         """
         replay, waiting = self._services.replay, [group for group, _ in self._collector.waiting.values()]
         if await self._unacknowledged() >= len(waiting):
@@ -272,10 +273,10 @@ class ServedRollouts(Rollouts):
             log.warning("%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again", added)
         if lost := max(0, len(waiting) - await self._unacknowledged()):
             raise CollectFailed(
-                f"{lost} groups were acknowledged in the replay-buffer by another client, and nobody has trained on them",
+                f"{lost} groups were acknowledged in the replay-buffer by another client before they were trained on",
                 field="/groups/ack",
                 value=lost,
-                remedy="the log of replay-buffer names the client: stop it, and start the run again, which collects them anew",
+                remedy="the log of replay-buffer names the client: stop it and restart the run to collect them again",
             )
 
     async def _unacknowledged(self) -> int:
@@ -288,7 +289,7 @@ class ServedRollouts(Rollouts):
         for group in taken.groups:
             if group.id in self._held:
                 raise CollectFailed(
-                    "a group came a second time: its lease ended before it was trained on",
+                    "a group was delivered twice: its lease ended before it was trained on",
                     field="replay.lease_s",
                     value=self._config.replay.lease_s,
                     remedy="raise it above the longest time from a batch to the end of its update",
@@ -305,7 +306,7 @@ class ServedRollouts(Rollouts):
         return taken.groups
 
     async def _replace(self, groups: list[Group]) -> None:
-        """Drops groups of equal rewards, and draws as many other prompts instead."""
+        """Drops groups of equal rewards, and replaces them by groups of other prompts."""
         self.drops.add(groups, "zero_variance", "all its rewards are equal")
         await self._acknowledge(groups)
         self._collector.replace(len(groups))
@@ -346,12 +347,12 @@ class ServedRollouts(Rollouts):
         if (error := served.exception()) is not None:
             self._failure = self._failure or error
             return
-        with suppress(RuntimeError):  # the run has ended, and its loop is closed
+        with suppress(RuntimeError):  # the run has ended and closed its loop
             self._loop.loop.call_soon_threadsafe(self._collector.free, count)
 
 
 def no_reward(reason: str, settings: RewardSection) -> ConfigError:
-    """Returns the error for reward functions that fail for a first answer: `reason` names the function, and what it did."""
+    """Returns the error for reward functions that fail for a first answer; `reason` names function and failure."""
     if "no answer within" not in reason:
         message = f"the reward functions give no reward to a first answer: {reason}"
         return ConfigError(message, field="reward.functions", remedy="correct the function, and try it by itself")

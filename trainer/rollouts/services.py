@@ -1,4 +1,4 @@
-"""The clients of one run."""
+"""The clients of the services that one run uses."""
 
 import asyncio
 import logging
@@ -26,12 +26,12 @@ class Services:
     critic: CriticClient | None = None
     """None when there is no critic-server."""
     environment: EnvironmentClient | None = None
-    """None when problems have single completions."""
+    """None when the run has no environment: each problem gets single completions."""
     teacher: Teacher | None = None
-    """None without `teacher.url`. It is no task of the run."""
+    """None without `teacher.url`. It is not one of the run's tasks."""
 
     def stateful(self) -> list[Client]:
-        """Returns the services that store something: all but the router."""
+        """Returns the clients of the services that store something."""
         return [self.data, self.reward, self.replay, *([self.critic] if self.critic else [])]
 
     def all(self) -> list[Client]:
@@ -41,7 +41,7 @@ class Services:
 async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list[Client]:
     """Flushes all services at once; returns, and logs, those that did not answer within `deadline_s` seconds.
 
-    They do not make the run fail, as one may be on a node that is just being replaced: the run is complete and saved, and
+    They do not fail the run, since their node may be in the middle of a replacement: the run is complete and saved, and
     everything that services have acknowledged is durable.
     """
 

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: a model behind an endpoint, which scores the tokens that the policy has sampled."""
+"""The teacher of on-policy distillation: a model behind an endpoint that scores the tokens sampled by the policy."""
 
 import asyncio
 import os
@@ -19,16 +19,16 @@ _PROBE = "Tom has 12 apples and buys 3.5 more.\n\n\tdef f(x): return x**2  # == 
 
 
 class TeacherFailed(ServiceError):
-    """The teacher's answer has no log-probabilities of the tokens that it was asked about."""
+    """The teacher's answer lacks log-probabilities of the requested tokens."""
 
     status = 502
     code = "teacher_failed"
 
 
 class Teacher(Client):
-    """A teacher behind SGLang's `/generate`, or, with a URL that ends with /v1, OpenAI's `/completions`.
+    """A teacher behind SGLang's `/generate` or, if the URL ends with /v1, OpenAI's `/completions`.
 
-    Both get token ids, as the engines gave them, and return log-probabilities at temperature 1.
+    Both receive the engines' token ids and return log-probabilities at temperature 1.
     """
 
     def __init__(self, settings: TeacherSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -39,7 +39,7 @@ class Teacher(Client):
         self._settings, self._turns = settings, asyncio.Semaphore(settings.concurrency)
 
     async def score(self, prompt_ids: Sequence[int], completions: Sequence[Int32]) -> list[Float32]:
-        """Returns [L] log-probabilities of the tokens of each completion of a prompt. Raises ServiceError."""
+        """Returns [L] log-probabilities, in nats, of the tokens of each completion of a prompt. Raises ServiceError."""
         rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
         async with self._turns:
             scored = await self._ask(rows, len(prompt_ids))
@@ -48,7 +48,7 @@ class Teacher(Client):
             tokens = row[len(prompt_ids) :]
             pairs = pairs[-len(tokens) :]
             if [token for _, token in pairs] != tokens:
-                raise TeacherFailed("the teacher scored other tokens than it was asked about", field="url", value=self.base_url)
+                raise TeacherFailed("the teacher scored tokens it was not given", field="url", value=self.base_url)
             logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
             if not np.isfinite(logprobs).all():
                 raise TeacherFailed("the teacher gives tokens no finite log-probability", field="url", value=self.base_url)
@@ -56,9 +56,9 @@ class Teacher(Client):
         return found
 
     async def check(self, tokenizer: Any, patience_s: float) -> None:
-        """Waits until the teacher answers. Raises ConfigError when it has another tokenizer or gives no such log-probabilities.
+        """Waits until the teacher answers. Raises ConfigError for another tokenizer or missing log-probabilities.
 
-        The texts are compared as the teacher reads them (SGLang) or writes them (OpenAI); every special token is in them.
+        Compares the tokens of a probe text with all special tokens: their ids (SGLang) or their texts (OpenAI).
         """
         specials = [str(token) for token in tokenizer.all_special_tokens]
         own: list[int] = tokenizer(_PROBE + "".join(specials)).input_ids
@@ -97,7 +97,7 @@ class Teacher(Client):
         )
 
     async def _ask(self, rows: list[list[int]], start: int) -> list[list[tuple[float | None, int]]]:
-        """Returns (log-probability, token) of the last tokens of each row, at least from `start` on."""
+        """Returns (log-probability, token) pairs for the end of each row, at least from `start` on."""
         try:
             if not self._settings.is_openai:
                 body = {"input_ids": rows, **_SCORED, "logprob_start_len": start - 1}
@@ -112,7 +112,7 @@ class Teacher(Client):
             raise TeacherFailed(f"the teacher's answer has no log-probabilities of the prompt: {error!r}") from None
 
     def _completions(self, rows: list[list[int]]) -> dict[str, Any]:
-        """Returns a request of OpenAI's, which has to generate a token."""
+        """Returns the body of an OpenAI request, which has to generate at least one token."""
         return {"model": self._settings.model, "prompt": rows, "max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
 
     async def _json(self, path: str, body: dict[str, Any], patience_s: float | None = None) -> Any:
@@ -137,5 +137,5 @@ def _as_many(found: list[Any], rows: list[list[int]]) -> list[Any]:
 
 
 def _written(token: Any) -> str:
-    """Returns a token as text: servers write the space before a word in several ways."""
+    """Returns a normalised token text: servers write the space before a word in several ways."""
     return str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("ĉ", "\t").strip(" ")

@@ -19,7 +19,7 @@ from trainer.sft.rows import Row
 
 @dataclass(frozen=True)
 class Update:
-    """Measurements of an update; means are over the tokens learned, before the update."""
+    """Measurements of an update; means are over the learned tokens, before the update."""
 
     loss: float
     """Mean negative log-probability in nats, the loss."""
@@ -29,13 +29,13 @@ class Update:
     learning_rate: float
     trained_tokens: int
     updates: int
-    """1, or 0 where it was skipped."""
+    """1, or 0 when it was skipped."""
     skipped: int
-    """1 where the gradient was not finite: nothing was changed."""
+    """1 when the gradient was not finite: nothing was changed."""
 
 
 class Learner:
-    """Maximises the likelihood of answers. It trains `policy`, whose model, optimiser, step and checkpoints it shares.
+    """Maximises the likelihood of answers. It trains `policy` and uses its model, optimiser, step and checkpoints.
 
     The loss is the mean over the learned tokens of the whole batch, so it does not depend on micro-batches or ranks.
     """
@@ -88,7 +88,7 @@ class Learner:
         return Sizes.of(prompts, completions, self._policy.scorer.layout.shared)
 
     def _score(self, rows: Sequence[Row], indices: Indices) -> tuple[TokenScores, Tensor]:
-        """Scores the rows at `indices`; returns with it [C] which tokens are learned."""
+        """Scores the rows at `indices`; returns the scores and [C], 1 for learned tokens."""
         chosen, device = [rows[i] for i in indices.tolist()], self._ranks.device
         tokens: Layout = self._policy.scorer.layout.of(
             [row.prompt_ids for row in chosen], [row.completion_ids for row in chosen]

@@ -1,4 +1,4 @@
-"""Log of a run that learns from worked answers: console, run directory and trackers."""
+"""Log of a fine-tuning run on worked answers: console, run directory and trackers."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Worked answers as tokens: rows of a prompt and what follows it, with the tokens to learn marked."""
+"""Worked answers as tokens: rows of a prompt and its continuation, with the tokens to learn marked."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,27 +14,27 @@ from common.schemas import Float32, Int32, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One passage that the model learns from."""
+    """One training sequence."""
 
     prompt_ids: Int32
     completion_ids: Int32
-    """[L] from the first answer on. Between two answers are the messages that stand there."""
+    """[L] from the first answer on, including any messages between answers."""
     learned: Float32
-    """[L] 1 for the tokens of answers, 0 for the others."""
+    """[L] 1 for tokens of answers, 0 for others."""
 
 
 @dataclass
 class Encoder:
-    """Turns worked answers into rows, as the model reads and writes them in generation.
+    """Turns worked answers into rows, tokenised as in generation.
 
-    A prompt has the tokens that it has in training from rewards. An answer ends with a token that ends generation; what a
-    chat template writes behind that is not learned. The answers of a chat share one row. Where the template rewrites earlier
-    messages, as that of a thinking model does, an answer gets a row of its own, since that is what the model would read.
+    A prompt has the same tokens as in training from rewards. An answer ends with a token that ends generation; what a
+    chat template adds after it is not learned. The answers of a chat share one row. If the template rewrites earlier
+    messages, as that of a thinking model does, an answer gets a separate row, since that is what the model would read.
 
     Args:
         prompter: renders and tokenises prompts.
-        vocabulary: tokens that the model knows.
-        context: longest row in tokens; None for no limit.
+        vocabulary: size of the model's vocabulary.
+        context: maximum length of a row in tokens; None for no limit.
     """
 
     prompter: Prompter
@@ -46,7 +46,7 @@ class Encoder:
         self._tokenizer = self.prompter.tokenizer
 
     def rows(self, example: Prompt) -> list[Row]:
-        """Returns the rows of a chat that ends with an answer. Raises ConfigError when the model cannot read it."""
+        """Returns the rows of a chat that ends with an answer. Raises ConfigError when it does not fit the model."""
         rows: list[tuple[list[int], list[int], list[int]]] = []
         for before, answer in self._turns(example):
             if rows:
@@ -63,7 +63,7 @@ class Encoder:
         return [Row(_int32(prompt), _int32(completion), np.array(learned, np.float32)) for prompt, completion, learned in rows]
 
     def _turns(self, example: Prompt) -> Iterator[tuple[list[int], list[int]]]:
-        """Yields the tokens before every answer of a chat, and the answer's own."""
+        """Yields the tokens before each answer of a chat, and the tokens of the answer."""
         for i, message in enumerate(example.chat):
             if message["role"] == "assistant":
                 asked = {"prompt": example.chat[i - 1]["content"], "chat": example.chat[:i] if i > 1 else []}
@@ -73,7 +73,7 @@ class Encoder:
         before, after = answered_text(asked, answer, self.prompter.style, self._tokenizer)
         prompt, both = text_ids([before, before + after], self.prompter.style, self._tokenizer)
         own = both[len(prompt) :]
-        if both[: len(prompt)] != prompt:  # the tokens that join them do not occur in generation, which begins after the prompt
+        if both[: len(prompt)] != prompt:  # generation never produces tokens across the end of the prompt
             own = self._tokenizer(after, add_special_tokens=False).input_ids
         stops = set(self.prompter.stop_token_ids)
         ends = [place for place, token in enumerate(own) if token in stops]
@@ -105,7 +105,7 @@ def _int32(tokens: Sequence[int]) -> Int32:
 
 
 def pack(rows: Sequence[Row]) -> bytes:
-    """Returns rows as bytes for other ranks."""
+    """Serialises rows to send them to other ranks."""
     sizes = [[len(row.prompt_ids), len(row.completion_ids)] for row in rows]
     parts = [part for row in rows for part in (row.prompt_ids, row.completion_ids, row.learned.astype(np.int32))]
     return np.concatenate([[len(rows)], *sizes, *parts]).astype(np.int32).tobytes()
@@ -123,14 +123,14 @@ def unpack(body: bytes) -> list[Row]:
 
 
 class Batches:
-    """An endless stream of examples, each once an epoch, in an order that follows from the seed alone."""
+    """An endless stream of examples, each once per epoch, in an order that depends only on the seed."""
 
     def __init__(self, examples: Sequence[Sequence[Row]], size: int, seed: int) -> None:
         self._examples, self._size, self._seed = examples, size, seed
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
-        """Examples of an epoch."""
+        """Returns the number of examples in an epoch."""
         return len(self._examples)
 
     def rows(self, step: int, last: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""A run that learns from worked answers: rank 0 has the data, every rank computes its share of every update."""
+"""A fine-tuning run on worked answers: rank 0 has the data, every rank computes its share of every update."""
 
 import gc
 from contextlib import ExitStack, nullcontext
@@ -32,16 +32,16 @@ TASK = "sft"
 
 
 def run(config: Config, topology: Topology, examples: Examples | None) -> None:
-    """Trains on this rank until the last step; `examples` are rank 0's."""
+    """Trains on this rank until the last step; only rank 0 gets `examples`."""
     with started(config, topology, TASK) as (ranks, lock), ExitStack() as stack:
         training = SftRun(config, ranks, lock, examples, console(), stack)
-        gc.freeze()  # libraries and models stay: the garbage collector need not pass over them
+        gc.freeze()  # libraries and models stay: the garbage collector need not scan them
         training.train()
         ranks.barrier()
 
 
 def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
-    """Trains in this process; returns the last checkpoint. Raises ConfigError, or another ServiceError with the reason."""
+    """Trains in this process; returns the last checkpoint. Raises ConfigError or another ServiceError on failure."""
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     assert config.trainer.run_dir is not None, "the caller sets it"
@@ -51,7 +51,7 @@ def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
 
 @dataclass
 class _Told:
-    """What rank 0 has beside the others."""
+    """What only rank 0 has."""
 
     log: SftLog
     batches: Batches
@@ -60,9 +60,10 @@ class _Told:
 
 
 class SftRun:
-    """The run on this rank. `lock` and `examples` are rank 0's; `stack` closes everything.
+    """The run on this rank. Only rank 0 has `lock` and `examples`; `stack` closes everything.
 
-    Making it loads or resumes the model. It is a collective, as `train` is. Raises ConfigError, or another ServiceError.
+    The constructor loads or resumes the model. It is a collective, like `train`. Raises ConfigError or another
+    ServiceError.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class SftRun:
         self._held_out = unpack(held_out)
 
     def _begin(self, run_dir: Path, lock: RunLock, examples: Examples, console: Console) -> tuple[_Told, bytes]:
-        """Reads the data and opens the log; returns what the other ranks have to know."""
+        """Reads the data and opens the log; returns rank 0's parts and the message to the other ranks."""
         config, policy, settings = self._config, self._policy, self._config.trainer
         set_run(lock.run)
         tell(console, f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
@@ -183,7 +184,7 @@ class SftRun:
         return saved
 
     def _tell_next(self, saved: Path) -> None:
-        """Says how the model is used; an adapter is merged first."""
+        """Prints the commands that evaluate the model, after merging an adapter."""
         config, model = self._config, saved
         assert self._told is not None
         if config.lora.rank:

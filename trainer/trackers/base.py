@@ -39,7 +39,7 @@ class RunInfo:
 
     @property
     def parameters(self) -> dict[str, Cell]:
-        """The configuration as `section.name`; values other than numbers, texts and booleans as text."""
+        """The configuration by `section.name`; values other than numbers, texts and booleans are converted to text."""
         known = (str, int, float, bool)
         return {name: value if isinstance(value, known) else str(value) for name, value in flatten(self.config, ".")}
 
@@ -57,7 +57,7 @@ class Tracker(Protocol):
         """Records samples or answers of this step."""
 
     def close(self, finished: bool) -> None:
-        """Sends the remaining records. `finished`: the run was not interrupted."""
+        """Sends the remaining records. `finished`: whether the run was not interrupted."""
 
 
 def load(name: str) -> Callable[[RunInfo], Tracker]:
@@ -66,7 +66,7 @@ def load(name: str) -> Callable[[RunInfo], Tracker]:
 
 
 def wandb_offline() -> bool:
-    """Returns whether wandb writes to the run directory only (`WANDB_MODE`, as for wandb itself)."""
+    """Returns whether wandb writes only to the run directory (`WANDB_MODE`, as for wandb itself)."""
     return os.environ.get("WANDB_MODE", "online") != "online"
 
 

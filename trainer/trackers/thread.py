@@ -15,7 +15,7 @@ from common.security import SecretRedactor
 from trainer.trackers.base import RunInfo, load
 
 QUEUE = 1000
-"""Limit of queued records: hundreds of steps, at one or two records each."""
+"""Maximum number of queued records: hundreds of steps, at one or two records each."""
 _PREFIX = "tracker "
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class TrackerThread:
     """Passes records to a tracker, one at a time.
 
     A tracker that fails, hangs or falls behind loses records: the first loss is reported with its reason, all are counted.
-    `say` prints a line, `count` gets `written` or `lost` for every record, `limit` bounds the queued records.
+    `say` prints a line, `count` is called with `written` or `lost` for every record, `limit` bounds the queue.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TrackerThread:
                     self._finish("written")
             if not self._over:
                 tracker.close(self._finished)
-        except (Exception, SystemExit) as error:  # a library that calls sys.exit has only ended this thread
+        except (Exception, SystemExit) as error:  # a library's sys.exit ends only this thread
             self._report_error(error)
         self._drop_rest()
 
@@ -112,7 +112,7 @@ class TrackerThread:
 def prompt_exit() -> Iterator[None]:
     """Ends the process at once, with its exit status, if a tracker was abandoned.
 
-    Exit hooks of its library may block for ever: wandb's waits until everything is sent.
+    Exit hooks of its library may block forever: wandb's waits until everything is sent.
     """
     try:
         yield

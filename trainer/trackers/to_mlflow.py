@@ -26,7 +26,7 @@ class MlflowTracker:
         one = found[0] if found else self._client.create_run(number, tags={_TAG: run.id}, run_name=run.name)
         self._id = one.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        # MLflow parameters are immutable: a value that a resumed run has changed gets a name of its own.
+        # MLflow parameters are immutable: a value that a resumed run has changed gets a new name.
         parameters = [
             Param(name if name not in one.data.params else f"{name}.after_step_{run.step}", value)
             for name, each in run.parameters.items()

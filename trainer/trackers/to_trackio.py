@@ -1,4 +1,4 @@
-"""Trackio: an SQLite file in the run directory, or where TRACKIO_DIR says."""
+"""Trackio: an SQLite file in the run directory, or in TRACKIO_DIR."""
 
 import os
 

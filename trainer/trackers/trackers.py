@@ -18,7 +18,7 @@ from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread
 
 _FLUSH_S = 60.0
-"""Time to flush when the run ends; what is left then is lost, and said to be."""
+"""Time to flush when the run ends; what is left is lost and reported."""
 _INTERRUPTED_S = 5.0
 """Time to flush when the run is interrupted."""
 _NO_TELEMETRY = {
@@ -27,7 +27,7 @@ _NO_TELEMETRY = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-"""Defaults of environment variables that switch off the telemetry of the libraries."""
+"""Default environment variables that switch off the libraries' telemetry."""
 _MAX_TEXT, _MAX_ROWS = 4000, 64
 _SAMPLES = ["prompt", "ground_truth", "completion", "reward", "correct", "extracted_answer", "status", "tokens", "finish"]
 _ANSWERS = ["prompt", "ground_truth", "answer", "correct"]
@@ -70,7 +70,7 @@ class Trackers:
         self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names]
 
     def step(self, record: Mapping[str, Any], group: Group | None) -> None:
-        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of a group if there is one."""
+        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of `group`, if any."""
         step, every = record["step"], self._settings.sample_every
         values = _numbers(record)
         del values["step"]
@@ -88,7 +88,7 @@ class Trackers:
             self._put("table", step=step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
 
     def close(self, finished: bool) -> None:
-        """Waits for the trackers to take everything, at most `_FLUSH_S`, and abandons the others."""
+        """Waits at most `_FLUSH_S` (`_INTERRUPTED_S` unless `finished`) for the trackers, then abandons slow ones."""
         deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
         for thread in self._threads:
             thread.end(finished)

@@ -15,7 +15,7 @@ from trainer.weights.turns import Sleepers
 
 
 def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
-    """Writes the files that make published tensors a complete version, and the tokenizer's; returns the former's paths."""
+    """Writes the tokenizer and the config files; returns the paths of those that complete a published version."""
     shutil.rmtree(directory, ignore_errors=True)
     tokenizer.save_pretrained(directory)
     if config.lora.publishes_adapter:
@@ -28,7 +28,7 @@ def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) ->
 
 
 def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:
-    """Returns a local directory of the model without the adapter: its own, or `directory`, where it is then written."""
+    """Returns a local directory of the base model: its own, or `directory`, to which the model is then written."""
     local = Path(config.model.name)
     if (local / "config.json").is_file():
         return local
@@ -41,8 +41,8 @@ def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:
 class AdapterPublisher:
     """Publishes adapters through `publisher`: once the engines have one, the requests of `client` name it.
 
-    An engine answers a request with the adapter that the request names or not at all, so the version that sampled a
-    completion never depends on the adapters that an engine happens to hold.
+    An engine uses the adapter that a request names or refuses the request, so the version that sampled a completion
+    never depends on the adapters that an engine happens to hold.
     """
 
     def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights straight from the trainer into the running engines, and files for the nodes that could not take part."""
+"""Sends weights straight from the trainer into the running engines, and writes files for the other nodes."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
 
 log = logging.getLogger(__name__)
 _BLAME_S = 3.0
-"""Wait, after a broadcast broke off, for the report that names the engine at fault."""
+"""How long to wait, after a failed broadcast, for the report that names the engine at fault."""
 
 
 class Broadcaster:
     """Announces a version, sends it to the engines that are ready, and writes files for the others.
 
-    `timeout_s` holds for the rendezvous and for sending.
+    `timeout_s` applies to the rendezvous and to the transfer.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Broadcaster:
         board.broadcaster = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
-        """Announces and sends; returns what was announced last, and the bytes. Does not wait for confirmation."""
+        """Announces and sends a version; returns its newest manifest and its bytes. Does not wait for confirmation."""
         copy = self._copy
-        with copy.lock:  # a node that asks for files of a version as soon as it is announced waits until it is there
+        with copy.lock:  # a node that requests the files right after the announcement waits for the copy
             if first := not copy.buckets:
                 copy.fill(weights, version)
             self._checksums.clear()

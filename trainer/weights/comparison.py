@@ -1,8 +1,8 @@
-"""Compares the checksums that engines report of their weights with the tensors that were sent to them.
+"""Compares the checksums that engines report for their weights with the tensors that were sent to them.
 
-The embedded engine has the names of the files. SGLang's checksums are of its own parameters: it stacks projections
-(`qkv_proj`) and experts (`w13_weight`), pads the vocabulary, and every GPU has its part. Each parameter is built here from what
-was sent, in the ways that SGLang arranges it.
+The embedded engine uses the names in the files. SGLang reports checksums of its own parameters: it stacks projections
+(`qkv_proj`) and experts (`w13_weight`), pads the vocabulary, and shards parameters across GPUs. This module rebuilds
+each of them from the tensors that were sent, in the layouts that SGLang uses.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,36 +18,36 @@ from learning.weight_group import digest
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters that SGLang fuses along dimension 0."""
 _EXPERTS = {"w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")), "w2_weight": (("down_proj",), ("w2",))}
-"""Parameters of all experts, and the names that the parts of each have in the files of models."""
+"""Parameters that hold all experts, and the names of each expert's parts in model files."""
 _RENAMED = {".self_attn.proj.": ".self_attn.out_proj."}
-"""Modules of vision towers that SGLang names otherwise."""
+"""SGLang's names for modules of vision towers, and their names in model files."""
 _VOCABULARY, _VOCABULARY_ROWS = ("embed_tokens.weight", "lm_head.weight", "position_embedding.weight"), 64
-"""SGLang pads these with rows of zeros to a multiple of so many."""
+"""SGLang pads these with rows of zeros to a multiple of this number of rows."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-"""An engine converts what it gets to its own precision."""
+"""An engine converts the tensors to its own precision."""
 _Make = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tensors that were sent, against those of an engine."""
+    """The tensors that were sent, compared with the parameters of an engine."""
 
     wrong: list[str]
-    """The engine's parameters that were built from these tensors, and are not what they should be."""
+    """The engine's parameters whose checksum differs from that of the tensors they are built from."""
     unseen: list[str]
-    """Tensors that no parameter of the engine is known to be built from."""
+    """Tensors that belong to no known parameter of the engine."""
     unknown: list[str]
-    """Parameters of the engine that are not known to be built from these tensors."""
+    """Parameters of the engine that match none of these tensors by name."""
     compared: int
     total: int
 
     @property
     def problem(self) -> str | None:
-        """Why the engine does not have what was sent. A tensor may be unseen where the engine has unknown parameters."""
+        """Why the engine does not have what was sent, or None. With unknown parameters, tensors may be unseen."""
         if self.wrong:
-            return f"{len(self.wrong)} parameters in the engine are not what was sent: {self.wrong[0]}"
+            return f"{len(self.wrong)} parameters of the engine differ from what was sent: {self.wrong[0]}"
         if not self.compared:
-            return "the engine has no parameter by a name that was sent"
+            return "no parameter of the engine has a name that was sent"
         if self.unseen and not self.unknown:
             return f"{len(self.unseen)} tensors did not reach the engine: {self.unseen[0]}"
         return None
@@ -58,7 +58,7 @@ class Comparison:
 
 
 class Checksums:
-    """The checksums of one version as engines report them, each computed once. `on_gpu`: by SGLang's function on GPUs."""
+    """The checksums of one version, each computed once; with `on_gpu` by the function that SGLang uses on GPUs."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._digest: Callable[[Tensor], str] = gpu_digest if on_gpu else digest
@@ -66,16 +66,16 @@ class Checksums:
         self._usual: dict[tuple[str, int, int], int] = {}
 
     def clear(self) -> None:
-        """Forgets the checksums, for another version; not how engines arrange their parameters."""
+        """Forgets the checksums, for the next version, but not the layouts that engines use."""
         self._known.clear()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Computes the checksums that were right the last time."""
+        """Computes the checksums in the layouts that matched the last time."""
         for (name, rank, size), way in self._usual.items():
             self._sum(name, rank, size, way, ways(name, tensors, rank, size))
 
     def compare(self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]]) -> Comparison:
-        """Compares `tensors` with what the ranks of an engine report."""
+        """Compares `tensors` with the checksums by parameter that each rank of an engine reports."""
         wrong: list[str] = []
         unknown: list[str] = []
         seen: set[str] = set()
@@ -105,7 +105,7 @@ class Checksums:
 
 
 def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the tensors that an engine's parameter is built from, in their order in it; none when it is unknown."""
+    """Returns the names of the tensors that make up an engine's parameter, in order; [] for an unknown one."""
     if name in tensors:
         return [name]
     for other, module in _RENAMED.items():
@@ -131,7 +131,7 @@ def _of_every_expert(prefix: str, parts: Sequence[str], tensors: Mapping[str, Te
 
 
 def ways(name: str, tensors: Mapping[str, Tensor], rank: int, size: int) -> list[_Make]:
-    """Returns the ways in which rank `rank` of `size` may have a parameter, the likeliest first."""
+    """Returns functions that build a parameter in each layout rank `rank` of `size` may use, likeliest first."""
     parts = [tensors[part] for part in parts_of(name, tensors)]
     last = name.rpartition(".")[2]
     if last in _EXPERTS and name not in tensors:
@@ -152,7 +152,7 @@ def _ways(name: str, parts: Sequence[Tensor], rank: int, size: int) -> Iterator[
     if name.endswith(_VOCABULARY):
         yield partial(_part, partial(_padded, parts[0], size), 0, rank, size)
     elif size > 1:
-        for copies in (copies for copies in range(1, size + 1) if size % copies == 0):  # heads of keys that GPUs share
+        for copies in (copies for copies in range(1, size + 1) if size % copies == 0):  # GPUs may share key-value heads
             if all(len(part) % (size if i == 0 else size // copies) == 0 for i, part in enumerate(parts)):
                 yield partial(_rows, parts, rank, size, copies)
         if len(parts) == 1 and parts[0].dim() > 1 and parts[0].shape[1] % size == 0:
@@ -161,9 +161,9 @@ def _ways(name: str, parts: Sequence[Tensor], rank: int, size: int) -> Iterator[
 
 
 def _ways_of_experts(parts: Sequence[Tensor], each: int, rank: int, size: int) -> list[_Make]:
-    """[experts, …]: of every expert its rows (gate and up) or columns (down) of this rank.
+    """[experts, …]: this rank's rows (gate and up) or columns (down) of every expert.
 
-    Some kernels have up first, and some have every matrix transposed.
+    Some kernels put up before gate, and some transpose every matrix.
     """
     experts = [parts[i : i + each] for i in range(0, len(parts), each)]
     dim = 0 if each == 2 else 1
@@ -195,7 +195,7 @@ def _part(make: _Make, dim: int, rank: int, size: int) -> Tensor:
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
     multiple = _VOCABULARY_ROWS
-    if (len(tensor) + -len(tensor) % multiple) % size:  # it cannot be shared out evenly
+    if (len(tensor) + -len(tensor) % multiple) % size:  # the rows do not divide evenly among the GPUs
         multiple *= size
     rows = -len(tensor) % multiple
     return torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])]) if rows else tensor
@@ -210,10 +210,10 @@ _LANES = ((0x27D4EB2D, _SEED, 15), (0x165667B1, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF
 
 
 def gpu_digest(tensor: Tensor) -> str:
-    """Returns what SGLang's `/weights_checker` reports of a tensor on a GPU, as 16 hex digits.
+    """Returns the checksum that SGLang's `/weights_checker` reports for a tensor on a GPU, as 16 hex digits.
 
     Every 32-bit word is mixed with its position (the finaliser of MurmurHash3); the sums over 8,192 words each are mixed again
-    and added up. Computed on a GPU where there is one.
+    and added up. Runs on a GPU if there is one.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = torch.cat([flat, flat.new_zeros(-len(flat) % 4)]).view(torch.int32)

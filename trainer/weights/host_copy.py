@@ -1,4 +1,4 @@
-"""A copy of the published weights in the host's memory: the source of broadcasts, of files on demand and of checksums."""
+"""A copy of the published weights in host memory: the source of broadcasts, of files on demand and of checksums."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ BUCKET_BYTES = 512 << 20
 class HostCopy:
     """The tensors of one version, in contiguous buckets, each sent as one message; a tensor over `bucket_bytes` has its own.
 
-    It costs the published weights once in host memory. `fill` and `reading` exclude each other.
+    It takes as much host memory as the published weights. `fill` and `reading` exclude each other.
     """
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -34,7 +34,7 @@ class HostCopy:
 
     @property
     def size(self) -> int:
-        """All buckets together, in bytes."""
+        """The total size of the buckets in bytes."""
         return sum(flat.numel() for flat in self.flats)
 
     def fill(self, weights: Weights, version: int, ready: Callable[[int], None] = lambda _: None) -> None:
@@ -57,7 +57,7 @@ class HostCopy:
             self._version = version
 
     def _copies(self, tensor: Tensor) -> Staging:
-        """Returns what copies tensors of this one's device."""
+        """Returns the `Staging` for the device of this tensor."""
         if self._staging is None or self._staging.device != tensor.device:
             self._staging = Staging(tensor.device)
         return self._staging

@@ -1,9 +1,9 @@
 """Weight versions: written by the trainer, pulled by every rollout node's agent, confirmed by each.
 
-A version is named after the optimiser step that made it. It is a complete Hugging Face directory `v000012/`, or a LoRA adapter
-in PEFT's format; its manifest (sizes and checksums) is made last. Beside a file there may be its difference to the version
-before (`common.deltas`), for nodes that hold that. With `trainer.weight_sync` distributed a version is broadcast into the
-engines (`broadcast.py`); its directory is then written only when a node asks for it.
+A version is named after the optimiser step that made it. It is a complete Hugging Face directory `v000012/`, or a LoRA
+adapter in PEFT's format; its manifest (sizes and checksums) is made last. A file may come with its delta from the
+previous version (`common.deltas`), for nodes that have that version. With `trainer.weight_sync` distributed a version
+is broadcast into the engines (`broadcast.py`); its directory is then written only when a node asks for it.
 """
 
 import asyncio
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Weights = Iterable[tuple[str, Tensor]]
-"""Tensors by their Hugging Face names, each once."""
+"""(Hugging Face name, tensor), each name once."""
 _KEEP = 3
 """Versions that stay on disk: a slow node may still download the one before the newest."""
 _SILENT_S = 30.0
-"""A worker without a report for this long counts as gone."""
+"""A worker that has not reported for this long counts as gone."""
 _FORGOTTEN_S = 600.0
 _MAX_WORKERS = 1000
 
 
 class PublishFailed(ServiceError):
-    """No rollout node serves the new weights: going on would train on off-policy samples without a sign of it."""
+    """No rollout node serves the new weights: going on would silently train on off-policy samples."""
 
     code = "publish_failed"
 
 
 def version_name(version: int) -> str:
-    """Name of a version's directory."""
+    """Returns the name of a version's directory."""
     return f"v{version:06d}"
 
 
@@ -64,9 +64,9 @@ def write_version(
 ) -> WeightManifest:
     """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete.
 
-    Adds deltas to the files of the version `previous`, which is there too.
+    With `previous`, also writes deltas from that version, whose files are in `directory` too.
 
-    Raises StorageFailed when the disk is full; then it is as it was.
+    Raises StorageFailed when the disk is full, and then leaves no partial version behind.
     """
     target = directory / version_name(version)
     partial = target.with_suffix(".partial")
@@ -104,7 +104,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
 
 
 def _write_delta(before: Path, directory: Path, file: WeightFile, previous: WeightManifest) -> WeightDelta | None:
-    """Writes the delta of a file to the one of that name `before`; returns None where there is no use for it."""
+    """Writes a file's delta from its namesake in `before`; returns None when no delta is needed or possible."""
     base = next((each.xxh3 for each in previous.files if (each.name, each.size) == (file.name, file.size)), file.xxh3)
     if base == file.xxh3 or not (before / file.name).is_file():
         return None
@@ -131,7 +131,7 @@ class WeightBoard:
         self._writing = threading.Lock()
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self.broadcaster: Broadcaster | None = None
-        """Has the tensors of versions that are announced without files."""
+        """Holds the tensors of versions that are announced without files."""
 
     def announce(self, manifest: WeightManifest) -> None:
         """Makes `manifest` the latest version and removes old ones from disk."""
@@ -155,14 +155,14 @@ class WeightBoard:
                 spares.retire(old)
 
     def withdraw(self, manifest: WeightManifest) -> WeightManifest:
-        """Ends the broadcast of the latest version, which is then there as files only."""
+        """Withdraws the broadcast of the latest version, which nodes then get as files; returns its manifest."""
         with self._lock:
             self._latest = withdrawn = (self._latest or manifest).model_copy(update={"broadcast": None})
         self._wake()
         return withdrawn
 
     async def with_files(self, manifest: WeightManifest) -> WeightManifest:
-        """Returns this version with its files, which it writes if they are not there yet. Raises NotFound when it is gone."""
+        """Returns the manifest with files, after writing them if needed. Raises NotFound when the version is gone."""
         if manifest.files or self.broadcaster is None:
             return manifest
         return await asyncio.to_thread(self._write, self.broadcaster, manifest)
@@ -176,19 +176,19 @@ class WeightBoard:
             written = broadcaster.write(manifest.version)
             with self._lock:
                 if self._latest is not None and self._latest.version == written.version:
-                    # The announcement keeps its broadcast: the nodes that take part must not see it withdrawn.
+                    # The manifest keeps its broadcast: the nodes that take part must not see it withdrawn.
                     self._latest = self._latest.model_copy(update={"files": written.files})
             self._remove_old()
             return written
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
-        """Raises Conflict when the engine did not receive what was sent, NotFound when this version is not broadcast."""
+        """Returns the verdict on an engine's checksums. Raises Conflict if they differ, NotFound if not broadcast."""
         if self.broadcaster is None:
             raise NotFound("no weights were broadcast", field="version", value=version)
         return await self.broadcaster.verify(version, sums)
 
     def sleep(self, timeout_s: float) -> None:
-        """Has the nodes put their engines to sleep, and waits until all of them say so. Raises PublishFailed."""
+        """Tells the nodes to put their engines to sleep; waits for all. Raises PublishFailed after `timeout_s`."""
         start = time.monotonic()
         with self._lock:
             assert self._latest is not None, "engines sleep between two versions"
@@ -197,7 +197,8 @@ class WeightBoard:
         while True:
             with self._lock:
                 alive = [entry for entry in self._workers.values() if time.monotonic() - entry[1] < _SILENT_S]
-                awake = [report for report, at in alive if report.state != "asleep" or at < start]  # `at`: it may be old
+                # A report from before `start` may be out of date.
+                awake = [report for report, at in alive if report.state != "asleep" or at < start]
                 if alive and not awake:
                     return
                 if time.monotonic() - start > timeout_s:
@@ -217,7 +218,7 @@ class WeightBoard:
         return self._latest
 
     async def latest_after(self, run_id: str, version: int, wait_s: float, asleep: bool = False) -> WeightManifest:
-        """Returns the latest version, as soon as it differs from the arguments, at the latest after `wait_s` seconds.
+        """Returns the latest version as soon as it differs from the arguments, or after `wait_s` seconds.
 
         Raises NotFound when there is none by then.
         """
@@ -241,7 +242,7 @@ class WeightBoard:
         return latest
 
     def file(self, version: int, name: str) -> Path:
-        """Returns the path of one file of a version. Raises NotFound when the version or the file is not there."""
+        """Returns the path of one file of a version. Raises NotFound when there is no such version or file."""
         path = self.directory / version_name(version) / name
         try:
             found = "/" not in name and not name.startswith(".") and path.is_file()
@@ -271,12 +272,12 @@ class WeightBoard:
             return [report for report, at in self._workers.values() if now - at < _SILENT_S]
 
     def num_nodes(self) -> int:
-        """Rollout nodes of the job group, as the agents say; 1 before any of them has."""
+        """The number of rollout nodes in the job group, from the agents' reports; 1 before the first report."""
         with self._lock:
             return max((report.num_nodes for report, _ in self._workers.values()), default=1)
 
     def count(self, state: WorkerState) -> int:
-        """Workers that are alive and in this state."""
+        """The number of workers that are alive and in this state."""
         return sum(worker.state == state for worker in self.workers())
 
     def _silent(self) -> list[WorkerReport]:
@@ -294,8 +295,8 @@ class WeightBoard:
         """Waits until the rollout nodes serve `manifest`; returns the ones that do not after `timeout_s` seconds.
 
         The first call waits for as many nodes as the agents report. Later calls do not wait for a node that was returned
-        before until it has caught up by itself. A node that has fallen silent is returned at once: its engine may live on with
-        old weights. Raises PublishFailed when no node serves the manifest.
+        before until it has caught up by itself. A node that has fallen silent is returned at once: its engine may still
+        run with old weights. Raises PublishFailed when no node serves the manifest.
         """
         start = said = time.monotonic()
         say_after_s = 10.0
@@ -336,23 +337,23 @@ class Publisher:
     run_id: str
     timeout_s: float
     fence: Callable[[WorkerReport], None]
-    """Takes a node that did not confirm within `timeout_s` out of traffic."""
+    """Stops traffic to a node that did not confirm within `timeout_s`."""
     say: Callable[[str], None]
     """Prints what the publisher waits for."""
     _: KW_ONLY
     published: Callable[[int, float], None] = lambda size, seconds: None
-    """Gets the bytes and the seconds of every version."""
+    """Called with the size in bytes and the duration in seconds of every version."""
     shared: bool = False
-    """Tell the nodes where the files are, for those that see the same disk."""
+    """Whether nodes share this disk: the manifest then has the path of the files."""
     broadcaster: "Broadcaster | None" = None
-    """Sends the tensors; None: versions are written to files."""
+    """Sends the tensors; when None, versions are written to files."""
 
     def sleep(self) -> None:
-        """Returns when no engine holds memory of the GPUs. Raises PublishFailed when one keeps it."""
+        """Returns when no engine holds GPU memory. Raises PublishFailed when one does not release it."""
         self.board.sleep(self.timeout_s)
 
     def wake(self) -> None:
-        """Announces the newest version once more, for engines that sleep. Raises PublishFailed when none serves it."""
+        """Announces the newest version again, for engines that sleep. Raises PublishFailed when none serves it."""
         latest = self.board.latest()
         assert latest is not None, "engines sleep between two versions"
         manifest = latest.model_copy(update={"asleep": False})
@@ -380,5 +381,5 @@ class Publisher:
         self.published(size, seconds)
         way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
         rate = size / seconds / 1e6
-        level = logging.INFO if seconds >= 1 else logging.DEBUG  # the line of a step has its seconds anyway
+        level = logging.INFO if seconds >= 1 else logging.DEBUG  # the log line of the step has the seconds anyway
         log.log(level, "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s", version, size / 1e6, seconds, rate, way)

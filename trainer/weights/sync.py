@@ -1,4 +1,4 @@
-"""`WeightSync.push`: the policy's weights go to every rollout engine, however they travel."""
+"""`WeightSync.push` sends the policy's weights to every rollout engine, over any transport."""
 
 import threading
 from collections import deque
@@ -13,11 +13,11 @@ from trainer.weights.turns import Turns
 
 _UNSHARED = Turns()
 _LAST_PUSH_S = 5.0
-"""A run that fails waits this long for the weights that it is publishing."""
+"""A failing run waits this long for the weights that it is publishing."""
 
 
 class WeightPublisher(Protocol):
-    """Brings weights to every rollout engine, and returns when they generate with them. Called from any thread."""
+    """Sends weights to every rollout engine, and returns when all generate with them. Called from any thread."""
 
     def publish(self, weights: Weights, version: int) -> None: ...
 
@@ -29,9 +29,9 @@ class WeightSync:
         self._turns = turns
 
     def push(self, policy: Policy) -> "Future[None]":
-        """Publishes the weights as version `policy.step`; the future is done when the engines serve them. A collective.
+        """Publishes the weights as version `policy.step`; the future is done when the engines serve them.
 
-        Raises PublishFailed, here or in the future, when no engine does.
+        A collective call. Raises PublishFailed, directly or through the future, when no engine serves them.
         """
         deque(policy.weights(), maxlen=0)
         self._turns.give()
@@ -41,14 +41,14 @@ class WeightSync:
         """Waits until the engines serve the newest version. Raises the error of the push."""
 
     def close(self) -> None:
-        """Waits a few seconds at most for a version that is on its way; raises nothing."""
+        """Waits a few seconds at most for a version in flight; raises nothing."""
 
 
 class PublishedWeights(WeightSync):
     """Rank 0's weight sync; with `in_background` `push` returns before the engines serve the weights.
 
-    A thread then publishes a copy of the weights. At most one version is on its way: the next one waits for it, so versions
-    arrive in order and one copy is held.
+    A thread then publishes a copy of the weights. At most one version is in flight: the next one waits for it, so
+    versions arrive in order and only one copy is held.
     """
 
     def __init__(self, publisher: WeightPublisher, clock: StageClock, in_background: bool, turns: Turns = _UNSHARED) -> None:

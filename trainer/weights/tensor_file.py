@@ -10,7 +10,7 @@ from torch import Tensor
 from common.checksums import Hasher
 
 _PIECE = 1 << 20
-"""Bytes that are hashed, then written while the processor still holds them."""
+"""Bytes per piece: each is hashed, then written while it is still in the processor's cache."""
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -28,8 +28,8 @@ _NAMES = {
 
 
 def write_tensors(tensors: dict[str, Tensor], stream: BinaryIO) -> str:
-    """Writes contiguous tensors in the host's memory; returns the checksum of the file."""
-    # The widest first, so that each begins at a multiple of its width.
+    """Writes contiguous tensors in host memory to `stream`; returns the checksum of the file."""
+    # The widest dtype first, so that each tensor begins at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

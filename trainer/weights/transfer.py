@@ -26,7 +26,7 @@ BackendName = Literal["gloo", "nccl"]
 class Rendezvous:
     """The address at which engines find the trainer, and the backend that carries the tensors.
 
-    `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums by another function than on CPUs.
+    `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums with another function than on CPUs.
     """
 
     address: str
@@ -37,7 +37,7 @@ class Rendezvous:
 class EngineGroup:
     """A process group of the trainer (rank 0) and all ranks of the engines of `members`.
 
-    The group has its own rendezvous store: closing that ends the wait of engines that have not joined yet.
+    The group has its own rendezvous store: closing it ends the wait of engines that have not joined yet.
     """
 
     def __init__(self, members: Sequence[WorkerReport], rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ class EngineGroup:
         return not self.closed and {(w.name, w.epoch) for w in members} == {(w.name, w.epoch) for w in self.members}
 
     def announcement(self, buckets: list[Bucket]) -> Broadcast:
-        """The message to the agents."""
+        """Returns the message that tells the agents how to join and which buckets they will receive."""
         ranks, next_rank = {}, 1
         for worker in self.members:
             ranks[worker.name] = next_rank
@@ -80,13 +80,13 @@ class EngineGroup:
             with _no_watchdog():
                 place = self.rendezvous.address, self.port, 0, self.world_size, self.name
                 self._process_group = join(*place, self.rendezvous.backend, self.timeout_s)
-        if self._staging is None:  # one for all buckets, as a GPU's memory is cached for each stream apart
+        if self._staging is None:  # one for all buckets: GPU memory is cached per stream
             self._staging = Staging(group_device(self.rendezvous.backend))
         there = self._staging.to_device(flat)
         self._staging.on_stream(lambda: dist.broadcast(there, src=0, group=self._process_group))
 
     def close(self, stuck: bool = False) -> None:
-        """Ends the rendezvous and the connections; `stuck`: gives up a broadcast that is under way."""
+        """Ends the rendezvous and the connections; `stuck`: aborts a broadcast in progress."""
         self.closed, self._store = True, None
         group = self._process_group
         if group is None:
@@ -100,7 +100,7 @@ class EngineGroup:
 
 @contextmanager
 def _no_watchdog() -> Iterator[None]:
-    """A group that is made inside reports errors of NCCL to its user: by default they end the process."""
+    """NCCL errors of a group created inside are raised in the calling code; by default they end the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -114,7 +114,7 @@ def _no_watchdog() -> Iterator[None]:
 
 
 class Transfer:
-    """Sends buckets through a group, in the order of `put`, in a daemon thread that ends by the group's time limit."""
+    """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's time limit ends."""
 
     def __init__(self, group: EngineGroup, flats: Sequence[Tensor]) -> None:
         self.error: Exception | None = None
@@ -124,11 +124,11 @@ class Transfer:
         threading.Thread(target=self._run, name="broadcast", daemon=True).start()
 
     def put(self, index: int) -> None:
-        """Sends this bucket, which is complete."""
+        """Queues the complete bucket at `index`."""
         self._queue.put(index)
 
     def finish(self) -> None:
-        """Ends the transfer after the buckets that were put."""
+        """Ends the transfer after the queued buckets."""
         self._queue.put(None)
 
     def _run(self) -> None:

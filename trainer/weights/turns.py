@@ -4,7 +4,7 @@
     the trainer updates             the engines sleep: paused, their memory released
     weights are published           copied to host memory, then the trainer parks; engines wake up with them
 
-A turn begins only when the other side has said that its memory is free.
+A turn begins only once the other side has reported that its memory is free.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,40 +20,40 @@ from learning.ranks import Ranks
 from learning.sharding import reshard
 
 Resident = tuple[Sequence[nn.Module], Sequence[Optimizer]]
-"""What a part of the run keeps on the GPU."""
+"""The models and optimizers that one part of the run keeps on the GPU."""
 
 
 @runtime_checkable
 class Sleepers(Protocol):
-    """The engines, as rank 0 reaches them."""
+    """The engines, as rank 0 controls them."""
 
     def sleep(self) -> None:
-        """Returns when no engine holds memory. Raises ServiceError when one keeps it."""
+        """Returns when no engine holds GPU memory. Raises ServiceError when one does not release it."""
 
     def wake(self) -> None:
-        """Returns when the engines generate again, with the weights that they had."""
+        """Returns when the engines generate again, with the newest weights published."""
 
 
 class Turns:
-    """The turns of a trainer that shares nothing, and the base of the others."""
+    """Base class, for a trainer that shares no GPU: every method does nothing."""
 
     shared = False
     """Whether the GPUs are shared."""
 
     def take(self) -> None:
-        """Puts the engines to sleep and brings the trainer's states back, unless they are here. A collective."""
+        """Puts the engines to sleep and restores the trainer's states, unless it has done so. A collective call."""
 
     def give(self) -> None:
-        """Parks the trainer's states, on every rank, before the engines are told to wake up. A collective."""
+        """Parks the trainer's states, on every rank, before the engines wake up. A collective call."""
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Takes the turn for what is inside, and gives it back if it was the engines'. A collective."""
+        """Takes the turn for the block, and gives it back if it was the engines' before. A collective call."""
         yield
 
 
 class SharedTurns(Turns):
-    """The turns with `rollout.colocate`. `resident` tells what to park."""
+    """The turns with `rollout.colocate`. `resident` returns what to park."""
 
     shared = True
 
@@ -61,7 +61,7 @@ class SharedTurns(Turns):
         self._ranks, self._resident, self._parking = ranks, resident, Parking(ranks.device)
         self._given = False
         self.engines: Sleepers | None = None
-        """Rank 0's."""
+        """Set on rank 0 only."""
 
     def take(self) -> None:
         if self._given:
@@ -89,7 +89,7 @@ class SharedTurns(Turns):
 
 def _tensors(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
-        optimizer.zero_grad()  # the next update begins with that anyway
+        optimizer.zero_grad()  # the next update starts with this anyway
     for module in modules:
         reshard(module)
         yield from module.parameters()
