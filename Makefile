@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
+# Two commands on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
 #   make test    lint, types and tests, about ten minutes on two cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
@@ -67,7 +67,7 @@ demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-c
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
 
-# The warm start, the job group with the tool, the same problems without the tool, and what came out.
+# The warm start, the job group with the tool, the same problems without the tool, and the report.
 demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tool_calculator.base $(AGENT_DIR) --seed $(SEED)
 	$(VENV)/bin/python -m jobgroup.local $(TOOLS_GROUP) --follow ppo-trainer --clear $(AGENT_DIR)/run --log-dir $(AGENT_DIR)/run/logs \
@@ -94,13 +94,13 @@ types: $(VENV)/.made
 	$(VENV)/bin/lint-imports
 
 # A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
-# The processes that tests start read compiled modules, which must be written for that.
+# Test subprocesses read compiled modules, so bytecode must be written.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: lint $(BASE)/config.json
 	$(PYTEST) -m 'not process and not slow'
 
-# mypy uses one core, and runs beside the tests.
+# mypy uses one core and runs beside the tests.
 test: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types suite
 
@@ -115,7 +115,7 @@ $(VENV)/.docs-made: $(VENV)/.made
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-# The reference is made from the code, the HTTP API from apps that need the tiny model.
+# The reference is generated from the code; the HTTP API needs the tiny model.
 docs: $(VENV)/.docs-made $(BASE)/config.json
 	NO_MKDOCS_2_WARNING=1 OMP_WAIT_POLICY=passive $(VENV)/bin/mkdocs build --strict
 
@@ -123,7 +123,7 @@ docs: $(VENV)/.docs-made $(BASE)/config.json
 fuzz: $(VENV)/.made $(BASE)/config.json
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --timeout 3600
 
-# SkyPilot pins other versions of what the services use, so it has an environment of its own.
+# SkyPilot pins other versions of the services' dependencies, so it has a separate environment.
 $(SKY)/.made: jobgroup/skypilot-requirements.txt
 	@$(CHECK_PYTHON)
 	@echo 'making the environment of SkyPilot in $(SKY): once, about a minute'
@@ -140,7 +140,7 @@ bench: $(VENV)/.made $(BASE)/config.json
 gpu-check: $(VENV)/.made
 	$(VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_OUT)
 
-# TRL is a peer to compare with, no dependency, so it has an environment of its own.
+# TRL is a baseline, not a dependency, so it has a separate environment.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
 	@$(CHECK_PYTHON)
 	@echo 'making the environment of TRL in $(TRL): once, about two minutes'
@@ -152,7 +152,7 @@ bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
 	$(VENV)/bin/python -m benchmarks.vs_trl
 	$(VENV)/bin/python -m benchmarks.vs_trl_learning
 
-# No part of `make test`: the advisories are on the internet alone. An environment of its own, so that it audits the pins, not itself.
+# Not part of `make test`: it needs the internet. A separate environment, so that it audits the pins, not itself.
 $(AUDIT)/.made:
 	$(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit
