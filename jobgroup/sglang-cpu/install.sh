@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Real SGLang for a CPU, in a separate environment (its pins clash with the project's). About 2.3 GB, most of it torch.
+# Real SGLang for a CPU, in an environment of its own (its pins clash with the project's). About 2.3 GB, most of it torch.
 #
 #   bash jobgroup/sglang-cpu/install.sh [FOLDER]       FOLDER: .venv-sglang
 #
-# Repeats only when something in this folder has changed. PYTHON names the Python 3.11 to use.
+# Done again only when something in this folder has changed. PYTHON names the Python 3.11 to use.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 folder="${1:-.venv-sglang}"
 python="${PYTHON:-python3.11}"
-mark=sglang-cpu # distinguishes this environment from the one for GPUs, which may have the same name
+mark=sglang-cpu # tells this environment from the one for GPUs, which may have the same name
 
 stop() {
   echo "sglang-cpu: $1" >&2
@@ -34,7 +34,7 @@ rm -f "$folder/.made-from"
 pip() {
   "$folder/bin/python" -m pip "$@" --quiet --disable-pip-version-check
 }
-# torch first, with its dependencies: a CUDA build installs libraries, a CPU build does not.
+# torch first and with what it asks for: a CUDA build brings libraries along, a CPU build does not.
 pip install -c "$here/requirements.txt" torch torchvision setuptools
 # The rest exactly as listed: SGLang declares every GPU library as a requirement.
 pip install --no-deps -r "$here/requirements.txt"

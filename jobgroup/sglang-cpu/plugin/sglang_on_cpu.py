@@ -1,7 +1,7 @@
 """A platform for SGLang, found by its entry point: plain torch on a CPU.
 
-SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels are built for CUDA only. On an
-external platform SGLang uses the torch implementation of every layer instead, which suffices for a small model.
+SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels are built for CUDA only. On a platform that is
+not its own SGLang takes every layer's implementation in torch instead, which is all a small model needs.
 """
 
 import functools
@@ -15,7 +15,7 @@ from sglang.srt.platforms.cpu import CpuSRTPlatform  # type: ignore[import-not-f
 from sglang.srt.platforms.device_mixin import PlatformEnum  # type: ignore[import-not-found]
 
 _KEPT: list[torch.library.Library] = []
-"""Keeps the declaring objects alive: declared operators vanish with them."""
+"""Declared operators vanish with the object that declared them."""
 
 
 def activate() -> str:
@@ -28,7 +28,7 @@ def activate() -> str:
 
 
 class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
-    """SGLang's CPU device as an external platform; anything not overridden is off (graphs, pinned memory, fp8)."""
+    """SGLang's CPU device, declared as a platform from outside; what is not overridden is off (graphs, pinned memory, fp8)."""
 
     _enum = PlatformEnum.OOT
 
@@ -36,7 +36,7 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
         """Leaves the widths of MLPs and experts as they are: called once, when all of SGLang's modules are imported.
 
         On CPUs SGLang pads them to a multiple of 32 for the compiled operators that are not used here. The padding of experts
-        is never written, so the model would compute with uninitialised memory.
+        is never written, so the model would compute with what the memory held before.
         """
         from sglang.srt.configs import update_config  # type: ignore[import-not-found]
 
@@ -47,7 +47,7 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
         return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        """SGLang's own KV cache: nothing in it needs a GPU."""
+        """The KV cache of SGLang itself: nothing in it needs a GPU."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # type: ignore[import-not-found]
 
         pool: type = MHATokenToKVPool
@@ -67,15 +67,14 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
 
 def _nothing_to_wait_for(device: object = None) -> None:
-    """Does nothing: on a CPU the result is computed when the call returns."""
+    """Does nothing: a CPU has computed its result when the call returns."""
 
 
 def _make_torchvision_importable() -> None:
     """Some of SGLang's modules import torchvision and never use it here.
 
-    The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be loaded, and its
-    Python part fails at once because it describes two of that library's operators. They are declared here,
-    unimplemented.
+    The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be loaded, and its Python
+    part fails at once, for it describes two operators of that library. They are declared here, without an implementation.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
@@ -91,7 +90,7 @@ def _make_torchvision_importable() -> None:
 
 
 def _leave_memory_unpinned() -> None:
-    """SGLang's LoRA code always asks for pinned memory, which torch refuses without an accelerator to copy to."""
+    """SGLang's LoRA code asks for pinned memory always, and torch refuses that where there is no accelerator to copy to."""
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self
