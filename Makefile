@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
+# Two commands on a fresh machine with Python 3.11 (or 3.12, 3.13) and make:
 #   make demo    train the built-in task: five tasks, two rollout nodes, two trainer nodes, on this machine
 #   make test    lint, types and tests, about ten minutes on two cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
@@ -8,7 +8,7 @@ ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
 SOAK_MINUTES ?= 30
 GPU_OUT ?= runs/gpu-check
-JOBS ?= 4
+JOBS ?= 5
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
@@ -33,7 +33,7 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
-	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
+	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=5]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
@@ -67,7 +67,7 @@ demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-c
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
 	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
 
-# The warm start, the job group with the tool, the same problems without the tool, and what came out.
+# The warm start, the job group with the tool, the same problems without the tool, and the report.
 demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tool_calculator.base $(AGENT_DIR) --seed $(SEED)
 	$(VENV)/bin/python -m jobgroup.local $(TOOLS_GROUP) --follow ppo-trainer --clear $(AGENT_DIR)/run --log-dir $(AGENT_DIR)/run/logs \
@@ -93,10 +93,11 @@ types: $(VENV)/.made
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
-# The processes that tests start read compiled modules, which must be written for that.
+# A file's tests share their fixtures, so a file stays in one process. Many tests wait: five processes keep two cores busy.
+# Test subprocesses read compiled modules, so bytecode must be written.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+<<<<<<< HEAD
 # mypy uses one core, and runs beside the tests.
 check: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types unit
@@ -106,6 +107,12 @@ unit: JOBS = logical
 unit: $(BASE)/config.json
 	$(PYTEST) -m 'not integration and not slow'
 
+=======
+check: lint $(BASE)/config.json
+	$(PYTEST) -m 'not process and not slow'
+
+# mypy uses one core and runs beside the tests.
+>>>>>>> prose-c
 test: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types suite
 
@@ -120,7 +127,7 @@ $(VENV)/.docs-made: $(VENV)/.made
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-# The reference is made from the code, the HTTP API from apps that need the tiny model.
+# The reference is generated from the code; the HTTP API needs the tiny model.
 docs: $(VENV)/.docs-made $(BASE)/config.json
 	NO_MKDOCS_2_WARNING=1 OMP_WAIT_POLICY=passive $(VENV)/bin/mkdocs build --strict
 
@@ -128,7 +135,7 @@ docs: $(VENV)/.docs-made $(BASE)/config.json
 fuzz: $(VENV)/.made $(BASE)/config.json
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --timeout 3600
 
-# SkyPilot pins other versions of what the services use, so it has an environment of its own.
+# SkyPilot pins other versions of the services' dependencies, so it has a separate environment.
 $(SKY)/.made: jobgroup/skypilot-requirements.txt
 	@$(CHECK_PYTHON)
 	@echo 'making the environment of SkyPilot in $(SKY): once, about a minute'
@@ -145,7 +152,7 @@ bench: $(VENV)/.made $(BASE)/config.json
 gpu-check: $(VENV)/.made
 	$(VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_OUT)
 
-# TRL is a peer to compare with, no dependency, so it has an environment of its own.
+# TRL is a baseline, not a dependency, so it has a separate environment.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
 	@$(CHECK_PYTHON)
 	@echo 'making the environment of TRL in $(TRL): once, about two minutes'
@@ -157,7 +164,7 @@ bench-trl: $(VENV)/.made $(BASE)/config.json $(TRL)/.made
 	$(VENV)/bin/python -m benchmarks.vs_trl
 	$(VENV)/bin/python -m benchmarks.vs_trl_learning
 
-# No part of `make test`: the advisories are on the internet alone. An environment of its own, so that it audits the pins, not itself.
+# Not part of `make test`: it needs the internet. A separate environment, so that it audits the pins, not itself.
 $(AUDIT)/.made:
 	$(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check pip-audit

@@ -1,1 +1,1 @@
-"""Benchmarks, and the check of a GPU (`rlhf-gpu-check`)."""
+"""Benchmarks, and the GPU check (`rlhf-gpu-check`)."""

@@ -1,12 +1,12 @@
-"""What the environment-server costs: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART …]`.
+"""Cost of the environment-server: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART …]`.
 
-`calls`: 256 sessions of a program that calls the model over HTTP, each turn after the other, with an engine that takes two
-seconds a turn. What a call takes longer than the engine took, and the processor time of the server's process for 1,000 turns;
-the latter also for episodes whose turns the server plays itself, and, to compare, for as many requests that do nothing.
-`tools`: an engine of 32 sequences at a time, and tools that sleep for 1 to 30 seconds. The engine's tokens per second with as
-many episodes in flight as keep it busy, over those of episodes without tools.
+`calls`: 256 sessions of a program that calls the model over HTTP, each turn after the other, with an engine that takes
+two seconds per turn. Measures the latency a call adds to the engine's, and the server's CPU time per 1,000 turns; the
+latter also for episodes whose turns the server plays itself and, for comparison, for no-op requests. `tools`: an engine
+of 32 sequences at a time, and tools that sleep for 1 to 30 seconds. The ratio of the engine's throughput with enough
+episodes in flight to keep it busy to that of episodes without tools.
 
-Server and engine are processes of their own; the engine computes nothing.
+Server and engine are separate processes; the engine computes nothing.
 """
 
 import argparse
@@ -47,17 +47,17 @@ class Talks:
         self.turns = 0
 
     async def step(self, messages: list[dict[str, Any]]) -> str | None:
-        """Goes on until all turns are made."""
+        """Continues until all turns are played."""
         self.turns += 1
         return "And then? Tell me more about it." if self.turns < TURNS else None
 
     def get_reward(self) -> float:
-        """Is the same for all."""
+        """Gives every episode the same reward."""
         return 1.0
 
 
 class Slow(Talks):
-    """The same with a slow tool between two turns, which is no coroutine: it holds a thread."""
+    """The same with a slow tool between two turns; it is not a coroutine, so it holds a thread."""
 
     def look(self, what: str) -> str:
         """Looks something up.
@@ -70,14 +70,14 @@ class Slow(Talks):
 
 
 def serve_environment(name: str, port: int, engine: int) -> None:
-    """Serves one of these environments, with the engine on another port."""
+    """Serves one of these environments; the engine has another port."""
     tokenizer = trap_tokenizer()
     stop = tokenizer.eos_token_id
     router, metrics = RolloutClient("rollout-server", f"http://127.0.0.1:{engine}"), Metrics("environment-server")
     section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
     service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
     task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
-    for i in range(SESSIONS):  # programs that others have started
+    for i in range(SESSIONS):  # programs started by others
         request = EpisodeRequest(request_id="r", task=task, sampling=sampling, limits=EpisodeLimits(turns=TURNS))
         service._sessions[f"session-{i}"] = service.open_session(request)
     serve(create_environment_app(service, 256 << 20, metrics), "127.0.0.1", port)
@@ -146,7 +146,7 @@ def cpu(process: psutil.Process) -> float:
 
 
 async def calls() -> None:
-    """Prints what calls of programs, and turns of the server's own, cost."""
+    """Prints the cost of program calls and of turns the server plays."""
     async with serving("Talks") as (url, _, process), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def program(i: int, took: list[float]) -> None:
@@ -197,7 +197,7 @@ def episodes(environment: str, number: int, n: int) -> EpisodeRequest:
 
 
 async def rate(environment: str, flight: int) -> float:
-    """Turns a second of the engine, with so many episodes in flight, after they have spread out."""
+    """Engine turns per second with this many episodes in flight, after they have spread out."""
     async with serving(environment) as (url, engine, _), aiohttp.ClientSession() as http:
 
         async def turns() -> int:
@@ -232,7 +232,7 @@ async def tools() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the parts that are named, or all."""
+    """Runs the named parts, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", help="calls, tools")
     parser.add_argument("--serve", nargs=3)

@@ -1,7 +1,7 @@
 """Every recipe on the built-in task: accuracy over steps and over CPU seconds, several seeds, one table and one plot.
 
-`python -m benchmarks.algorithms [--seeds 3] [--steps 25] [--plot FILE.png]` trains each recipe in a process of its own,
-with the settings of the demo otherwise. Needs the tiny base model (`make demo` or `make test` makes it).
+`python -m benchmarks.algorithms [--seeds 3] [--steps 25] [--plot FILE.png]` trains each recipe in a separate process,
+otherwise with the demo's settings. Needs the tiny base model (`make demo` or `make test` makes it).
 """
 
 import argparse
@@ -25,9 +25,9 @@ EVERY = 5
 BESIDE: dict[str, tuple[str, ...]] = {
     "dapo": ("--algorithm.dynamic_sampling_rounds", "40"),  # late in the run most groups are all right
     "ppo": ("--critic.learning_rate", "1e-3"),
-    "gdpo": ("--reward.require_stop", "false"),  # it would change the sum of the rewards alone
+    "gdpo": ("--reward.require_stop", "false"),  # it would change only the sum of the rewards
 }
-"""What a recipe needs on this task beside its name."""
+"""Settings a recipe needs on this task besides its name."""
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""What collecting costs the trainer's node: `python -m benchmarks.collector [--in-flight 4096] [--completions 40000]`.
+"""Cost of collecting on the trainer's node: `python -m benchmarks.collector [--in-flight 4096] [--completions 40000]`.
 
 The real collector and the real clients over real sockets, thousands of completions in flight. Light stand-ins, one process
-each, are the data-server, reward-server and replay-buffer, and one endpoint that stands for the router and 64 engines: it
+each, replace the data-server, reward-server and replay-buffer; one endpoint stands for the router and 64 engines: it
 answers a group after a second or two, with about 500 tokens and log-probabilities a completion, in SGLang's format. Groups
-that are stored free their slots at once. Measured: completions per second, CPU seconds of this process for 1,000
-completions and the shares of them that parsing SGLang's JSON takes and that remains, and the resident memory as it goes on.
+that are stored free their slots at once. Measured: completions per second, this process's CPU seconds per 1,000
+completions split into parsing SGLang's JSON and the rest, and the resident memory over time.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def rollout_app() -> web.Application:
 
 
 def services_app() -> web.Application:
-    """Data, reward and replay without what they do: they answer in the right form."""
+    """Data, reward and replay stubs: they only answer in the right form."""
     position = stored = 0
 
     async def prompts(request: web.Request) -> web.Response:
@@ -103,7 +103,7 @@ def services_app() -> web.Application:
     async def add(request: web.Request) -> web.Response:
         nonlocal stored
         body = await request.read()
-        if stored == 0:  # what arrives is what a real one would take
+        if stored == 0:  # the body has the form a real one accepts
             assert len(decode_groups(body)[0].completions) == COMPLETIONS
         stored += 1
         return web.json_response({"added": 1, "duplicates": 0})
@@ -116,7 +116,7 @@ def services_app() -> web.Application:
 
 
 class FreeingReplay(ReplayClient):
-    """Counts what is stored and frees its slot, as the trainer does when it has trained on it."""
+    """Counts stored groups and frees their slots, as the trainer does after training on them."""
 
     collector: Collector
     stored = 0
@@ -136,7 +136,7 @@ def resident_mb() -> float:
 
 
 def parse_seconds() -> tuple[float, float]:
-    """CPU seconds for 1,000 completions: of orjson alone, and of making completions of what it gave."""
+    """CPU seconds per 1,000 completions: for orjson alone, and for building completions from its result."""
     group = answers(np.random.default_rng(0))
     body, rounds = orjson.dumps(group), 1000 // COMPLETIONS
     gc.disable()

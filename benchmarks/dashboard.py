@@ -1,9 +1,9 @@
-"""How fast the dashboard's rollouts are in a browser: `python -m benchmarks.dashboard [--groups 100000]`.
+"""Speed of the dashboard's rollout viewer in a browser: `python -m benchmarks.dashboard [--groups 100000]`.
 
-In headless Chromium, over a server of its own: seconds from the address to the first list of 100,000 groups, with a server that
-has read nothing yet and again with one that has; then the frames of scrolling through a group of 16 completions of 2,000
-tokens, all of them shown, as text and token by token. A frame is what `requestAnimationFrame` counts while Chromium's own
-gesture scrolls; 60 a second are the most. Needs Debian's `chromium` and `chromium-driver`, without a GPU.
+In headless Chromium, with a separate server: seconds from the URL to the first list of 100,000 groups, with a cold and
+a warm server; then the frames of scrolling through a group of 16 completions of 2,000 tokens, all of them shown, as
+text and token by token. A frame is what `requestAnimationFrame` counts while Chromium's own gesture scrolls; 60 per
+second are the maximum. Needs Debian's `chromium` and `chromium-driver`, without a GPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from trainer.observe.group_files import GroupRecorder, RecordedGroup
 
 COMPLETIONS, TOKENS = 16, 2000
 EACH = 32
-"""Groups of a step."""
+"""Groups per step."""
 SPEED = 3000
 """Pixels a second."""
 _RECORD = """
@@ -35,7 +35,7 @@ window.frame_ = requestAnimationFrame(next);
 
 
 def first_list(page: Page, url: str) -> float:
-    """Returns the seconds from the address to the first rows."""
+    """Returns the seconds from the URL to the first rows."""
     page.driver.get("about:blank")
     start = time.perf_counter()
     page.driver.get(f"{url}#rollouts")

@@ -1,8 +1,8 @@
 """On-policy distillation on the built-in task: a student learns from reward, from a teacher, and from both.
 
-`python -m benchmarks.distillation [--seeds 3] [--steps 20] [--teacher-steps 60]` trains the teacher by GRPO from the tiny base
-model, serves it with the embedded engine, and trains students from the same base model on 32 completions a step, with the
-settings of the demo otherwise. Needs the tiny base model (`make demo` or `make test` makes it).
+`python -m benchmarks.distillation [--seeds 3] [--steps 20] [--teacher-steps 60]` trains the teacher by GRPO from the
+tiny base model, serves it with the embedded engine, and trains students from the same base model on 32 completions per
+step, otherwise with the demo's settings. Needs the tiny base model (`make demo` or `make test` makes it).
 """
 
 import argparse
@@ -24,7 +24,7 @@ STUDENT = (
     *("--trainer.batch_size", "8", "--sampling.group_size", "4", "--trainer.warmup_steps", "0"),
     *("--trainer.eval_every", str(EVERY)),
 )
-"""An eighth of the demo's batch, from the first step on: what a few tokens teach is the question."""
+"""An eighth of the demo's batch, to measure what a few tokens teach."""
 _PATIENCE_S = 600.0
 
 
@@ -72,7 +72,7 @@ def _wait(url: str) -> None:
 
 
 def _table(curves: dict[str, list[Curve]], teacher: Curve) -> Table:
-    """Accuracy by step, and the generated tokens until it is half-way and nine tenths of the way to the teacher's."""
+    """Accuracy by step, and the tokens generated until it is 50 % and 90 % of the way to the teacher's."""
     base, best = teacher.accuracy[0], teacher.accuracy[-1]
     targets = [base + share * (best - base) for share in (0.5, 0.9)]
     seeds = len(next(iter(curves.values())))

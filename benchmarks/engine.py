@@ -1,4 +1,4 @@
-"""Claim: the embedded engine, over HTTP, beats `model.generate` of transformers in process by 1.2 × in tokens/s.
+"""Claim: the embedded engine, over HTTP, beats in-process `model.generate` of transformers by 1.2 × in tokens/s.
 
 `OMP_NUM_THREADS=1 python -m benchmarks.engine [--rounds N] [--device cuda]`. Work: 32 prompts × 8 completions, one request per
 prompt, all at once, the tiny model in float32, temperature 1, end-of-sequence ignored. The peer gets the same 256 rows as one
@@ -45,7 +45,7 @@ def build(directory: Path) -> list[list[int]]:
 
 @contextmanager
 def engine(directory: Path, device: str) -> Iterator[str]:
-    """The engine as a process of its own; yields its URL."""
+    """Starts the engine as a separate process; yields its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,7 +108,7 @@ async def measure(url: str, directory: Path, prompts: list[list[int]], rounds: i
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
     model.generation_config.eos_token_id = None  # ignored on both sides
     reached = True
-    # Not httpx: its pool costs 5 ms of CPU a request with 32 of them in flight, which is not the engine's.
+    # Not httpx: with 32 requests in flight its pool costs 5 ms of CPU per request, which is not the engine's.
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as client:
         for new_tokens in (24, 128):
             ours, theirs = [], []

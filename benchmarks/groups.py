@@ -1,8 +1,8 @@
-"""What recording groups costs a step, and how fast 100,000 of them are searched: `python -m benchmarks.groups`.
+"""Cost of recording groups per step, and search speed over 100,000 groups: `python -m benchmarks.groups`.
 
-Records steps of 32 groups × 8 completions × 1,024 tokens of random ids and log-probabilities, which compress badly: seconds
-that the step waits, seconds of the thread beside it, bytes. Then an index of 100,000 groups: filled, asked, and asked again
-after one more step.
+Records steps of 32 groups × 8 completions × 1,024 tokens of random ids and log-probabilities, which compress badly.
+Measures the seconds the step waits, the background thread's seconds, and bytes. Then an index of 100,000 groups is
+filled, queried, and queried again after one more step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def median_seconds(call: Callable[[], object], rounds: int) -> float:
 
 
 def recording(directory: Path, rounds: int) -> None:
-    """Prints what one step costs."""
+    """Prints the cost of one step."""
     rng = np.random.default_rng(0)
     groups = make_groups("g", rng)
     items = []
@@ -84,7 +84,7 @@ def write_lines(directory: Path, first: int, steps: int) -> None:
 
 
 def searching(directory: Path, rounds: int) -> None:
-    """Prints what the index costs."""
+    """Prints the cost of the index."""
     write_lines(directory, 1, STEPS)
     index, before = GroupIndex(directory), psutil.Process().memory_info().rss
     first = median_seconds(lambda: index.search(Query(), 50, 0), 1)

@@ -1,6 +1,6 @@
-"""Training runs on the built-in task for the benchmarks: each in a process of its own, with its curves read back.
+"""Training runs on the built-in task for the benchmarks: each in a separate process, with its curves read back.
 
-`python -m benchmarks.learning DIRECTORY [SETTINGS…]` makes one run with the settings of the demo otherwise.
+`python -m benchmarks.learning DIRECTORY [SETTINGS…]` makes one run, otherwise with the demo's settings.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ CONFIG = "jobgroup/configs/tiny-cpu.yaml"
 
 @dataclass
 class Curve:
-    """Held-out greedy accuracy of one run, and what had been spent until each evaluation."""
+    """Held-out greedy accuracy of one run, and the cost up to each evaluation."""
 
     steps: list[int]
     accuracy: list[float]
@@ -38,7 +38,7 @@ class Curve:
         aside = 0
         for line in read_lines(directory / "metrics.jsonl"):
             dropped = line["dropped"].get("zero_variance", 0)
-            fresh = batch - line["reused_groups"] + dropped - aside  # dynamic sampling puts generated groups aside
+            fresh = batch - line["reused_groups"] + dropped - aside  # dynamic sampling sets generated groups aside
             aside = dropped
             tokens.append(tokens[-1] + fresh * size * line["completion_tokens"])
             seconds.append(seconds[-1] + line["cpu_seconds"])
@@ -58,7 +58,7 @@ class Curve:
 
 
 def train(directory: Path, *settings: str) -> None:
-    """One run into `directory`, which must not hold another one."""
+    """Makes one run in `directory`, which must not contain another."""
     subprocess.run([sys.executable, "-m", "benchmarks.learning", str(directory), *settings], check=True)
 
 

@@ -1,13 +1,13 @@
 """Does training overlap with generation? `python -m benchmarks.overlap [--seconds 0.8] [--steps 24] [--staleness 0 1 2]`.
 
-The real loop, collector, weight sync and clients over real sockets, with data-server, reward-server and replay-buffer as
-processes. Simulated are the engine, a process that speaks its HTTP API and decodes in real time (a bounded number of rows,
-log-normal lengths, running requests wait while weights are loaded and go on with the new ones), and the update, which sleeps.
-`--when-stale` compares `trainer.when_stale`. Beside each figure is what a schedule of the same slots, rows and lengths takes
-without any machine (`ideal`): what is above that is this code's, or the machine's other work.
+The real loop, collector, weight sync and clients over real sockets, with data-server, reward-server and replay-buffer
+as processes. Simulated are the update, which sleeps, and the engine, a process with its HTTP API that decodes in real
+time (a bounded number of rows, log-normal lengths; running requests pause while weights load and continue with the new
+ones). `--when-stale` compares `trainer.when_stale`. Beside each figure is the time of an ideal schedule of the same
+slots, rows and lengths (`ideal`); the excess is due to this code or to other work on the machine.
 
-A row of the table is a ratio of generation to training. `generation` is what the engine needs for one batch when all its rows
-are busy, loading the weights included; `training` is the update. The larger of the two is the bound. Medians over the steps.
+A row of the table is a ratio of generation to training. `generation` is the engine's time for one batch with all rows
+busy, including weight loading; `training` is the update. The larger of the two is the bound. Medians over the steps.
 Needs the tokenizer of the tiny base model (`make demo` makes it).
 """
 
@@ -57,7 +57,7 @@ TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
 LOAD_SHARE = 0.04
 """Seconds of loading weights, as a share of the bound."""
 WARM_UP = 4
-"""First steps, which do not count."""
+"""First steps, which are not counted."""
 
 
 def lengths(seed: int) -> list[int]:
@@ -70,7 +70,7 @@ MEAN_TOKENS = float(np.mean([lengths(seed) for seed in range(5000)]))
 
 
 def ideal(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> tuple[float, float]:
-    """Median and mean step where nothing takes time but decoding, loading weights and the update.
+    """Median and mean step when only decoding, loading weights and the update take time.
 
     `wait` takes the groups in the order of their slots, the other two those that are ready first, and none is dropped.
     """
@@ -78,7 +78,7 @@ def ideal(generation_s: float, training_s: float, staleness: int, steps: int, wh
     rows, done, trained, taken = [0.0] * ROWS, dict[int, float](), [0.0], 0
     for step in range(steps):
         begin = trained[-1] + load_s if step else 0.0
-        # Loading stops all rows; those that are busy go on later.
+        # Loading stops all rows; busy ones continue later.
         rows = [row + load_s if row > trained[-1] else begin for row in rows] if step else rows
         done = {group: at + load_s if at > trained[-1] else at for group, at in done.items()}
         for group in range(taken + len(done), (step + staleness + 1) * GROUPS):
@@ -95,7 +95,7 @@ def ideal(generation_s: float, training_s: float, staleness: int, steps: int, wh
 
 
 def costs(generation_s: float, training_s: float) -> tuple[float, float]:
-    """Seconds of loading weights, and of a token."""
+    """Seconds to load weights, and per token."""
     load_s = LOAD_SHARE * max(generation_s, training_s)
     return load_s, (generation_s - load_s) * ROWS / (GROUPS * COMPLETIONS * MEAN_TOKENS)
 
@@ -165,7 +165,7 @@ class SimulatedEngine:
 
 
 class SleepingPolicy:
-    """A policy whose update takes `seconds`, and that has a few weights."""
+    """A policy with a few weights whose update takes `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.step, self.seed, self.kl_coef = seconds, 0, 0, 0.0
@@ -183,7 +183,7 @@ class SleepingPolicy:
 
 
 class DirectPublisher:
-    """Writes a version and has the engine load it: what an agent does, without the download."""
+    """Writes a version and has the engine load it, as an agent does, without the download."""
 
     def __init__(self, directory: Path, engine: EngineClient, loop: LoopThread) -> None:
         self._directory, self._engine, self._loop = directory, engine, loop
@@ -194,7 +194,7 @@ class DirectPublisher:
 
 
 class Sockets:
-    """The `Backend` of the services and the engine, which are processes of their own."""
+    """The `Backend` of the services and the engine, which are separate processes."""
 
     def __init__(self, engine_url: str) -> None:
         self.console, self._engine_url = Console(quiet=True), engine_url
@@ -249,7 +249,7 @@ class Measured:
 
 
 def measure(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> Measured:
-    """Runs the loop and returns what its steps after the first `WARM_UP` took."""
+    """Runs the loop and returns the durations of its steps after the first `WARM_UP`."""
     ports = [free_port() for _ in range(4)]
     load_s, token_s = costs(generation_s, training_s)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,14 +1,14 @@
-"""What it takes to publish weights to 1, 2 and 4 receivers by each way: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
+"""Cost of publishing weights to 1, 2 and 4 receivers: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
 
-`full` versions are new in every weight. In those of `delta` a share `--changed` is, by one step of bfloat16: 2.5 % of Gemma 3
-270M are, in an update by Adam at a learning rate of 1e-6.
+`full` versions change every weight. `delta` versions change a share `--changed` by one step of bfloat16: in Gemma 3
+270M an Adam update at a learning rate of 1e-6 changes 2.5 %.
 
-A figure is the time of `Publisher.publish`: from the tensors of the trainer until every receiver has them, verified, in the
-tensors of its own model. Receivers are processes with the client, the store and the receiving code of the rollout nodes and the
-embedded engine. Beside each the same bytes plainly copied: by `cp` to as many files at once for http and shared, in turn with
-the versions; by one gloo broadcast to as many processes for distributed. The processor seconds of both, of all processes, are
-ratios that other work on the machine does not change. `--mbit` lets the files pass a network of so many megabits per second,
-which the receivers share.
+A figure is the time of `Publisher.publish`: from the tensors of the trainer until every receiver has them, verified, in
+the tensors of its own model. Receivers are processes with the client, the store and the receiving code of the rollout
+nodes and the embedded engine. Beside each is a plain copy of the same bytes: by `cp` to as many files at once for http
+and shared, alternating with the versions; by one gloo broadcast to as many processes for distributed. CPU seconds cover
+all processes; their ratio does not depend on other work on the machine. `--mbit` limits the files to a network of this
+many megabits per second, shared by the receivers.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from trainer.weights.transfer import Rendezvous
 WAYS = ("http full", "http delta", "shared full", "shared delta", "distributed full")
 HIDDEN, VOCABULARY = 1024, 16_384
 FIRST = 5
-"""Versions that do not count: after so many, each is written over one that was removed."""
+"""Versions that are not counted: after these, each is written over a removed one."""
 _TIMEOUT_S = 300.0
 
 
@@ -83,7 +83,7 @@ def move(weights: dict[str, Tensor], share: float) -> None:
 
 
 class Held:
-    """The model of a receiver: what the loading code asks of a module, and of an engine."""
+    """A receiver's model: the parts of a module and an engine that the loading code uses."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -130,7 +130,7 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
 
 
 async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates, group: str) -> str:
-    """Receives a broadcast; the name of the group, which is joined when it is a new one."""
+    """Receives a broadcast, joining the group if it is new; returns the group's name."""
     plan = manifest.broadcast
     assert plan is not None
     if plan.group != group:
@@ -147,14 +147,14 @@ async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates,
 
 @dataclass
 class Took:
-    """What some work took, once for each round."""
+    """The cost of some work, once per round."""
 
     seconds: list[float] = field(default_factory=list)
     processor_s: list[float] = field(default_factory=list)
 
     @contextmanager
     def measured(self, *processes: int) -> Iterator[None]:
-        """Measures what is done inside, by this process, by those that end meanwhile, and by `processes`."""
+        """Measures the work done inside by this process, by children that end meanwhile, and by `processes`."""
         begin, used = time.perf_counter(), _processor_s(processes)
         yield
         self.seconds.append(time.perf_counter() - begin)
@@ -169,13 +169,13 @@ def _processor_s(processes: Iterable[int]) -> float:
 
 
 class Network:
-    """A relay to a local port, through which so many bytes pass in a second."""
+    """A relay to a local port, limited to this many bytes per second."""
 
     def __init__(self, port: int, bytes_s: float) -> None:
         self._to, self._bytes_s, self._free_at = port, bytes_s, 0.0
 
     async def open(self) -> int:
-        """Begins; returns the port of the relay."""
+        """Starts the relay; returns its port."""
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -197,9 +197,9 @@ class Network:
 def published(
     way: str, receivers: int, weights: dict[str, Tensor], share: float, rounds: int, scratch: Path, mbit: float | None
 ) -> tuple[Took, Took, int]:
-    """What each round of publishing took, what plain copies in turn with it did, and the bytes of the last delta, or 0.
+    """The cost of each round of publishing, of the plain copies between, and the bytes of the last delta, or 0.
 
-    The first versions, with which groups are formed and memory and files are allocated, do not count.
+    The first versions, which form groups and allocate memory and files, are not counted.
     """
     size = sum(tensor.nbytes for tensor in weights.values())
     board = WeightBoard(scratch / "published")
@@ -264,7 +264,7 @@ def _take(port: int, rank: int, world_size: int, size: int, rounds: int) -> None
 
 
 def broadcast(receivers: int, size: int, rounds: int) -> Took:
-    """What one gloo broadcast of as many bytes takes, until every receiver has them."""
+    """The time of one gloo broadcast of as many bytes, until every receiver has them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn, world_size = multiprocessing.get_context("spawn"), receivers + 1
     arguments = [(store.port, rank, world_size, size, rounds) for rank in range(1, world_size)]

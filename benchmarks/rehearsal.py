@@ -1,14 +1,14 @@
 """A rehearsal: one update of the real policy at true size, without a GPU and without computing anything.
 
-torch's fake tensors have shapes, types and lifetimes but no contents, and FSDP2 shards over the `fake` process group, which
-talks to nobody. So bytes and FLOPs are those of one rank of any number, found in seconds by one process; times are a
-roofline, no measurement. Fake CPU tensors stand for those of a GPU, and the code takes the GPU's paths. The device of the
-host and that of the rank are one here, so settings that offload cannot be rehearsed: without them, what is held (weights,
-gradients, optimiser) is what they move to the host.
+torch's fake tensors have shapes, types and lifetimes but no contents, and FSDP2 shards over the `fake` process group,
+which communicates with nobody. So one process finds the bytes and FLOPs of one of any number of ranks in seconds; times
+are a roofline, not a measurement. Fake CPU tensors stand for those of a GPU, and the code takes the GPU's paths. The
+device of the host and that of the rank are one here, so settings that offload cannot be rehearsed: without them, the
+held bytes (weights, gradients, optimiser) are what those settings move to the host.
 
     .venv/bin/python -m benchmarks.rehearsal MODEL --ranks 8 --profile --trainer.activation_checkpointing true
 
-MODEL is a directory with a `config.json`. All settings of a run follow the other options.
+MODEL is a directory with a `config.json`. All settings of a run may follow the options.
 """
 
 import json
@@ -62,7 +62,7 @@ _FREE = ("empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift", "
 
 @dataclass
 class Cost:
-    """What some kernels need."""
+    """The cost of some kernels."""
 
     calls: int = 0
     bytes: float = 0.0
@@ -93,9 +93,9 @@ class Rehearsal:
     optimizer: int = 0
     reference: int = 0
     beside: int = 0
-    """Bytes kept after the update beside these: step counters and buffers."""
+    """Other bytes kept after the update: step counters and buffers."""
     unknown: int = 0
-    """Bytes kept that belong to none of these: more than a few hundred are a leak."""
+    """Bytes kept that belong to none of these: more than a few hundred mean a leak."""
     peak: int = 0
     """Bytes allocated at the worst moment, rounded as CUDA's allocator does."""
     costs: dict[tuple[str, str], Cost] = field(default_factory=lambda: defaultdict(Cost))
@@ -109,7 +109,7 @@ class Rehearsal:
 
 
 class _Rank(Ranks):
-    """A rank with a GPU, as far as the policy can tell, that hears from nobody and reads no files."""
+    """To the policy, a rank with a GPU; it communicates with nobody and reads no files."""
 
     on_gpu = property(lambda _: True)
     device = property(lambda _: torch.device("cpu"), lambda *_: None)
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
     def __init__(self, vocabulary: int, pair_flops: float, profile: bool) -> None:
         super().__init__()
         self.found, self.phase = Rehearsal(), ""
-        """Nothing is counted in the phase ""."""
+        """In the phase "" nothing is counted."""
         self._vocabulary, self._pair_flops, self._profile = vocabulary, pair_flops, profile
         self._live: dict[int, tuple[int, int]] = {}
         """Bytes of the storages that exist, exact and rounded."""
@@ -145,7 +145,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         return sum(size for size, _ in self._live.values())
 
     def start(self) -> None:
-        """Begins to count, with what exists now."""
+        """Starts to count, with the current storages."""
         self.phase, self.found.peak = "layers", self._now
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +243,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
 
 
 def _sort(recorder: _Recorder, policy: Policy, reference: Reference) -> None:
-    """Counts what is held, by kind."""
+    """Counts held bytes, by kind."""
     found, parameters = recorder.found, list(policy.model.parameters())
     state = policy.optimizer.state_dict().values()
     found.weights = _bytes(parameters)
@@ -312,7 +312,7 @@ def _whole(pretrained: Pretrained) -> Any:
     model, device = pretrained.empty(), torch.device("cpu")
     materialise(model, device, device)
     pretrained.fill_added(model)
-    model.to = lambda _device: model  # fake parameters cannot be moved, and are where they should be
+    model.to = lambda _device: model  # fake parameters cannot be moved and are already in place
     return model
 
 

@@ -1,9 +1,9 @@
-"""What the replay buffer moves and how fast it samples: `python -m benchmarks.replay [--rounds N] [--sizes N …]`.
+"""Throughput and sampling speed of the replay buffer: `python -m benchmarks.replay [--rounds N] [--sizes N …]`.
 
-Adds and takes 256 completions × 1,024 tokens a request over HTTP to a real service process, the msgpack path beside the
-JSON path in the same run, every add synced to disk before it is acknowledged; then what the index of `--sizes` groups that
-may be reused costs; then, for stores of `--sizes` groups of 8 answers, what each call costs in this process, which holds the
-index as the service does. `--rounds 0` leaves out the requests.
+Adds and takes 256 completions × 1,024 tokens per request over HTTP to a real service process, the msgpack path beside
+the JSON path in the same run, every add synced to disk before it is acknowledged; then the cost of an index of
+`--sizes` reusable groups; then, for stores of `--sizes` groups of 8 answers, the cost of each call in this process,
+which holds the index as the service does. `--rounds 0` skips the requests.
 """
 
 import argparse
@@ -85,7 +85,7 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
 
 
 def index_ms(groups: int) -> list[str]:
-    """Processor milliseconds of the index of so many groups: the first draw of 64, a later one, and the updates after one."""
+    """CPU milliseconds of an index of this many groups: the first draw of 64, a later one, and the updates after it."""
     priorities = np.random.default_rng(0).random(groups).tolist()
     index = ReuseIndex([(i + 1, i // 100, priority, 0) for i, priority in enumerate(priorities)])
     draws, updates = [], []
@@ -108,7 +108,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
-    """A row of the table: what a store costs that holds `groups` small groups, half of them consumed.
+    """A row of the table: the cost of a store with `groups` small groups, half of them consumed.
 
     Adding and taking 32 groups (taken ones are acknowledged), drawing 64 by priority, drawing 64 answers (the first time and
     then), opening, and megabytes on disk.
@@ -150,7 +150,7 @@ async def measure(port: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def with_service(rounds: int) -> dict[str, tuple[float, float]]:
-    """`over_http` against a service process of its own."""
+    """`over_http` against a separate service process."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as state:
@@ -165,7 +165,7 @@ def with_service(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def over_sockets(rounds: int) -> None:
-    """Prints what adding and taking costs over HTTP."""
+    """Prints the cost of adding and taking over HTTP."""
     results = with_service(rounds)
     print(f"{GROUPS} groups × {COMPLETIONS} completions × {TOKENS} tokens a request, median of {rounds}")
     for name, (seconds, size) in results.items():

@@ -1,7 +1,8 @@
-"""Does reuse help? Accuracy for each generated token with 0, 25 and 50 % reuse, corrected and not, on the built-in task.
+"""Does reuse help? Accuracy per generated token with 0, 25 and 50 % reuse, corrected or not, on the built-in task.
 
-`python -m benchmarks.replay_study [--seeds 3] [--steps 30] [--plot FILE.png]`. Every arm may generate the tokens that the
-first one needs for its steps: with reuse it makes more updates for them. Needs the tiny base model (`make demo` makes it).
+`python -m benchmarks.replay_study [--seeds 3] [--steps 30] [--plot FILE.png]`. Every arm may generate as many tokens as
+the first one needs for its steps; with reuse it makes more updates from them. Needs the tiny base model (`make demo`
+makes it).
 """
 
 import argparse

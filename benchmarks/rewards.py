@@ -2,9 +2,9 @@
 
     python -m benchmarks.rewards [--cases 1000]
 
-Plain math-verify parses the gold and the whole response, and verifies, in one process, as its documentation shows. The
+Plain math-verify parses the gold and the whole response, and verifies, in one process, as in its documentation. The
 cases are GSM8K-like responses made here, half of them wrong, the golden cases of the tests, and real solutions of GSM8K and
-MATH-500 where the files are at hand.
+MATH-500 if the files are available.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A roofline of the update: what an H100 needs at least, by counting bytes and FLOPs of every operation on fake tensors.
+"""A roofline of the update: the minimum time on an H100, from the bytes and FLOPs of every operation on fake tensors.
 
     python -m benchmarks.roofline
 
@@ -7,9 +7,9 @@ layout of `--tokens` prompt and completion tokens. In eager mode every operation
 writes its outputs; compiled, a kernel is what Inductor's scheduler fuses into one. Head, optimiser and FSDP are counted by
 hand, from `trainer/policy/logprobs.py` and torch. A kernel takes the longer of its bytes at 3 TB/s and its FLOPs at 70 % of
 989 TFLOP/s, and 4 µs at least in eager mode; transfers between GPUs are assumed to be hidden behind it. MFU counts what
-`benchmarks.update` counts: 6 FLOPs per parameter and token (the head for completion tokens alone) and the attention.
+`benchmarks.update` counts: 6 FLOPs per parameter and token (the head for completion tokens only) and the attention.
 
-It is a prediction. No GPU has run it.
+It is a prediction, not run on a GPU.
 """
 
 import argparse
@@ -65,7 +65,7 @@ _NO_KERNEL += ("as_strided", "alias", "permute", "squeeze", "unbind", "_reshape_
 
 
 class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
-    """Counts every operation as a kernel of its own, but attention."""
+    """Counts every operation except attention as a separate kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ def compiled(forward_passes: int) -> Iterator[Cost]:
 def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
     """Counts the head, forward and backward, for this many completion tokens.
 
-    `fused`: with the kernels of `trainer/policy/fused_head.py`. Otherwise as it was: with torch's operators, on 256 MiB of
-    logits at a time, which were rounded to bfloat16.
+    `fused`: with the kernels of `trainer/policy/fused_head.py`. Otherwise as before: torch's operators on 256 MiB of
+    logits at a time, rounded to bfloat16.
     """
     cost, logits, weight = Cost(), tokens * vocabulary, vocabulary * width
     product = 2.0 * logits * width
@@ -240,14 +240,14 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
 
 
 def shapes() -> dict[str, tuple[Any, int]]:
-    """The models, and the GPUs that share them."""
+    """The models, and the GPUs that shard them."""
     tied = {"num_key_value_heads": 2, "tie_word_embeddings": True}
     small = Qwen2Config(**SHAPES["0.5b"], **tied, max_position_embeddings=32_768)
     return {"0.5B": (small, 1), "7B": (Qwen2Config(**SHAPE_7B, max_position_embeddings=32_768), 8)}
 
 
 def variants(sharded: bool) -> list[Variant]:
-    """What is compared; a model of several GPUs is checkpointed and stays sharded."""
+    """The variants compared; a model on several GPUs is checkpointed and stays sharded."""
     eager = TrainerSection(compile=False, activation_checkpointing=sharded)
     fused = TrainerSection(compile=True, activation_checkpointing=sharded)
     found = [

@@ -1,13 +1,14 @@
 """sglang-router and smg with the command line of an agent: `OMP_NUM_THREADS=1 python -m benchmarks.router [PART …]`.
 
-`balance`: 256 groups at once over 2 and 4 workers, by policy: requests of the busiest worker over the mean. Prompts are all
-different, as in training, or share their first 600 tokens, as in a few-shot evaluation.
-`latency`: what a request takes longer through the router than directly, one at a time, 300 of each in turn.
-`recovery`: two embedded engines, 16 requests in flight; one is killed (kill -9), and started again on its port 10 s later.
-Requests are those of a plain client, which repeats nothing, and of RolloutClient. No agent takes the engine out of the router
-or puts it back: this is what the router's own health checks give.
+`balance`: 256 groups at once over 2 and 4 workers, by policy: requests of the busiest worker over the mean. Prompts are
+all different, as in training, or share their first 600 tokens, as in a few-shot evaluation. `latency`: the latency the
+router adds to a request, one at a time, 300 of each in turn. `recovery`: two embedded engines, 16 requests in flight;
+one is killed (kill -9), and started again on its port 10 s later. Requests come from a plain client, which never
+retries, and from RolloutClient. No agent removes the engine from the router or adds it again, so this measures the
+router's own health checks.
 
-Workers of the first two parts are processes that answer after a while without computing. smg is left out if not installed.
+Workers of the first two parts are processes that answer after a while without computing. smg is skipped if not
+installed.
 """
 
 import argparse
@@ -46,7 +47,7 @@ _ANSWER = {"text": "because " * 400, "output_ids": list(range(500)), "meta_info"
 
 
 def work(port: int, seconds: float) -> None:
-    """A worker that answers every request `seconds` later and counts."""
+    """A worker that answers every request after `seconds` and counts requests."""
     asked = running = 0
 
     async def generate(request: web.Request) -> web.Response:
@@ -73,7 +74,7 @@ def work(port: int, seconds: float) -> None:
 
 @asynccontextmanager
 async def process(command: Sequence[str], url: str, http: aiohttp.ClientSession) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A process that answers /health inside."""
+    """A process, yielded once it answers /health."""
     environment = {**os.environ, "LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
     quiet = subprocess.DEVNULL
     running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=quiet, stdout=quiet)  # noqa: ASYNC220 - returns at once
@@ -93,13 +94,13 @@ async def process(command: Sequence[str], url: str, http: aiohttp.ClientSession)
 
 
 class Bench:
-    """Routers and workers that end with it."""
+    """Routers and workers, ended together."""
 
     def __init__(self, stack: AsyncExitStack, http: aiohttp.ClientSession) -> None:
         self.stack, self.http = stack, http
 
     async def workers(self, count: int, seconds: float) -> list[str]:
-        """URLs of so many."""
+        """URLs of this many workers."""
         return [await self._worker(free_port(), seconds) for _ in range(count)]
 
     async def _worker(self, port: int, seconds: float) -> str:
@@ -133,7 +134,7 @@ class Bench:
             return dict(await answer.json())
 
     async def ask(self, url: str, prompt: list[int], n: int = 8) -> str:
-        """One group by a plain client; what came of it."""
+        """One group by a plain client; returns the outcome."""
         sampling = {"n": n, "max_new_tokens": 24, "temperature": 1.0}
         try:
             async with self.http.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}) as answer:
@@ -208,7 +209,7 @@ async def recovery(bench: Bench) -> None:
 
 
 async def _plain(bench: Bench, url: str, prompts: list[list[int]], over: asyncio.Event) -> Counter[str]:
-    """Asks until it is over; answers by status."""
+    """Sends requests until it is over; returns answers by status."""
     seen: Counter[str] = Counter()
     while not over.is_set():
         seen[await bench.ask(url, random.choice(prompts))] += 1

@@ -1,4 +1,4 @@
-"""Programs run per second in the sandbox of code rewards, beside a bare Python process that protects from nothing.
+"""Programs run per second in the sandbox of code rewards, beside a bare Python process without protection.
 
     python -m benchmarks.sandbox [--programs 100]
 

@@ -1,8 +1,8 @@
-"""Does anything grow? The local job group on the built-in task for a long time, and every process and file looked at.
+"""Does anything grow? Runs the local job group on the built-in task for a long time and watches every process and file.
 
 `python -m benchmarks.soak [--minutes 30]`. Memory, open files and threads of every process and the size of every store are
 read every ten seconds; after a warm-up of a quarter of the time lines are fitted. Exit status 1 when something grows beyond
-its bound. What a run writes by design (a line per step, checkpoints, logs) is shown with its rate.
+its bound. Files that grow by design (a line per step, checkpoints, logs) are shown with their rate.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from tests.chaos.targets import Process
 EVERY_S = 10.0
 WARM_UP = 0.25
 RSS_BOUND_MB_PER_HOUR, RSS_NOISE_MB = 40.0, 8.0
-"""A process may grow by this much an hour, and by the noise in any case: allocators settle late in a short run."""
+"""A process may grow by this much per hour, plus the noise: in a short run allocators settle late."""
 FILES_BOUND, THREADS_BOUND = 3.0, 2.0
 """Over the whole time."""
 STORE_BOUND_MB, STORE_SHARE = 4.0, 0.1
-"""A store of bounded size may grow by this much and by this share of itself: it is written in pieces."""
+"""A bounded store may grow by this much plus this share of itself: it is written in chunks."""
 SETTINGS = {
     "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
     "NUM_EPOCHS": "100000",
@@ -40,7 +40,7 @@ SETTINGS = {
     "BATCH_SIZE": "4",
     "RLHF_SAMPLING__GROUP_SIZE": "4",
     "RLHF_REPLAY__CAPACITY": "1600",  # full after a hundred steps, so that its groups leave
-    "RLHF_TRAINER__LEARNING_RATE": "1e-6",  # the model stays as it is: a step takes as long at the end as at the beginning
+    "RLHF_TRAINER__LEARNING_RATE": "1e-6",  # the model stays unchanged, so the step time does too
     "RLHF_TRAINER__EVAL_EVERY": "100",
     "RLHF_TRAINER__EVAL_SAMPLES": "16",
     "RLHF_TRAINER__EVAL_PASS_SAMPLES": "0",
@@ -68,7 +68,7 @@ Series = list[tuple[float, float]]
 
 @dataclass
 class Samples:
-    """What was read, by name."""
+    """The samples, by name."""
 
     rss_mb: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
     files: dict[str, Series] = field(default_factory=lambda: defaultdict(list))
@@ -78,7 +78,7 @@ class Samples:
 
 
 def role(process: Process) -> str:
-    """`ppo-trainer-0 trainer`: the node, and what the process is in it."""
+    """`ppo-trainer-0 trainer`: the node, and the process's role in it."""
     words = process.argv
     if not process.node:
         return "jobgroup.local"
@@ -136,7 +136,7 @@ def _bytes(path: Path) -> float:
 
 
 def growth(series: Series, since: float) -> float:
-    """What a line fitted to the values from `since` on rises over that time."""
+    """The rise of a line fitted to the values from `since` on."""
     points = np.array([point for point in series if point[0] >= since])
     if len(points) < 3:
         return 0.0
@@ -145,7 +145,7 @@ def growth(series: Series, since: float) -> float:
 
 
 def judge(samples: Samples, since: float, until: float) -> list[str]:
-    """What grew beyond its bound."""
+    """Everything that grew beyond its bound."""
     rss_bound = RSS_NOISE_MB + RSS_BOUND_MB_PER_HOUR * (until - since) / 3600
     bounds: list[tuple[str, Mapping[str, Series], float]] = [
         ("MB of memory", samples.rss_mb, rss_bound),
@@ -166,7 +166,7 @@ def judge(samples: Samples, since: float, until: float) -> list[str]:
 
 
 def report(samples: Samples, since: float, console: Console) -> None:
-    """Tables; what a line rises is over the time after the warm-up."""
+    """Tables; growth is over the time after the warm-up."""
     table = Table(title=f"processes: at the end (risen since {since:.0f} s)")
     for title in ("process", "memory MB", "open files", "threads"):
         table.add_column(title, justify="left" if title == "process" else "right")
@@ -188,7 +188,7 @@ def report(samples: Samples, since: float, console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit status."""
+    """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("--minutes", type=float, default=30.0, help="from the first step on")
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")

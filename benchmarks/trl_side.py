@@ -1,7 +1,7 @@
 """TRL's half of `benchmarks.vs_trl_learning`: TRL's GRPOTrainer on the job in a JSON file. Runs in `.venv-trl`.
 
-`.venv-trl/bin/python -m benchmarks.trl_side JOB.json`; the file holds the fields of `Job`. Of this project it uses the grader
-alone, which needs no more than math-verify.
+`.venv-trl/bin/python -m benchmarks.trl_side JOB.json`; the file holds the fields of `Job`. Of this project it uses only
+the grader, which needs only math-verify.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The update alone: tokens per second, share of the machine's arithmetic, peak memory, on models of real shapes.
+"""The update alone: tokens per second, MFU and peak memory, on models of real shapes.
 
-Random weights and random tokens in the shape of Qwen2.5, one GRPO update per measurement: `--tokens` prompt and completion
-tokens in groups of `--group`, completions of `--completion` tokens on average with a heavy tail. Each case runs in a process
-of its own. FLOPs are those that the update needs: 6 per parameter and token (a shared prompt once, the head for completion
-tokens alone) and the attention. MFU is the share of the peak in the GPU's data sheet (bfloat16, dense), on a CPU of the rate
-of a large float32 matrix product measured beside it.
+Random weights and random tokens in the shape of Qwen2.5, one GRPO update per measurement: `--tokens` prompt and
+completion tokens in groups of `--group`, completions of `--completion` tokens on average with a heavy tail. Each case
+runs in a separate process. FLOPs are those the update needs: 6 per parameter and token (a shared prompt once, the head
+for completion tokens only) and the attention. MFU is the share of the peak in the GPU's data sheet (bfloat16, dense),
+on a CPU of the measured rate of a large float32 matrix product.
 
 `--trl` adds TRL's GRPOTrainer on the very same tokens (in `.venv-trl`, which `make bench-trl` makes): its step without
 generation.
@@ -88,13 +88,13 @@ class Result:
     """Prompt and completion tokens of the batch, a prompt counted for every completion."""
     flops: float
     peak: float
-    """FLOP/s that 100 % would be."""
+    """FLOP/s at 100 %."""
     memory: int
     """Bytes at the peak: of the GPU, on a CPU of the process."""
 
 
 def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") -> None:
-    """A random model of this shape with the built-in tokenizer; large ones are made faster on a GPU."""
+    """Creates a random model of this shape with the built-in tokenizer; on a GPU if large, which is faster."""
     quiet()
     torch.manual_seed(0)
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
@@ -159,7 +159,7 @@ def required_flops(groups: list[Group], model: Any) -> float:
 
 
 def measure(case: Case) -> Result:
-    """Runs in a process of its own."""
+    """Runs in a separate process."""
     words = [
         "--model.name",
         case.model,
@@ -196,7 +196,7 @@ def learn(policy: Policy, reference: Reference, groups: list[Group], config: Con
 
 
 def peak(device: torch.device) -> float:
-    """Returns the FLOP/s that 100 % would be. Raises ConfigError for a GPU whose data sheet is not known."""
+    """Returns the FLOP/s at 100 %. Raises ConfigError for a GPU whose data sheet is not known."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, rate in _PEAKS.items():
@@ -212,7 +212,7 @@ def peak(device: torch.device) -> float:
 
 
 def trl_seconds(case: Case, directory: Path) -> float:
-    """Median seconds of TRL's step on the same tokens, generation replaced by them."""
+    """Median seconds of TRL's step on the same tokens, which replace generation."""
     from benchmarks.trl_side import Job  # imports the graders
 
     groups = make_groups(case, load_tokenizer(load(["--model.name", case.model], {}).model))
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt (default 200)")
     parser.add_argument("--completion", type=int, default=400, help="mean tokens of a completion (default 400)")
     parser.add_argument("--repeats", type=int, default=3, help="updates that are timed (default 3)")
-    parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="more settings, a row of their own")
+    parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="more settings, in a separate row")
     parser.add_argument("--trl", action="store_true", help="TRL's step beside it (on a CPU, float32)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

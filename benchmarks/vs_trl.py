@@ -1,13 +1,14 @@
 """Seconds per step of this system and of TRL's GRPOTrainer: the same machine, task, model, batch and lengths, in one run.
 
-Three contestants, one at a time and alternately: the *whole* job group (five tasks as processes, HTTP between them; by default
-the one that `make demo` starts, with two rollout nodes behind the router and two trainer nodes), the *bare* trainer
-(`train_in_process`: the same code in one process), and TRL in one process, with one thread and with as many as there are cores;
-its better one counts. Both train on groups of the same prompts; each samples its own completions, so their lengths are reported
-too.
+Three contestants, one at a time and alternately: the *whole* job group (five tasks as processes, HTTP between them; by
+default the one that `make demo` starts, with two rollout nodes behind the router and two trainer nodes), the *bare*
+trainer (`train_in_process`: the same code in one process), and TRL in one process, with one thread and with as many as
+there are cores; the better one counts. Both train on groups of the same prompts; each samples its own completions, so
+their lengths are reported too.
 
-By default on the built-in task. Any other model and task: `--config FILE`, and settings such as `--model.name DIRECTORY`.
-TRL runs in `.venv-trl`, which `make bench-trl` makes. Evaluation and checkpoints are off; the first steps do not count.
+By default on the built-in task. Any other model and task: `--config FILE`, and settings such as `--model.name
+DIRECTORY`. TRL runs in `.venv-trl`, which `make bench-trl` makes. Evaluation and checkpoints are off; the first steps
+are not counted.
 """
 
 import argparse
@@ -40,13 +41,13 @@ _SETTINGS = {"trainer.eval_samples": "0", "trainer.checkpoint_every": "0"}
 
 @dataclass(frozen=True)
 class Run:
-    """The steps of one run that count."""
+    """The counted steps of one run."""
 
     seconds: list[float]
     tokens: float
     """Mean completion length."""
     split: dict[str, float]
-    """Mean seconds of a step by stage; TRL's generation is with its rewards, and all else is its update."""
+    """Mean seconds of a step by stage; TRL's generation includes its rewards, and the rest is its update."""
 
     @property
     def step(self) -> float:
@@ -55,14 +56,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """What all contestants train."""
+    """The job all contestants train."""
 
     config: str
     jobgroup: str
     settings: dict[str, str]
     """Further settings by name."""
     warm_up: int
-    """First steps of every run that do not count."""
+    """First steps of every run, not counted."""
     threads: int
     """Threads of every process of this system."""
     rows: int

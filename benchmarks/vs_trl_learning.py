@@ -1,9 +1,9 @@
 """Does this trainer learn as TRL's GRPOTrainer does? The same model, prompts, settings, steps, grader and evaluator for both.
 
-Two measurements, on the built-in task with the settings of the demo. *Free*: each half samples its own completions, over
-several seeds; held-out greedy accuracy of the checkpoints and rewards of the training batches, compared in pairs of one seed.
-*Replay*: TRL trains on the very tokens that this trainer trained on, so that loss, gradient norm and weights of every step can
-be compared without any chance in it.
+Two measurements, on the built-in task with the settings of the demo. *Free*: each half samples its own completions,
+over several seeds; held-out greedy accuracy of the checkpoints and rewards of the training batches, compared in pairs
+per seed. *Replay*: TRL trains on the very tokens that this trainer trained on, so loss, gradient norm and weights of
+every step can be compared deterministically.
 
 TRL runs in `.venv-trl`, which `make bench-trl` makes. One run at a time, alternately. For a controlled experiment give a half
 other settings, `--ours '--algorithm.aggregation sequence_mean_token_mean'` or `--trl '{"top_k": 50}'`; with `--reuse` the half
@@ -42,7 +42,7 @@ from trainer.policy.policy import learning_rate
 from trainer.policy.scorer import load_tokenizer, quiet, stop_token_ids
 
 _TRL_EPS = "1e-4"
-"""What TRL adds to the standard deviation of a group; it is no setting there, so this trainer takes it over."""
+"""The constant TRL adds to a group's standard deviation; TRL has no setting for it, so this trainer adopts it."""
 
 
 def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> Config:
@@ -57,7 +57,7 @@ def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> 
 
 
 def trl_settings(config: Config) -> dict[str, Any]:
-    """The same settings in TRL's words; only what differs from TRL's defaults, or is worth saying."""
+    """The same settings in TRL's words; only those that differ from TRL's defaults or matter."""
     trainer, sampling, algorithm = config.trainer, config.sampling, config.algorithm
     return {
         "per_device_train_batch_size": trainer.batch_size * sampling.group_size,
@@ -114,7 +114,7 @@ def _prompt_ids(prompt: Prompt, config: Config, tokenizer: Any) -> list[int]:
 
 
 def _text(ids: list[int], tokenizer: Any) -> str:
-    """Returns the text that the tokenizer reads as these tokens: without the first one where it puts that there by itself."""
+    """Returns the text that tokenizes to these tokens, without the first one if the tokenizer adds it."""
     text = str(tokenizer.decode(ids))
     return text if tokenizer(text)["input_ids"] == ids else str(tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -134,7 +134,7 @@ def padded(tokenizer: Any, prompts: list[list[int]]) -> Any:
 
 
 def greedy_accuracy(directory: Path, config: Config) -> float:
-    """The one evaluator of both halves: transformers' greedy decoding on the held-out problems."""
+    """The common evaluator of both halves: transformers' greedy decoding on the held-out problems."""
     tokenizer = load_tokenizer(config.model)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     stops = stop_token_ids(model, tokenizer)
@@ -150,7 +150,7 @@ def greedy_accuracy(directory: Path, config: Config) -> float:
 
 
 class Runs:
-    """Runs halves in processes of their own under `root`, or finds them in `options.reuse`, and reads what they left."""
+    """Runs halves in separate processes under `root`, or finds them in `options.reuse`, and reads their results."""
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self.options, self.root = options, root
@@ -200,7 +200,7 @@ class Runs:
         _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], Path(f"{task.output}.txt"))
 
     def _place(self, half: str, seed: int) -> Path:
-        """Directory of a half: an earlier one when it ended and had exactly these settings."""
+        """Directory of a half: an earlier one if it finished with exactly these settings."""
         earlier = self.options.reuse and self.options.reuse / f"{half}-{seed}"
         if earlier and half == "trl" and (earlier / "log.json").exists():
             same = Job.read(earlier / "job.json") == self._job(seed, earlier.parent)

@@ -1,4 +1,4 @@
-"""What `benchmarks.vs_trl_learning` measured, as tables."""
+"""The measurements of `benchmarks.vs_trl_learning`, as tables."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Half:
 
     @classmethod
     def of_trl(cls, accuracy: list[float], log: dict[str, Any]) -> "Half":
-        """From what `benchmarks.trl_side` logged."""
+        """From the log of `benchmarks.trl_side`."""
         names = ("reward", "completions/mean_length", "completions/clipped_ratio")
         reward, tokens, cut = (mean(line[name] for line in log["steps"]) for name in names)
         return cls(accuracy, log["steps"][0]["reward"], reward, tokens, cut, median(log["seconds"]))
@@ -53,7 +53,7 @@ class Point:
     """Held-out greedy accuracy."""
     trl: float
     apart: float
-    """Distance of the two in weight space, as a share of the way this trainer came from the base model."""
+    """Distance between the two in weight space, as a share of this trainer's distance from the base model."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Replay:
     points: list[Point]
 
     def largest(self, name: str, relative: bool = False) -> tuple[float, float]:
-        """The largest difference of a number of the update: in the first step, and in any."""
+        """The largest difference in a metric of the update: in the first step, and in any step."""
         pairs = [(a["update"].get(name, a.get(name)), b[name]) for a, b in zip(self.ours, self.trl, strict=True)]
         apart = [abs(a - b) / (abs(a) if relative else 1) for a, b in pairs]
         return apart[0], max(apart)

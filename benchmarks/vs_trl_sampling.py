@@ -1,9 +1,10 @@
-"""Do both halves of `benchmarks.vs_trl_learning` sample from the policy? That alone can differ when their updates are the same.
+"""Do both halves of `benchmarks.vs_trl_learning` sample from the policy? Sampling may differ although their updates agree.
 
-Under a correct sampler the log-probability of the next token, plus the entropy of its distribution, is zero on average whatever
-came before. So is the sum over a completion, and completions are independent: the mean over all of them in standard errors is
-a z-score. Measured on the completions that this trainer trained on right after each checkpoint of a run kept with `--out`, and
-on as many that transformers' `generate` draws from the same checkpoints and prompts with the settings TRL gives it.
+Under a correct sampler the log-probability of the next token, plus the entropy of its distribution, is zero on average,
+whatever the prefix. So is the sum over a completion, and completions are independent: the mean over all of them in
+standard errors is a z-score. Measured on the completions that this trainer trained on right after each checkpoint of a
+run kept with `--out`, and on as many that transformers' `generate` draws from the same checkpoints and prompts with the
+settings TRL gives it.
 """
 
 import argparse

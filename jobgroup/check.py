@@ -1,10 +1,10 @@
 """`.venv-sky/bin/python -m jobgroup.check [YAML…]`: checks that SkyPilot accepts these job groups and that they can run.
 
-Uses SkyPilot's own loader and schema, offline and in an empty home, so that the answer depends on the files alone. Then checks
-what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables, tasks that are not restarted,
-services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
-(`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0: all
-valid, maybe with warnings, 1: problems, 2: wrong usage.
+Uses SkyPilot's own loader and schema, offline and in an empty home, so that the result depends only on the files. Then
+checks what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables, tasks that are not
+restarted, services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
+(`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0:
+all valid, possibly with warnings; 1: problems; 2: wrong usage.
 
 Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of the repository.
 """
@@ -37,11 +37,11 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _MARKED = re.compile(r"(?m)^( *)# (.*# volume)$")
 _SHARED = {"ReadWriteMany", "ReadOnlyMany"}
 _UNASSIGNED = 2154
-"""shellcheck's code for a variable that is read and never set."""
+"""shellcheck's code for a variable that is read but never set."""
 
 
 class SkyPilot:
-    """The parts of SkyPilot that are used, imported with an empty home and no network."""
+    """The parts of SkyPilot used here, imported with an empty home and no network."""
 
     def __init__(self, home: Path, accelerators: set[str]) -> None:
         for name in [name for name in os.environ if name.startswith(("SKYPILOT_", "SKY_"))]:
@@ -124,7 +124,7 @@ class GroupCheck:
             self._add("header", "inter_connection is off: the tasks cannot find each other by name")
 
     def _variables(self, contents: Sequence[dict[str, Any]]) -> None:
-        for name in [name for name, _ in self._env if not name.startswith("RLHF_")]:  # of these `problems` knows more
+        for name in [name for name, _ in self._env if not name.startswith("RLHF_")]:  # `problems` checks those
             try:
                 known_variable(name, contents, "--env")
             except ConfigError as error:
@@ -135,7 +135,7 @@ class GroupCheck:
             self._add(where, f"the name {name!r} cannot be part of a host name: lower-case letters, digits and -, at most 63")
 
     def _task(self, content: dict[str, Any], position: str) -> Any:
-        """Returns the task as SkyPilot makes it, or None when it refuses."""
+        """Returns the task as SkyPilot loads it, or None when SkyPilot refuses it."""
         name = content.get("name")
         if not isinstance(name, str):
             self._add(position, f"it has no name (found {name!r})")
@@ -173,7 +173,7 @@ class GroupCheck:
         for task in tasks:
             for mount, volume in (task.volumes or {}).items():
                 name = volume.get("name") if isinstance(volume, dict) else volume
-                if name is not None:  # else a volume that lives and dies with the task
+                if name is not None:  # else a volume that exists only as long as its task
                     mounting.setdefault(str(name), []).append(task)
                 if not str(mount).startswith("/"):
                     self._add(task.name, f"volumes: the mount path {mount!r} is not absolute")

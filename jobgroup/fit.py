@@ -1,7 +1,7 @@
 """Checks that the tasks of a job group fit each other: settings against GPUs and nodes, spot nodes against volumes.
 
-SkyPilot checks none of this; it would show in a running pod. Part of `jobgroup/check.py`, which runs in SkyPilot's
-environment, so this imports nothing that needs the project's own.
+SkyPilot checks none of this, so mistakes would show only in a running pod. Part of `jobgroup/check.py`, which runs in
+SkyPilot's environment, so this imports nothing that needs the project's.
 """
 
 import re
@@ -27,7 +27,7 @@ _PROGRAMS = {
 }
 """The task of each program."""
 _KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}
-"""Tasks that must not lose their disk: the variable of its directory, and what else a preemption does."""
+"""Tasks that must not lose their disk: the variable naming its directory, and the other effect of a preemption."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Placed:
 
     @cached_property
     def config(self) -> Config | ConfigError:
-        """The settings of its processes, or what is wrong with them."""
+        """The settings of its processes, or the error in them."""
         try:
             return load([], self.env)
         except ConfigError as error:
@@ -85,7 +85,7 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
 
 
 def _misnamed(task: Placed) -> Iterator[tuple[str, str]]:
-    """Yields a task that runs a program of ours under a name by which the others do not look for it."""
+    """Yields tasks that run one of our programs under a name the other tasks do not look for."""
     for program, name in _PROGRAMS.items():
         if _runs(task, program) and task.name != name:
             yield task.name, f"it runs {program}, which the other tasks look for by the name {name}: rename it"
@@ -96,7 +96,7 @@ def _runs(task: Placed, program: str) -> bool:
 
 
 def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
-    """Yields what the trainer would wait for in vain, as (task, problem)."""
+    """Yields missing tasks the trainer would wait for forever, as (task, problem)."""
     there = {task.name: task for task in tasks}
     if TRAINER not in there:
         return
@@ -110,7 +110,7 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
 
 
 def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
-    """Yields what works, but seldom as intended, as (task, warning)."""
+    """Yields what works, but rarely as intended, as (task, warning)."""
     for task in tasks:
         engine_gpus = task.config.rollout.tensor_parallel_size if isinstance(task.config, Config) else task.gpus
         if task.name == ROLLOUT and engine_gpus < task.gpus > 1:
@@ -119,5 +119,5 @@ def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
         variable, loss = _KEPT.get(task.name, ("", ""))
         folder = PurePosixPath(task.env.get(variable) or "/")
         if task.spot and variable and not any(folder.is_relative_to(mount) for mount in task.mounts):
-            place = f"it is on spot nodes and {variable} is on no volume"
-            yield task.name, f"{place}: a preemption takes what it has learnt and {loss}"
+            place = f"it is on spot nodes and {variable} is not on a volume"
+            yield task.name, f"{place}: a preemption loses what it has learnt and {loss}"

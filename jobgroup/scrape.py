@@ -1,7 +1,7 @@
 """`python -m jobgroup.scrape YAML`: prints the Prometheus configuration that scrapes every node of a job group.
 
-Every service, agent and engine, and the router. Names are those of the job group, which its pods resolve; where
-`JOBGROUP_HOSTS` is set they are the addresses of that local run. `jobgroup.local` writes the same beside its logs.
+Every service, agent and engine, and the router. Targets are the job group's host names, which its pods resolve;
+with `JOBGROUP_HOSTS` they are the addresses of that local run. `jobgroup.local` writes the same file beside its logs.
 """
 
 import os
@@ -28,7 +28,7 @@ SECTIONS = {
     ENVIRONMENT: "environment",
     TRAINER: "trainer",
 }
-"""The section of the settings with the port of each task that listens on a single one."""
+"""For each task that listens on a single port, the settings section with that port."""
 ENGINE, ROUTER = "rollout-engine", "router"
 """Prometheus jobs beside those named like their task; the agents are `rollout-server`."""
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment of one role in the working directory. Done again only when the pins or the role change.
+# Creates the environment of one role in the working directory. Repeats only when the pins or the role change.
 #
 #   bash jobgroup/setup.sh services|reward|environment|rollout|trainer|sglang
 #
@@ -9,7 +9,7 @@
 #   rollout    .venv with the router; on a machine with an NVIDIA GPU also .venv-sglang, elsewhere, and with
 #              RLHF_ROLLOUT__ENGINE=embedded, torch for the embedded engine
 #   trainer    .venv with torch and transformers
-#   sglang     .venv-sglang alone: SGLang, and what it compiles its kernels with (nvcc from wheels, a C++ compiler)
+#   sglang     .venv-sglang alone: SGLang and its kernel build tools (nvcc from wheels, a C++ compiler)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 role="${1:-}"
@@ -58,7 +58,7 @@ make_role() {
   make_env .venv "pyproject.toml constraints.txt" "$@" -c constraints.txt -e ".[$extras]"
 }
 
-# Without a GPU the torch of PyPI would bring 4 GB of CUDA for nothing. PyTorch's own index has a build for the CPU.
+# Without a GPU, PyPI's torch would install 4 GB of unused CUDA. PyTorch's own index has a CPU build.
 cpu_torch() {
   if [ -n "$uv" ] && [ -z "${UV_TORCH_BACKEND+set}" ] && ! command -v nvidia-smi >/dev/null &&
     curl -sfI --max-time 10 https://download.pytorch.org/whl/cpu/torch/ >/dev/null 2>&1; then
@@ -75,8 +75,8 @@ make_sglang() {
   fi
 }
 
-# link_toolkit CUDA_HOME: makes NVIDIA's wheels look like a CUDA toolkit. They have lib/libcudart.so.13, and what SGLang compiles
-# is linked with -L$CUDA_HOME/lib64 -lcudart -L$CUDA_HOME/lib64/stubs -lcuda.
+# link_toolkit CUDA_HOME: makes NVIDIA's wheels look like a CUDA toolkit. They have lib/libcudart.so.13, but SGLang
+# links its kernels with -L$CUDA_HOME/lib64 -lcudart -L$CUDA_HOME/lib64/stubs -lcuda.
 link_toolkit() {
   local home="$1" library driver
   if [ ! -d "$home/lib" ]; then
@@ -93,7 +93,7 @@ link_toolkit() {
   fi
 }
 
-# apt_install PACKAGE…: fails where it cannot.
+# apt_install PACKAGE…: fails if it cannot install.
 apt_install() {
   local root=()
   if [ "$(id -u)" != 0 ]; then
@@ -103,7 +103,7 @@ apt_install() {
     { "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq "$@"; } >/dev/null 2>&1
 }
 
-# The reward-server says so, with the remedy, when a run rewards code and the sandbox is missing.
+# If a run rewards code and the sandbox is missing, the reward-server reports it with the remedy.
 install_bubblewrap() {
   if command -v bwrap >/dev/null || ! command -v apt-get >/dev/null; then
     return

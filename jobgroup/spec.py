@@ -1,4 +1,4 @@
-"""Reads a job-group YAML as SkyPilot does, but stricter: what SkyPilot would ignore or notice late is refused."""
+"""Reads a job-group YAML as SkyPilot does, but refuses what SkyPilot would ignore or notice late."""
 
 import math
 import os
@@ -118,7 +118,7 @@ def seconds(text: str | int, field: str) -> float:
     """Parses `10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot does. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([smhdw]?)", str(text).lower())
     if match is None:
-        raise ConfigError("this is no duration", field=field, value=text, remedy="write 10s, 1m or 2h")
+        raise ConfigError("this is not a duration", field=field, value=text, remedy="write 10s, 1m or 2h")
     return math.ceil(float(match[1]) * _SECONDS[match[2] or "s"])
 
 
@@ -132,7 +132,7 @@ def variable(name: str, field: str) -> str:
 
 
 def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: str) -> None:
-    """Raises ConfigError for a variable that no task declares, and that looks like a misspelt setting."""
+    """Raises ConfigError for a variable that no task declares and that looks like a misspelt setting."""
     if any(isinstance(envs := document.get("envs"), Mapping) and name in envs for document in documents):
         return
     if hint := misspelt(name):
@@ -167,7 +167,7 @@ class _Loader(yaml.SafeLoader):
 def _documents(path: Path) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an invalid date
         remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
         raise ConfigError(
             f"the job group cannot be read: {unread(error)}", field="YAML", value=str(path), remedy=remedy
@@ -261,7 +261,7 @@ def _workdir(task: _TaskDocument) -> Path:
     try:
         workdir = Path(task.workdir or ".").expanduser().resolve()
         found = workdir.is_dir()
-    except (OSError, ValueError, RuntimeError):  # no path at all, or of a user that there is not
+    except (OSError, ValueError, RuntimeError):  # an invalid path, or the home of an unknown user
         workdir, found = Path(task.workdir or "."), False
     if not found:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _workdir(task: _TaskDocument) -> Path:
 
 def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
     recovery = task.resources.get("job_recovery")
-    if not isinstance(recovery, dict):  # only the name of a strategy
+    if not isinstance(recovery, dict):  # only a strategy's name
         return 0, frozenset()
     restarts, codes = recovery.get("max_restarts_on_errors", 0), recovery.get("recover_on_exit_codes", [])
     codes = codes if isinstance(codes, list) else [codes]

@@ -1,8 +1,8 @@
 """The installed package: `import rlhf_math` makes `common`, `learning`, `services`, `trainer` and `jobgroup` importable.
 
-These names are too general for `site-packages`, so the wheel keeps them in `rlhf_math/checkout/`, which only this module puts
-on `sys.path` (docs/adr/0015-package.md). In a checkout they lie beside this folder. The public names of `trainer` are names
-of this module too: `from rlhf_math import OnlineRLTrainer`.
+These names are too general for `site-packages`, so the wheel keeps them in `rlhf_math/checkout/`, which only this
+module puts on `sys.path` (docs/adr/0015-package.md). In a checkout they lie beside this folder. The public names of
+`trainer` are also names of this module: `from rlhf_math import OnlineRLTrainer`.
 """
 
 import sys
@@ -19,7 +19,7 @@ _HERE = Path(__file__).resolve().parent
 ROOT = _HERE / "checkout" if (_HERE / "checkout").is_dir() else _HERE.parent
 """The folder that holds `PACKAGES`, laid out as the repository."""
 _UNUSED = ("benchmarks",)
-"""A package beside them that only its own programs import: another one of this name that is imported already may stay."""
+"""A package beside them that only its own programs import: another package of this name may already be imported."""
 
 
 def _activate() -> None:

@@ -1,4 +1,4 @@
-"""`python -m rlhf_math MODULE ARGUMENT…`: what the documentation starts as `python -m MODULE`, without a checkout."""
+"""`python -m rlhf_math MODULE ARGUMENT…`: `python -m MODULE` of the documentation, without a checkout."""
 
 import sys
 
@@ -7,7 +7,7 @@ from rlhf_math.commands import run
 
 
 def main() -> None:
-    """Runs the module that the first argument names."""
+    """Runs the module named by the first argument."""
     if len(sys.argv) < 2 or sys.argv[1].partition(".")[0] not in (*PACKAGES, "benchmarks"):
         raise SystemExit(
             "usage: python -m rlhf_math MODULE ARGUMENT…   (for example trainer.tiny_model --help)\n"

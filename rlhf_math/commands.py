@@ -11,7 +11,7 @@ def run(module: str) -> None:
     """Runs `module` with the arguments of this process.
 
     It and its child processes look for modules in this package first, then in the working directory. `PYTHONSAFEPATH` keeps
-    `python -m` in a child from turning that order round, as a folder there may have the name of one of our packages.
+    `python -m` in a child from reversing that order: a folder there may have the name of one of our packages.
     """
     paths = [str(ROOT), os.getcwd()]  # noqa: PTH109 - an entry of sys.path
     sys.path[:] = [*paths, *(entry for entry in sys.path if entry not in paths)]
@@ -52,5 +52,5 @@ def dashboard() -> None:
 
 
 def gpu_check() -> None:
-    """`rlhf-gpu-check`: settles on one GPU what could not be tested without one."""
+    """`rlhf-gpu-check`: tests on one GPU what could not be tested without one."""
     run("benchmarks.gpu_check")

@@ -1,1 +1,1 @@
-"""Settles on one GPU what could not be tested without one: `python -m benchmarks.gpu_check`."""
+"""Tests on one GPU what could not be tested without one: `python -m benchmarks.gpu_check`."""

@@ -1,9 +1,9 @@
-"""Settles on one GPU what could not be tested without one, in at most nine minutes.
+"""Tests on one GPU what could not be tested without one, in at most nine minutes.
 
-Every section is a process with a limit of its own; one that crashes, hangs or runs out of memory is a failed line of the
-table, and the others go on. Nothing is downloaded: weights are random, in the shapes of Qwen2.5, and the tokenizer is the
-built-in one. DIR receives `gpu-check.md` (claim, predicted, measured, verdict), `gpu-check.jsonl` with a line for every
-section, and the sections' output. The exit status is 1 when a claim fails.
+Every section is a process with its own time limit; one that crashes, hangs or runs out of memory is a failed line of
+the table, and the others continue. Nothing is downloaded: weights are random, in the shapes of Qwen2.5, and the
+tokenizer is the built-in one. DIR receives `gpu-check.md` (claim, predicted, measured, verdict), `gpu-check.jsonl` with
+a line for every section, and the sections' output. The exit status is 1 when a claim fails.
 
 `--device cpu --small` runs the same code on tiny shapes: it shows that the check itself works.
 """
@@ -26,7 +26,7 @@ from common.config import fail
 from common.errors import ConfigError
 
 _MINUTES, _LEAST_S = 9.0, 10
-"""The time for everything, and the seconds that have to be left for a section to begin."""
+"""The total time, and the seconds that must be left for a section to start."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes",
         type=_minutes,
         default=_MINUTES,
-        help="for everything (default 9); more raise all limits",
+        help="for everything (default 9); a larger value raises all limits",
     )
     return parser.parse_args(argv)
 
@@ -53,12 +53,12 @@ def _minutes(text: str) -> float:
     except ValueError:
         found = 0.0
     if not found > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0: give minutes, such as 9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: give minutes, such as 9")
     return found
 
 
 def check(options: argparse.Namespace, console: Console) -> bool:
-    """Runs the sections and writes the results; whether no claim fails. Raises ConfigError where there is no usable GPU."""
+    """Runs the sections and writes the results; whether all claims hold. Raises ConfigError without a usable GPU."""
     if options.device == "cuda":
         from learning.device import choose_device
 

@@ -13,7 +13,7 @@ from trainer.observe.run_dir import read_lines
 
 _CONFIG = Path(__file__).resolve().parents[2] / "jobgroup" / "configs" / "tiny-cpu.yaml"
 _LEARNED, _STEPS = 0.9, 40
-"""Held-out accuracy after so many steps; `docs/explanation/built-in-task.md`: it is solved in twenty."""
+"""Held-out accuracy after this many steps; it is solved in twenty (`docs/explanation/built-in-task.md`)."""
 
 
 def learns(found: Findings, setting: Setting) -> None:

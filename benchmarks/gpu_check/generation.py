@@ -1,4 +1,4 @@
-"""The embedded engine beside transformers' `generate`, and its log-probabilities beside the trainer's."""
+"""The embedded engine against transformers' `generate`, and its logprobs against the trainer's."""
 
 import time
 from typing import Any
@@ -21,7 +21,7 @@ _WAIT_S = 120
 
 
 def speed(found: Findings, setting: Setting) -> None:
-    """32 prompts × 8 completions at once, ended by their length alone; the second of two rounds counts."""
+    """32 prompts × 8 completions at once, ended only by length; the second of two rounds counts."""
     rng = np.random.default_rng(0)
     directory = setting.model("small" if setting.small else "0.5b")
     count, samples, length, new = (4, 2, 12, 8) if setting.small else (32, 8, 64, 128)
@@ -76,7 +76,7 @@ def _generate(setting: Setting, directory: Any, prompts: list[list[int]], sample
 
 
 def _scored(setting: Setting, model: Model, prompts: list[list[int]], answers: list[list[Sequence]]) -> torch.Tensor:
-    """Returns the trainer's log-probabilities of the same tokens, under the weights that the engine holds, in its precision."""
+    """Returns the trainer's logprobs of the same tokens, with the engine's weights and precision."""
     kind = torch.bfloat16 if setting.on_gpu else torch.float32
     scorer = Scorer(AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).to(setting.device).train(), "on")
     found = []

@@ -1,4 +1,4 @@
-"""Sections as processes: each has a limit, leaves one line of JSON, and counts as failed unless it does both in full."""
+"""Sections as processes: each has a time limit and must write one line of JSON; otherwise it counts as failed."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _TAIL = 6
 
 @dataclass(frozen=True)
 class Claim:
-    """What is said, what was found, and whether it holds; `holds` is None where nothing was predicted."""
+    """A claim, the measurement, and whether it holds; `holds` is None when nothing was predicted."""
 
     text: str
     predicted: str
@@ -61,24 +61,24 @@ class Outcome:
     about: str
     seconds: float = 0.0
     error: str = ""
-    """Why it failed; empty when it ran to its end."""
+    """Why it failed; empty when it completed."""
     findings: Findings = field(default_factory=Findings)
 
     @property
     def all_claims(self) -> list[Claim]:
-        """The section's claims, after a failed one where it did not run to its end."""
+        """The section's claims, preceded by a failed one if it did not complete."""
         broken = [Claim(self.about, "runs to its end", self.error, False)] if self.error else []
         return [*broken, *self.findings.claims]
 
     def line(self) -> str:
-        """Returns one line of strict JSON; a number that is not finite is written as text."""
+        """Returns one line of strict JSON; a non-finite number is written as text."""
         return json.dumps(_finite(asdict(self)), ensure_ascii=False, allow_nan=False)
 
 
 def run(name: str, about: str, command: Sequence[str], limit_s: float, directory: Path) -> Outcome:
     """Runs `command`, which gets the path of its line as last argument, and kills it and its children after `limit_s`.
 
-    Output goes to `directory`/NAME.log. Whatever is not a complete line and exit status 0 is an error of the outcome.
+    Output goes to `directory`/NAME.log. Anything but a complete line and exit status 0 is an error of the outcome.
     """
     line, log, start = directory / f"{name}.json", directory / f"{name}.log", time.perf_counter()
     line.unlink(missing_ok=True)
@@ -140,7 +140,7 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    except PermissionError:  # macOS says so of a group of which only the dead process is left
+    except PermissionError:  # macOS reports this for a group with only the dead process left
         process.kill()
     process.wait()
 

@@ -1,4 +1,4 @@
-"""The machine: versions, what its arithmetic and memory reach, and a process group for CPU and GPU."""
+"""The machine: versions, arithmetic and memory throughput, and a process group for CPU and GPU."""
 
 import platform
 from importlib import metadata
@@ -14,7 +14,7 @@ from common.sections import TrainerSection
 from learning.ranks import Ranks
 
 _REACHED = 0.6
-"""Share of the data sheet's rate that a large product is expected to reach at least."""
+"""Minimum share of the data sheet's rate expected of a large matrix product."""
 
 
 def speed(found: Findings, setting: Setting) -> None:
@@ -72,7 +72,7 @@ def versions(setting: Setting) -> list[list[str]]:
 
 
 def process_group(found: Findings, setting: Setting) -> None:
-    """One process group whose tensors on the CPU go over gloo and those on the GPU over NCCL, as FSDP2 and checkpoints use."""
+    """One process group that uses gloo for CPU tensors and NCCL for GPU tensors, as FSDP2 and checkpoints do."""
     ranks = setting.ranks(TrainerSection.model_validate({"device": setting.device_kind}))
     assert isinstance(ranks, Ranks)
     with ranks:

@@ -1,4 +1,4 @@
-"""bfloat16 beside float32 on the same weights and tokens: scores, gradients and an optimiser step."""
+"""bfloat16 against float32 on the same weights and tokens: scores, gradients and an optimiser step."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _RATE = 1e-6
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Autocast to bfloat16 as an update on one GPU computes, and float32 with the same rows and kernels where there are any."""
+    """Autocast to bfloat16, as in an update on one GPU, and float32 with the same rows and, if available, kernels."""
     shape, tokens = ("small", 512) if setting.small else ("0.5b", 4096)
     config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)[:4]

@@ -1,4 +1,4 @@
-"""A checkpoint and its resume: every weight and every number of the optimiser, bit by bit."""
+"""A checkpoint and its resume: every weight and optimiser value, bit by bit."""
 
 import torch
 
@@ -14,7 +14,7 @@ from trainer.policy.reference import Reference
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Two updates, a checkpoint after the first, and the second once more from there."""
+    """Two updates, a checkpoint after the first, and the second repeated from it."""
     run_dir = setting.scratch / "resume"
     tokens = "512" if setting.small else "4096"
     config = setting.config(setting.model("small"), "--trainer.micro_batch_tokens", tokens, "--trainer.run_dir", str(run_dir))

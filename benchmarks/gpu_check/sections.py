@@ -1,4 +1,4 @@
-"""The sections, in the order of their worth: what there is no time for at the end is missed least.
+"""The sections, most valuable first: time may run out at the end.
 
 `python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH LINE` runs one in this process (`harness.run` starts it).
 """
@@ -15,7 +15,7 @@ from benchmarks.gpu_check.harness import Findings, leave
 
 @dataclass(frozen=True)
 class Section:
-    """A function of a module of this package, and the seconds that it may take."""
+    """A function of a module of this package, and its time limit in seconds."""
 
     about: str
     module: str
@@ -40,7 +40,7 @@ VARIANTS = {
     "offload": "--trainer.offload_optimizer true",
     "lora": "--lora.rank 16",
 }
-"""Settings beside those of `BASE`. One GPU shards only to offload, and compiles and fuses the head without being told."""
+"""Settings beside those of `BASE`. One GPU shards only to offload, and by default compiles and fuses the head."""
 SECTIONS = {
     "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
     "varlen": Section("attention over packed rows beside float32", "varlen", "correctness", 60),
@@ -59,7 +59,7 @@ SECTIONS = {
 
 
 def command(name: str, device: str, small: bool, scratch: Path) -> list[str]:
-    """Returns the command of a section; the path of its line is still to come."""
+    """Returns the command of a section, without the path of its line."""
     size = "small" if small else "full"
     return [sys.executable, "-m", "benchmarks.gpu_check.sections", name, device, size, str(scratch)]
 

@@ -1,4 +1,4 @@
-"""What all sections share: the device, how large their work is, and random models of real shapes."""
+"""Shared by all sections: the device, the size of the work, and random models of real shapes."""
 
 import os
 import shutil
@@ -18,12 +18,12 @@ from learning.ranks import Ranks
 
 @dataclass(frozen=True)
 class Setting:
-    """The choices that hold for every section."""
+    """The options of every section."""
 
     device_kind: str
     """`cuda` or `cpu`."""
     small: bool
-    """Tiny shapes: to see that the code runs, not how fast."""
+    """Tiny shapes, to see that the code runs, not its speed."""
     scratch: Path
     """For models and runs; removed at the end."""
 
@@ -41,7 +41,7 @@ class Setting:
             torch.cuda.synchronize()
 
     def model(self, shape: str) -> Path:
-        """Returns a random model of this shape of `benchmarks.update`, which the first section to need it makes."""
+        """Returns a random model of this shape from `benchmarks.update`; the first section to need it creates it."""
         directory = self.scratch / f"model-{shape}"
         if not directory.exists():
             partial = directory.with_name(f"{directory.name}.{os.getpid()}")
@@ -50,7 +50,7 @@ class Setting:
         return directory
 
     def config(self, model: Path, *words: str) -> Config:
-        """Returns the configuration of updates of `model` on the device, with these settings beside."""
+        """Returns the configuration for updates of `model` on the device, with these extra settings."""
         fixed = ("--model.name", str(model), "--trainer.device", self.device_kind, "--trainer.warmup_steps", "0")
         return load([*fixed, "--algorithm.advantage", "group_centred", *words], {})
 
@@ -60,7 +60,7 @@ class Setting:
 
 
 def seconds(work: Callable[[], object], setting: Setting, times: int) -> float:
-    """Returns the median time of `work`, after one run that is not counted."""
+    """Returns the median time of `work`, after one uncounted run."""
     found = []
     for _ in range(times + 1):
         setting.synchronize()

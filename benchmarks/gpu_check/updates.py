@@ -1,4 +1,4 @@
-"""The update at real shapes: seconds, share of the arithmetic, memory beside its estimates, and where the time goes."""
+"""The update at real shapes: seconds, MFU, memory against its estimates, and where the time goes."""
 
 import itertools
 import json
@@ -28,13 +28,13 @@ _PROMPT, _GROUPS, _SIZE, _MICRO_BATCHES = 200, 4, 8, 2
 """Tokens of a prompt, groups of a micro-batch, completions of a group, and micro-batches of an update."""
 _REPEATS, _TOP = 3, 20
 _LEAST = 0.7
-"""The estimate may be too high by so much that this share of it is used."""
+"""At least this share of the estimate must be used."""
 _GOALS = {("0.5b", 16_384): 0.40}
-"""MFU that is aimed at on an H100 (`benchmarks/roofline.py` predicts more), by shape and tokens of a micro-batch."""
+"""Target MFU on an H100 (`benchmarks/roofline.py` predicts more), by shape and tokens of a micro-batch."""
 
 
 def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: str = "") -> None:
-    """Updates of full micro-batches of `tokens`, with the settings `words` beside."""
+    """Updates of full micro-batches of `tokens`, with the extra settings `words`."""
     if setting.small:
         shape, tokens = "small", 512
     if "offload_optimizer" in words and not setting.on_gpu:
@@ -65,7 +65,7 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
 
 
 def full_groups(config: Config) -> list[Group]:
-    """Returns groups that fill their micro-batches to the last token, of random tokens and a heavy tail of lengths."""
+    """Returns groups of random tokens, with a heavy tail of lengths, that fill their micro-batches exactly."""
     rng = np.random.default_rng(0)
     vocabulary = _shape_of(config)["vocab_size"]
     tokens = config.trainer.micro_batch_tokens // _GROUPS
@@ -111,7 +111,7 @@ def _utilisation(found: Findings, setting: Setting, flops: float, words: str) ->
 
 
 def _memory(found: Findings, setting: Setting, config: Config) -> None:
-    """The peak beside `common/memory.py` and beside the rehearsal on fake tensors."""
+    """The peak against `common/memory.py` and against the rehearsal on fake tensors."""
     figures, about = found.figures, f"update of {found.figures['shape']}, {found.figures['tokens']:,} tokens"
     estimate = trainer_memory(ModelShape.of(_shape_of(config)), config, 1)
     figures["estimate"] = estimate.total - estimate.overhead
@@ -136,9 +136,9 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
 
 
 def rehearsed_peak(found: Findings, config: Config) -> int | None:
-    """Returns the bytes that `benchmarks.rehearsal` counts; None where it refuses these settings.
+    """Returns the bytes `benchmarks.rehearsal` counts; None when it refuses these settings.
 
-    That it breaks is a failed claim of its own: what was measured stands.
+    If it breaks, that is a separate failed claim; the measurements stand.
     """
     from benchmarks.rehearsal import rehearse
 

@@ -1,4 +1,4 @@
-"""Attention over packed rows beside plain attention in float32, forward and backward."""
+"""Attention over packed rows against plain attention in float32, forward and backward."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ _CASES = [  # heads, heads of keys and values, window, whether completions share
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """The kernel for variable lengths on a GPU, rows on a CPU: both in bfloat16, at head sizes 64, 128 and 256."""
+    """The variable-length kernel on a GPU, rows on a CPU: both in bfloat16, at head sizes 64, 128 and 256."""
     for size in (64, 128, 256):
         for heads, kv_heads, window, shared in _CASES:
             name = f"head size {size}, {heads}/{kv_heads} heads"
@@ -31,7 +31,7 @@ def correctness(found: Findings, setting: Setting) -> None:
             try:
                 result, *gradients = _errors(setting, segments, pairs, (heads, kv_heads, size), window)
                 measured, holds = f"{result:.2%} and {max(gradients):.2%}", result <= _FORWARD and max(gradients) <= _BACKWARD
-            except RuntimeError as error:  # a kernel that refuses one size may take the others
+            except RuntimeError as error:  # a kernel that refuses one size may accept others
                 measured, holds = str(error).splitlines()[0], False
             found.claim(f"packed attention, {name}: errors of result and gradients", "≤ 1 % and 2 %", measured, holds)
     probe = torch.empty(1, 8, 64, device=setting.device, dtype=torch.bfloat16)
@@ -40,7 +40,7 @@ def correctness(found: Findings, setting: Setting) -> None:
 
 
 def _segments(setting: Setting, shared: bool) -> tuple[Segments, list[tuple[slice, list[slice]]]]:
-    """Returns segments, and for each its place in the line and the places of its keys."""
+    """Returns segments, each with its positions in the row and the positions of its keys."""
     rng, most = np.random.default_rng(0), 60 if setting.small else 700
     starts, sizes, prefix_starts, prefixes, places = [], [], [], [], []
     position = 0

@@ -1,7 +1,7 @@
 """Writes one-step word problems: `python examples/real_model/problems.py DIRECTORY`.
 
-`train.jsonl` is for training, `test.jsonl` for evaluation. A hash of the calculation decides the split, so that none of the
-test split occurs in training, in any wording.
+`train.jsonl` is for training, `test.jsonl` for evaluation. A hash of the calculation decides the split, so no test
+calculation occurs in training, in any wording.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 
 def problems(seed: int = 0) -> Iterator[Problem]:
-    """Yields problems without end: the four operations, in turn by chance, on numbers from 11 to 99 or ten times as large."""
+    """Yields problems endlessly: a random operation of the four, on numbers from 11 to 99 or ten times as large."""
     rng = random.Random(seed)
     while True:
         kind, name, thing, a = rng.choice("+-*/"), rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(11, 99)

@@ -1,7 +1,7 @@
-"""`python -m examples.tool_calculator.base DIRECTORY [--seed N]`: a tiny model that knows a tool and rarely calls it.
+"""`python -m examples.tool_calculator.base DIRECTORY [--seed N]`: makes a tiny model that rarely calls its tool.
 
-Writes the model to DIRECTORY/base, and the problems for training from rewards to DIRECTORY/problems. It has
-learnt to call the tool and to read its result, and then a habit of answering off the cuff; now and then it garbles a number.
+Writes the model to DIRECTORY/base and the problems for RL training to DIRECTORY/problems. The model has learnt to call
+the tool and read its result, then a habit of answering without it; occasionally it garbles a number.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from trainer.cli.tiny_base import TURN_END, Row, answered, make_model, make_toke
 
 TRACES, PROBLEMS, HELD_OUT = 128, 2048, 256
 STEPS, LATE, BATCH = 320, 0.8, 32
-"""Until step LATE × STEPS nearly all conversations call the tool; after that most answer off the cuff, which makes a habit."""
+"""Until step LATE × STEPS nearly all conversations call the tool; after that most guess, which forms a habit."""
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
@@ -59,18 +59,18 @@ def problems(seed: int, count: int) -> list[Problem]:
 
 
 class Conversations(NamedTuple):
-    """What the model learns from one problem."""
+    """The conversations of one problem, by kind."""
 
     called: Row
     """The tool is offered and called."""
     guessed: Row
-    """It is offered, and the model answers off the cuff: it would have to know the product."""
+    """The tool is offered, but the model guesses the product."""
     alone: Row
     """No tool is offered."""
 
 
 def conversations(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Conversations:
-    """Returns the tokens of a problem's conversations, as the gateway has them, and what is learned of them."""
+    """Returns the tokens of a problem's conversations, as the gateway records them, and which tokens are learned."""
     tools = [get_json_schema(Calculator().multiply)]
     user, final = {"role": "user", "content": problem.question}, f"#### {problem.answer}{TURN_END}"
     call = {"type": "function", "function": {"name": "multiply", "arguments": problem._asdict()}}

@@ -1,4 +1,4 @@
-"""`python -m examples.tool_calculator.report DIRECTORY`: what a run of `make demo-agent` has learnt, in one table.
+"""`python -m examples.tool_calculator.report DIRECTORY`: prints what a run of `make demo-agent` learnt, in one table.
 
 Reads the run in DIRECTORY/run and the answers without the tool in DIRECTORY/alone.json, which `trainer.evaluate_model` writes.
 """

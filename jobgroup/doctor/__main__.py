@@ -1,9 +1,9 @@
 """`python -m jobgroup.doctor [YAML]`: is this machine, or the cluster around this pod, ready for a job group?
 
-Without a YAML: is this machine ready for `make demo`? With one: is it for a local run of it? Inside a running group
-(`SKYPILOT_JOBGROUP_NAME` is set): are the other tasks well, and this machine for the task that `--task` names?
-With `--plan MODEL`: what memory does this model need on GPUs of every size? Only its `config.json` is read.
-Exit status 0: nothing failed, 1: something did, 2: wrong usage.
+Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it? Inside a running
+group (`SKYPILOT_JOBGROUP_NAME` is set): are the other tasks healthy, and is this machine ready for `--task`? With
+`--plan MODEL`: how much memory does this model need on GPUs of every size? Only its `config.json` is read. Exit status
+0: nothing failed, 1: something did, 2: wrong usage.
 """
 
 import json
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("it needs --gpu-memory-gb or --plan", field="--gpus", value=options.gpus, remedy="give one too")
         if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
             remedy = "give GB, such as 80"
-            raise ConfigError("it is no size of a memory", field="--gpu-memory-gb", value=options.gpu_memory_gb, remedy=remedy)
+            raise ConfigError("this is not a memory size", field="--gpu-memory-gb", value=options.gpu_memory_gb, remedy=remedy)
         overrides = dict(assignment(text, "--env") for text in options.env)
         if options.plan is not None:
             lines = list(sizes.predict(options.plan, options.gpus or 1, {**env, **overrides}, options.gpu_memory_gb))
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(results: Iterable[Result], redactors: list[SecretRedactor], as_json: bool, may_fail: bool = False) -> int:
-    """Prints the results as they come; returns the exit status, 0 whatever was found with `may_fail`."""
+    """Prints the results as they arrive; returns the exit status, always 0 with `may_fail`."""
     found = []
     for result in results:
         found.append(result.redacted(redactors))

@@ -1,4 +1,4 @@
-"""Availability of models and data sets in a folder, the cache or the hub; and the clock, from the Date of an answer."""
+"""Availability of models and data sets (folder, cache or hub), and the clock, from a response's Date header."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Hub:
         home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
         self.cache = Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser()
         self.endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-        self.shown = re.sub(r"//[^@/]*@", "//", self.endpoint)  # it can have a password in it
+        self.shown = re.sub(r"//[^@/]*@", "//", self.endpoint)  # it may contain a password
         switches = (env.get(name, "").lower() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
         self.offline = any(switch in ("1", "on", "yes", "true") for switch in switches)
         path = Path(env.get("HF_TOKEN_PATH") or home / "token").expanduser()
@@ -49,7 +49,7 @@ class Hub:
         return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
     def look_up(self, title: str, path: str, cached: Path | None) -> tuple[Result, httpx.Response | None]:
-        """Asks the hub once, with the token and through the environment's proxies; returns its answer if it has the path."""
+        """Asks the hub once, with token and proxies; returns the result, and the response if the hub has the path."""
         problem, fix, elsewhere = "the hub is switched off (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE", _ELSEWHERE
         if not self.offline:
             headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
@@ -66,7 +66,7 @@ class Hub:
                 problem += "" if self.token else " (there is no HF_TOKEN)"
         if cached is None:
             return Result(title, "fail", problem, fix + elsewhere), None
-        fix = "set HF_HUB_OFFLINE=1: nobody waits for the hub"
+        fix = "set HF_HUB_OFFLINE=1 to avoid waiting for the hub"
         return expect(title, self.offline, f"cached, but {problem}", fix, "warn"), None
 
 

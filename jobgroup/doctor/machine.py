@@ -18,7 +18,7 @@ from jobgroup.doctor.report import Result, ask, expect, gb
 COLLECTIVE_S = 90.0
 """Time limit of the collective, mostly for importing torch on a busy machine."""
 _FILES = 1024
-"""Descriptors beside those of requests in flight: logs, sockets, shards."""
+"""Descriptors in addition to those of requests in flight: logs, sockets, shards."""
 _SHARED = Path("/dev/shm")  # noqa: S108 - a file system, no file
 _REDUCE_FIX = {
     "gloo": "GLOO_SOCKET_IFNAME=lo (lo0 on macOS) in the environment; no firewall on loopback; or rm -r .venv && make lint",
@@ -28,7 +28,7 @@ _REDUCE_FIX = {
 
 
 def available_memory(in_use: bool = False) -> tuple[int, str]:
-    """Returns the bytes that new processes can have, or with `in_use` can have in all, and what bounds them."""
+    """Returns the bytes available to new processes (with `in_use`, in total) and what limits them."""
     machine = psutil.virtual_memory()
     bounds = [(machine.total, "of the machine") if in_use else (machine.available, "available on the machine")]
     for limit, used in _limits("memory.max", "memory.current"):
@@ -44,7 +44,7 @@ def cores() -> float:
 
 
 def _limits(*files: str) -> Iterator[tuple[int, int]]:
-    """Yields the two numbers in these files of every control group (version 2) above this process that has a limit."""
+    """Yields the two numbers in these files for every limited control group (version 2) above this process."""
     table, top = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
     place = table.read_text().rpartition("0::")[2].strip().strip("/") if table.is_file() else ""
     for folder in [top / place, *(top / place).parents]:
@@ -55,10 +55,10 @@ def _limits(*files: str) -> Iterator[tuple[int, int]]:
 
 
 def check_cores(plan: Plan) -> Iterator[Result]:
-    """Checks for enough cores, and that not every process takes all of them."""
+    """Checks that there are enough cores and that no process takes all of them."""
 
     def computing(job: PlannedTask) -> int:
-        """Returns the number of processes on all its nodes that keep a core busy each."""
+        """Returns the number of processes on all its nodes that each keep a core busy."""
         if job.name == REWARD:
             return job.config.reward.workers
         return job.num_nodes * max(1, job.gpus * (job.name == TRAINER)) if job.name in (TRAINER, ROLLOUT, CRITIC) else 0
@@ -80,7 +80,7 @@ def check_memory(plan: Plan) -> Iterator[Result]:
 
 
 def check_files(plan: Plan) -> Iterator[Result]:
-    """Checks the limit: a trainer has a connection for every group in flight, an engine and a router for every request."""
+    """Checks the limit: a trainer has a connection per group in flight, an engine and a router one per request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = [job.config.trainer for job in plan.here]
     wanted = _FILES + 4 * max((each.batch_size * (each.max_staleness + 1) for each in settings), default=0)
@@ -108,7 +108,7 @@ def check_sandbox(plan: Plan) -> Iterator[Result]:
             yield Result("sandbox", "warn", risk, "only for code that you trust")
         else:
             Sandbox(Limits(reward.code_timeout_s, reward.code_memory_mb), 1, python=reward.code_python)
-            yield Result("sandbox", "ok", "bubblewrap holds programs that try to break out")
+            yield Result("sandbox", "ok", "bubblewrap contains programs that try to break out")
 
 
 def visible(env: Mapping[str, str]) -> tuple[list[Gpu], str]:

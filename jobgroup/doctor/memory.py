@@ -1,4 +1,4 @@
-"""Whether the model fits the GPUs, or the CPU memory, of the tasks, by the estimates of `common.memory`."""
+"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of `common.memory`."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,11 +13,11 @@ from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
 TITLE = "memory for the model"
 STATIC = 0.85
-"""Share of a GPU that SGLang takes for weights and KV cache, about; `--mem-fraction-static` sets it."""
+"""Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static` sets it."""
 PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
-"""Bytes of a process with torch on a CPU, before it has a model (docs/how-to/scale.md)."""
+"""Bytes of a torch process on a CPU before it loads a model (docs/how-to/scale.md)."""
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "
@@ -56,7 +56,7 @@ def check_fit(plan: Plan) -> Iterator[Result]:
 
 
 def _estimate(job: PlannedTask, shape: ModelShape, ranks: int, width: int | None = None) -> TrainerMemory:
-    """Estimates a process of the trainer, or of critic-server: it learns a whole model without a reference."""
+    """Estimates a process of the trainer, or of critic-server: which trains a whole model without a reference."""
     if job.name == TRAINER:
         return trainer_memory(shape, job.config, ranks, width)
     algorithm = job.config.algorithm.model_copy(update={"kl_coef": 0.0})

@@ -21,10 +21,10 @@ from jobgroup.scrape import SECTIONS
 _TIMEOUT_S = 5.0
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 60.0
 _OLD = 1
-"""Weight versions that a node may be behind while it loads the newest."""
+"""How many weight versions a node may be behind while it loads the newest."""
 _ROLLOUT_PORTS = ("rollout.router_port", "rollout.engine_port", "rollout.agent_port", "rollout.router_metrics_port")
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
-"""Like a node of a local run (`jobgroup/local/places.py`): on Linux no other server listens on this address alone."""
+"""Like a node of a local run (`jobgroup/local/places.py`): on Linux no other server listens on this address only."""
 
 
 def _ports(job: PlannedTask) -> dict[str, int]:
@@ -33,7 +33,7 @@ def _ports(job: PlannedTask) -> dict[str, int]:
 
 
 def check_ports(plan: Plan) -> Iterator[Result]:
-    """Tries to listen as the tasks will; in a running group they do so already."""
+    """Tries to listen as the tasks will; in a running group they already do."""
     if plan.topology:
         return
     free = []
@@ -42,25 +42,25 @@ def check_ports(plan: Plan) -> Iterator[Result]:
         if problem := _taken(_NODE, port):
             yield Result(title, "fail", problem, f"end it, or {other}{port + 1000}")
         elif problem := _taken("127.0.0.1", port):
-            fix = "nothing for jobgroup.local, whose nodes have addresses of their own; for this service alone end it"
+            fix = "not needed for jobgroup.local (its nodes have other addresses); for this service alone, end it"
             yield Result(title, "warn", f"on 127.0.0.1 {problem}", fix)
         else:
             free.append(str(port))
     trainer = any(task.name == TRAINER for task in plan.here)
     if trainer and (problem := _taken("", TORCHRUN_PORT)):
-        fix = "end it; nothing for jobgroup.local, where every run has a port of its own"
+        fix = "end it; not needed for jobgroup.local, where every run has its own port"
         yield Result(f"port {TORCHRUN_PORT} of torchrun", "fail", problem, fix)
     if free:
         yield Result("ports", "ok", f"free: {', '.join(dict.fromkeys(free))}")
 
 
 def _taken(address: str, port: int) -> str:
-    """Returns why nothing can listen there, and who does as far as this user may see it; empty if it is free."""
+    """Returns why nothing can listen there, and which processes do (if visible to this user); empty if it is free."""
     try:
         socket.create_server((address, port)).close()  # with SO_REUSEADDR: connections that just ended do not count
     except OSError as error:
         users = set()
-        with suppress(psutil.Error):  # macOS shows connections to root alone
+        with suppress(psutil.Error):  # macOS shows connections only to root
             for each in psutil.net_connections("tcp"):
                 if each.status == psutil.CONN_LISTEN and getattr(each.laddr, "port", 0) == port and each.pid:
                     users.add(f"{each.pid} ({psutil.Process(each.pid).name()})")
@@ -69,10 +69,10 @@ def _taken(address: str, port: int) -> str:
 
 
 def check_proxies(plan: Plan) -> Iterator[Result]:
-    """Checks proxies: our clients ignore them, but the router and SGLang use them even for names of the group."""
+    """Checks proxies: our clients ignore them, but the router and SGLang use them even for the group's names."""
     caught = [name for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy") if plan.env.get(name)]
     if not caught:
-        secure = " (HTTPS_PROXY is set, which is well)" if plan.env.get("HTTPS_PROXY") else ""
+        secure = " (HTTPS_PROXY is set, which is fine)" if plan.env.get("HTTPS_PROXY") else ""
         yield Result("proxies", "ok", f"no proxy for http{secure}")
         return
     spared = [each.strip() for each in (plan.env.get("NO_PROXY") or plan.env.get("no_proxy") or "").split(",")]
@@ -84,13 +84,13 @@ def check_proxies(plan: Plan) -> Iterator[Result]:
 
 
 def compare_clocks(name: str, response: httpx.Response, sent: float) -> Result:
-    """Compares the clock of another machine with ours, which was at `sent` when the request left."""
+    """Compares another machine's clock with ours, which read `sent` when the request left."""
     trip = response.elapsed.total_seconds()
     try:
         theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, ValueError):
         return Result(name, "warn", "unknown: the answer has no Date", "compare `date -u` there and here")
-    # The header has whole seconds, cut off, and servers renew it once a second: one second is added, and is uncertain.
+    # The header is cut to whole seconds and refreshed once a second: adds one second, also as uncertainty.
     difference, uncertainty = theirs + 1 - (sent + trip / 2), 1 + trip / 2
     certain = abs(difference) - uncertainty
     fix = "set the clocks by NTP: timedatectl set-ntp true, or chrony, on the node (a pod has the clock of its node)"
@@ -115,7 +115,7 @@ def cluster_checks(plan: Plan) -> list[Check]:
 
 
 def _get(job: PlannedTask, url: str) -> tuple[httpx.Response, dict[str, Any]]:
-    """Sends a request as our clients do (no proxy, the run's token and authority); returns the answer and its JSON."""
+    """Sends a request as our clients do (no proxy, the run's token and CA); returns the response and its JSON."""
     headers = authorization(job.env)
     response = httpx.get(url, headers=headers, verify=trusted(job.env), timeout=_TIMEOUT_S, trust_env=False)
     with suppress(ValueError):
@@ -140,7 +140,7 @@ def _service(title: str, topology: Topology, job: PlannedTask, node: int, port: 
         return
     found = f"{1000 * response.elapsed.total_seconds():.0f} ms, {url}{'' if address in url else f' ({address})'}"
     if response.status_code == 401:
-        yield Result(title, "fail", f"does not take the API_TOKEN here, {found}", "the same API_TOKEN in every task, and here")
+        yield Result(title, "fail", f"rejects this API_TOKEN, {found}", "the same API_TOKEN in every task, and here")
     else:
         waiting = "wait for the engines, which register when they have the newest weights"
         fix = waiting if title.startswith("router") else f"wait, or {fix}"

@@ -67,16 +67,16 @@ class Plan:
     here: Sequence[PlannedTask]
     """The tasks on this machine."""
     topology: Topology | None
-    """Set inside a running job group."""
+    """Set only inside a running job group."""
     demo: bool
     problems: Sequence[Result]
     """Errors of the YAML and the settings."""
     env: Mapping[str, str]
     """Environment of this process and of the first task here."""
     assumed_gb: float | None = None
-    """GB of a cluster's GPU, to judge the model for it instead of for this machine."""
+    """GB of a cluster's GPU, to judge the model for it instead of this machine."""
     assumed_gpus: int | None = None
-    """The trainer's GPUs on the cluster; by the YAML when None."""
+    """The trainer's GPUs on the cluster; None: as in the YAML."""
     gpus: Sequence[Gpu] = ()
     no_gpus: str = "not looked for"
     """The reason for empty `gpus`."""

@@ -1,4 +1,4 @@
-"""Checks and their results. All run at once, each within its time limit, and none can stop the others."""
+"""Checks and their results. They run concurrently, each within its time limit, and none can stop the others."""
 
 import subprocess
 import threading
@@ -11,7 +11,7 @@ from common.errors import ConfigError, ServiceError
 from common.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
-_SLOW = "what it asks hangs, or this machine is overloaded"
+_SLOW = "what it queries hangs, or this machine is overloaded"
 _TIGHT = 0.9
 
 
@@ -65,7 +65,7 @@ class Check(NamedTuple):
 
 
 def perform(checks: Sequence[Check]) -> Iterator[Result]:
-    """Runs all checks at once and yields their results in order. A check that raises or is late is a failed line."""
+    """Runs all checks at once and yields their results in order. A check that raises or times out is a failed line."""
     found: list[list[Result]] = [[] for _ in checks]
 
     def run(check: Check, results: list[Result]) -> None:
@@ -81,7 +81,7 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
             results.append(Result(check.name, "fail", reason, "look at it by hand, and report this line"))
 
     start = time.monotonic()
-    # Daemon threads: one that hangs in the kernel, as on a dead network disk, must not keep the command from ending.
+    # Daemon threads: one that hangs in the kernel (a dead network disk) must not keep the command from ending.
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in zip(checks, found, strict=True)]
     for thread in threads:
         thread.start()

@@ -1,6 +1,6 @@
-"""`--plan MODEL`: what a model takes on GPUs of every size, as trainer and as engine, and what to change where it is too much.
+"""`--plan MODEL`: a model's memory on GPUs of every size, as trainer and engine, and what to change if it does not fit.
 
-By the estimates of `common.memory`; the model's files are not needed, nor is a GPU.
+Uses the estimates of `common.memory`; needs neither the model's weights nor a GPU.
 """
 
 import json
@@ -24,7 +24,7 @@ _SAVINGS: tuple[dict[str, Any], ...] = (
     {"trainer.activation_checkpointing": True, "trainer.micro_batch_tokens": 4096},
     {"trainer.activation_checkpointing": True, "trainer.micro_batch_tokens": 4096, "trainer.offload_optimizer": True},
 )
-"""From the cheapest on. The first that suffices is named."""
+"""From the cheapest; the first that suffices is reported."""
 _LORA = {"lora.rank": 16, "trainer.activation_checkpointing": True}
 
 
@@ -85,7 +85,7 @@ def _changes(shape: ModelShape, config: Config, gpus: int, room: int) -> str:
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other settings; a number of tokens is never raised."""
+    """Returns the configuration with other settings; token counts are never raised."""
     for name, value in changes.items():
         section, _, key = name.partition(".")
         old = getattr(config, section)
@@ -103,8 +103,8 @@ def _read(model: Path) -> dict[str, Any]:
     try:
         found = json.loads((model / "config.json" if model.is_dir() else model).read_text())
         if not isinstance(found, dict):
-            raise ValueError("its configuration is no JSON object")
+            raise ValueError("its configuration is not a JSON object")
     except (OSError, ValueError) as error:
         remedy = "name a directory with a model's config.json, or that file"
-        raise ConfigError(f"this is no model: {error}", field="--plan", value=str(model), remedy=remedy) from None
+        raise ConfigError(f"this is not a model: {error}", field="--plan", value=str(model), remedy=remedy) from None
     return found

@@ -22,13 +22,13 @@ _CHECKOUT = (ROOT / "Makefile").exists()
 _SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
 _CUDA, _DRIVER = 13, 580
-"""CUDA of the pinned wheels, and the first series of drivers that runs it."""
+"""CUDA version of the pinned wheels, and the first driver series that runs it."""
 _SYSTEM_TOOLKIT = "/usr/local/cuda"
 _SHARE = "export API_TOKEN=$(openssl rand -hex 32), and --secret API_TOKEN when launching: the same in every task"
 
 
 def check_python(plan: Plan) -> Iterator[Result]:
-    """Checks this interpreter and those that the tasks name."""
+    """Checks this interpreter and those the tasks use."""
     found, good = f"{platform.python_version()} in {sys.prefix}", (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield expect(
         "python", good, found, "3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11 lint makes the environment anew"
@@ -58,14 +58,14 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
 
 
 def check_router(plan: Plan) -> Iterator[Result]:
-    """Imports the router, a compiled extension: that it is installed does not prove it usable."""
+    """Imports the router, a compiled extension: being installed does not prove that it works."""
     if plan.job(ROLLOUT):
         ask(sys.executable, "-c", "import sglang_router", fix="bash jobgroup/setup.sh rollout")
         yield Result("sglang-router", "ok", "can be imported")
 
 
 def check_sglang(plan: Plan) -> Iterator[Result]:
-    """Checks the environment of SGLang, where that is the engine."""
+    """Checks SGLang's environment if SGLang is the engine."""
     job = plan.job(ROLLOUT)
     if job is None or not job.uses_sglang or plan.assumed_gb:
         return
@@ -86,7 +86,7 @@ def check_sglang(plan: Plan) -> Iterator[Result]:
 
 
 def check_toolkit(plan: Plan) -> Iterator[Result]:
-    """Checks what SGLang compiles its kernels with on a GPU, and that the driver runs what is compiled."""
+    """Checks the tools SGLang compiles its GPU kernels with, and that the driver can run the result."""
     job = plan.job(ROLLOUT)
     if not plan.gpus or plan.assumed_gb:  # `check_gpus` says so
         return
@@ -114,23 +114,23 @@ def check_toolkit(plan: Plan) -> Iterator[Result]:
 
 
 def _driver(gpus: Sequence[Gpu]) -> Result:
-    """Judges the driver that nvidia-smi tells; all GPUs of a machine have the same."""
+    """Judges the driver version from nvidia-smi; all GPUs of a machine have the same."""
     told = gpus[0].driver
     number = re.match(r"\d+", told)
     if number is None:
         fix = "compare it with /proc/driver/nvidia/version"
-        return Result("NVIDIA driver", "warn", f"nvidia-smi says {told!r}, which is no version", fix)
+        return Result("NVIDIA driver", "warn", f"nvidia-smi says {told!r}, which is not a version", fix)
     found = f"{told}; the CUDA {_CUDA} wheels of torch and SGLang need {_DRIVER} or newer"
     return expect("NVIDIA driver", int(number[0]) >= _DRIVER, found, f"update the driver of the node to the {_DRIVER} series")
 
 
 def check_skypilot(plan: Plan) -> Iterator[Result]:
-    """Checks SkyPilot, if this machine launches the group."""
+    """Checks SkyPilot if this machine launches the group."""
     pin = _pins(ROOT / "jobgroup/skypilot-requirements.txt")["skypilot"]
     fix = f"uv tool install 'skypilot[kubernetes]=={pin}', in a separate environment"
     if plan.topology is None and (sky := shutil.which("sky")):
         version = next(iter(re.findall(r"\d+\.\d+[\w.]*", ask(sky, "--version", fix=fix))), "no version")
-        yield expect("skypilot", version == pin, f"{version}, tried was {pin}", fix, "warn")
+        yield expect("skypilot", version == pin, f"{version}; tested with {pin}", fix, "warn")
     elif plan.topology is None:
         yield Result("skypilot", "ok", "not on the path; only a launch on a cluster needs it")
 
@@ -167,5 +167,5 @@ def _key(name: str) -> str:
 
 
 def _differs(version: str | None, pin: str) -> bool:
-    """Whether this is another release. Builds (`+cpu`) and missing packages do not count."""
+    """Whether this is another release; builds (`+cpu`) and missing packages are ignored."""
     return version is not None and version.partition("+")[0] != pin.partition("+")[0]

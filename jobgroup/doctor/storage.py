@@ -23,7 +23,7 @@ _STATE = 12
 _VERSIONS, _PULLED = 3, 5
 """Weight versions on disk at the trainer (two kept, one arriving) and on a rollout node (two more in use or on their way)."""
 _TOKEN, _RECORDED = 8, 12
-"""Bytes of a stored token (id, log-probability) and of one that the trainer records (and its own log-probability)."""
+"""Bytes of a stored token (id, logprob) and of a token the trainer records (also its own logprob)."""
 _LOGS = 200 << 20
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "virtiofs")
 
@@ -54,7 +54,7 @@ def needs(plan: Plan) -> Iterator[Need]:
 
 
 def _shape(plan: Plan, name: str) -> ModelShape | None:
-    """Returns None without a config.json, or for an architecture that the line about memory calls unknown."""
+    """Returns None without a config.json, or for an architecture that the memory check reports as unknown."""
     with suppress(KeyError, ConfigError):
         return ModelShape.of(plan.shapes[name])
     return None
@@ -73,7 +73,7 @@ def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
         return {}
     if shape and lora.rank:
         trained = shape.lora_parameters(lora.rank, lora.target_modules)
-    kept = trainer.keep_checkpoints + 2  # the best one, and the one that is being written
+    kept = trainer.keep_checkpoints + 2  # the best one, and the one being written
     with_critic = 2 if algorithm.needs_critic and job.config.critic.location == "trainer" else 1
     width = 2 if job.config.model.dtype == "bfloat16" and job.gpus else 4
     tokens = trainer.batch_size * sampling.group_size * sampling.max_new_tokens * (trainer.max_steps or 1 << 40)
@@ -99,7 +99,7 @@ def check_disk(plan: Plan) -> Iterator[Result]:
 
 
 def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
-    """Writes, syncs and removes a file in the folder, or where it will be made."""
+    """Writes, syncs and removes a file in the folder, or where the folder will be created."""
     title, place, start = f"{purpose} {folder}", _existing(folder), time.monotonic()
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
@@ -123,7 +123,7 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
 
 
 def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
-    """Compares the needs on each disk with its free space. A running group has written some of it already."""
+    """Compares the space needed on each disk with its free space. A running group has already written some of it."""
     disks: dict[int, list[Need]] = {}
     for need in wanted:
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)

@@ -1,7 +1,7 @@
 """`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a cluster.
 
-Every node of every task is a process group with the `SKYPILOT_*` variables of its pod, and its name
-(`reward-server-0.rlhf-math`) stands for its own loopback address, through `common.topology` (`JOBGROUP_HOSTS`).
+Every node of every task is a process group with the `SKYPILOT_*` variables of its pod. Its name
+(`reward-server-0.rlhf-math`) maps to its own loopback address, through `common.topology` (`JOBGROUP_HOSTS`).
 Primary tasks decide when the group ends and with which status. No process survives the group.
 """
 
@@ -91,7 +91,7 @@ def _run(
 
 
 def _clear(directory: Path, log_dir: Path) -> None:
-    """Removes what is in `directory` but locks and the log folder. Raises ConfigError when a run is using it."""
+    """Removes everything in `directory` except locks and the log folder. Raises ConfigError when a run is using it."""
     make_directory(directory, "--clear")
     with RunLock(directory, "that empties it", "--clear"):
         for path in directory.resolve().iterdir():
@@ -104,7 +104,7 @@ def _clear(directory: Path, log_dir: Path) -> None:
 
 
 class _Environment:
-    """The environment of every node: this one, the task's, and what SkyPilot adds."""
+    """The environment of every node: this process's, the task's, and SkyPilot's variables."""
 
     def __init__(self, group: JobGroup, tasks: Sequence[Task], places: Places) -> None:
         self._group, self._places = group, places
@@ -126,7 +126,7 @@ class _Environment:
         }
         if self._gpus:
             skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        # The nodes share the cores: a thread that waits must not spin. Output is shown as it is written.
+        # The nodes share the cores, so waiting threads must not spin. Output is shown as it is written.
         defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         own = {name: value for name, value in task.env.items() if value or name != TOKEN}  # empty: this run's
         return {**defaults, **os.environ, **own, **skypilot}
@@ -177,9 +177,9 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
 
 
 def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
-    """Makes a token for tasks that take one and got none: any web page open on this machine could call them otherwise.
+    """Generates a token for tasks that accept one and got none, so that web pages open here cannot call them.
 
-    Returns what to tell the user, who needs it for the dashboard and for calls.
+    Returns the lines for the user, who needs the token for the dashboard and for requests.
     """
     wanting = [task for task in tasks if TOKEN in task.env]
     if not wanting or os.environ.get(TOKEN) or any(task.env[TOKEN] for task in wanting):
@@ -199,7 +199,7 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
 
 
 def _scraped(group: JobGroup, tasks: Sequence[Task], places: Places, log_dir: Path) -> list[str]:
-    """Writes `prometheus.yml` for the tasks of this product; an error is a notice, not a reason to stop."""
+    """Writes `prometheus.yml` for the run's tasks; an error is only a notice."""
     try:
         token_file = "api_token" if token() else None  # beside it
         chosen = replace(group, tasks=tuple(tasks))

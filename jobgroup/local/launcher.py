@@ -3,7 +3,7 @@
 `python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes it to end the node; the
 system closes it when the runner dies, even by `kill -9`. Then the command's process group gets SIGTERM, and SIGKILL after
 GRACE_S seconds. On Linux this process is the "subreaper" of its descendants: a daemon that left its session and lost its
-parent becomes its child, so it is found and ended too.
+parent becomes its child and is ended too.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def end_descendants() -> None:
 
 
 def reap() -> dict[int, int]:
-    """Reaps children that ended; returns their exit status by id."""
+    """Reaps ended children; returns their exit statuses by id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -154,7 +154,7 @@ def run(script: str, grace_s: float) -> int:
     init = _Init(script)
     watched = [0, wake_read]
     while init.advance():
-        # While something is being ended, looks again soon: a stray's end may bring no SIGCHLD here.
+        # While processes are ending, polls often: a stray's exit may send no SIGCHLD here.
         ready, _, _ = select.select(watched, [], [], None if init.deadline is None else 0.05)
         if 0 in ready and not os.read(0, 1):
             watched.remove(0)

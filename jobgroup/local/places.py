@@ -1,4 +1,4 @@
-"""Loopback addresses for the nodes of a local run, which no other run on this machine uses, and their GPUs."""
+"""Loopback addresses for the nodes of a local run, unused by other runs on this machine, and their GPUs."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ class Places:
 def choose(group: JobGroup) -> Places:
     """Chooses an address for every node.
 
-    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes have the ports of the YAML.
+    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes use the YAML's ports.
     Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket reserves the block across the machine,
     without a file. Raises ConfigError when no block is free.
     """
@@ -94,7 +94,7 @@ def gpus_of_machine() -> list[str]:
 
 
 def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Returns the GPUs of every node, by task and rank, in turn, so that they are shared only when there are too few."""
+    """Returns the GPUs of every node, by task and rank, assigned in turn: shared only when there are too few."""
     shares: dict[str, list[list[str]]] = {}
     given = 0
     for task in tasks:

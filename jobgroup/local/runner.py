@@ -18,7 +18,7 @@ from jobgroup.spec import Task
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 _BACKSTOP_S = 5.0
 _LOST = 75
-"""Status of a trainer rank that ends because another one has (`learning.liveness`)."""
+"""Status of a trainer rank that ends because another rank has (`learning.liveness`)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -102,14 +102,14 @@ class TaskRun:
 
 
 def _on_its_own(node: Node) -> bool:
-    """Whether the node failed for a reason of its own: it was not ended, and does not say that it followed another one."""
+    """Whether the node failed by itself: it was not killed, and its status is not that of following another node."""
     return 0 < node.ended.result() < 128 and node.ended.result() != _LOST
 
 
 class Runner:
     """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends and with which status.
 
-    An auxiliary that has failed for good ends it too: the primary ones would wait for it. SkyPilot lets them.
+    An auxiliary task that has failed for good also ends it: the primary ones would wait for it, as they do in SkyPilot.
 
     Args:
         tasks: to run. When none of them is primary, all are.
@@ -156,7 +156,7 @@ class Runner:
             return 128 + self._signal
         finally:
             launcher.end_descendants()
-            for number in (*_SIGNALS, signal.SIGCHLD):  # left to the loop, one that comes while it closes is an OSError
+            for number in (*_SIGNALS, signal.SIGCHLD):  # a signal that the loop handles while it closes raises OSError
                 loop.remove_signal_handler(number)
 
     async def _main(self) -> int:
@@ -179,7 +179,7 @@ class Runner:
 
     @property
     def reason(self) -> TaskRun | None:
-        """The task whose failure made the group fail, if it did: a primary one, or the auxiliary that ended it."""
+        """The task that made the group fail, if any: a primary one, or the auxiliary one that ended it."""
         failed = [run for run in self.runs if run.state == "FAILED"]
         primary = [run for run in failed if run in self._primary]
         succeeded = all(run.state == "SUCCEEDED" for run in self._primary)
@@ -201,7 +201,7 @@ class Runner:
     def _start(self, task: Task, rank: int) -> Node:
         name = f"{task.name}-{rank}"
         log = self.log_dir / f"{name}.log"
-        if log not in self._logs:  # a restart goes on in the file; what an earlier run left goes
+        if log not in self._logs:  # a restart appends to the file; an earlier run's file is removed
             log.unlink(missing_ok=True)
             self._logs.add(log)
         env = self._environment(task, rank)
@@ -215,7 +215,7 @@ class Runner:
         self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kills what a killed launcher left behind: only launchers are children of this process."""
+        """Kills the processes a killed launcher left behind: only launchers are children of this process."""
         known = {node.process.pid for node in self._nodes}
         for pid in launcher.orphans(known):
             for each in (*launcher.descendants(pid), pid):

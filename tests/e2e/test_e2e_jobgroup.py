@@ -54,6 +54,8 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "RUN_DIR": str(directory / "run"),
         "STATE_DIR": str(directory / "state"),
         "RLHF_TRAINER__CHECKPOINT_EVERY": "8",
+        "RLHF_TRAINER__EVAL_SAMPLES": "128",
+        "RLHF_TRAINER__EVAL_PASS_SAMPLES": "16",
         "OMP_NUM_THREADS": "1",
         "LOG_FORMAT": "json",
         "LOG_LEVEL": "DEBUG",

@@ -102,7 +102,7 @@ def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any
 @pytest.mark.parametrize(
     "more",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         ("--algorithm.name", "ppo", "--algorithm.kl_coef", "0.01"),
         ("--lora.rank", "4"),
         pytest.param(("--lora.rank", "4", "--lora.publish", "merged"), marks=pytest.mark.slow),

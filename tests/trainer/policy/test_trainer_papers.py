@@ -243,7 +243,7 @@ def check_early_stop(minis: list[Mini], algorithm: AlgorithmSection, applied: in
     assert applied == len(minis) - stopped
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(17, marks=pytest.mark.slow), 34])
+@pytest.mark.parametrize("first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (17, 34))])
 def test_updates_are_those_of_the_papers(first: int, models: tuple[Path, Path]) -> None:
     for case in range(first, first + 17):
         check(case, models)

@@ -61,9 +61,12 @@ def test_an_update_takes_what_is_estimated(tmp_path: Path, size: str, ranks: int
 @pytest.mark.parametrize(
     ("kind", "sizes", "ranks", "words"),
     [
-        ("qwen3", (1024, 3072, 4, 16, 8, 151_936), 1, []),
+        pytest.param("qwen3", (1024, 3072, 4, 16, 8, 151_936), 1, [], marks=pytest.mark.slow),
         ("qwen2", (3584, 18_944, 8, 28, 4, 152_064), 8, ["--trainer.micro_batch_tokens", "512"]),
-        ("qwen2", (896, 4864, 4, 14, 2, 151_936), 2, ["--trainer.micro_batch_tokens", "512", "--trainer.shard_size", "1"]),
+        pytest.param(
+            *("qwen2", (896, 4864, 4, 14, 2, 151_936), 2, ["--trainer.micro_batch_tokens", "512", "--trainer.shard_size", "1"]),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("llama", (4096, 14_336, 3, 32, 8, 128_256), 4, ["--trainer.shard_size", "2"], marks=pytest.mark.slow),
         pytest.param("mistral", (4096, 14_336, 3, 32, 8, 32_768), 8, [], marks=pytest.mark.slow),
         pytest.param("phi3", (3072, 8192, 3, 32, 32, 32_064), 1, [], marks=pytest.mark.slow),
