@@ -97,7 +97,6 @@ types: $(VENV)/.made
 # Test subprocesses read compiled modules, so bytecode must be written.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-<<<<<<< HEAD
 # mypy uses one core, and runs beside the tests.
 check: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types unit
@@ -107,12 +106,6 @@ unit: JOBS = logical
 unit: $(BASE)/config.json
 	$(PYTEST) -m 'not integration and not slow'
 
-=======
-check: lint $(BASE)/config.json
-	$(PYTEST) -m 'not process and not slow'
-
-# mypy uses one core and runs beside the tests.
->>>>>>> prose-c
 test: style $(BASE)/config.json
 	$(MAKE) --no-print-directory --jobs 2 types suite
 
