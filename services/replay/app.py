@@ -117,7 +117,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups", **described(_GROUPS, reads=_KINDS, fails=(415,)))
     async def add(request: Request) -> dict[str, int]:
-        """Stores groups (msgpack, or JSON with arrays as lists). They are durable when this answers; idempotent by id."""
+        """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers; idempotent by id."""
         added = await worker.add(await _read_groups(request))
         request.app.state.run = logs.run_id()
         return {"added": added.added, "duplicates": added.duplicates}
@@ -132,7 +132,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
-        """Marks groups as trained on. Repeating the call changes nothing; an unknown id gives 404 and changes nothing."""
+        """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id, which gives a 404."""
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
@@ -203,7 +203,7 @@ def _experience_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/add")
     async def add_experiences(body: AddExperiences) -> dict[str, int]:
-        """Stores completions without tokens. They can be read and sampled here but are never handed out for training."""
+        """Stores completions without tokens. They can be read and sampled here but are never used for training."""
         size = await worker.call(buffer.add_experiences, body.experiences)
         return {"added": len(body.experiences), "buffer_size": size}
 

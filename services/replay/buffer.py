@@ -79,8 +79,8 @@ class ReplayBuffer:
     def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity, self.lease_s = config.capacity, config.lease_s
         self.store = Store(path)
-        # The monotonic clock does not survive a restart, so it is shifted to give every stored lease its full length again.
-        # Rewriting the leases instead would fail on a full disk.
+        # The monotonic clock does not survive a restart, so it is shifted to give every stored lease its full length
+        # again. Rewriting the leases instead would fail on a full disk.
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
@@ -123,8 +123,8 @@ class ReplayBuffer:
     def take(self, request: TakeRequest) -> Lease | None:
         """Leases the first `count` fresh groups, ordered by (weight version, position, id), for `lease_s` seconds.
 
-        Returns None when there are fewer. A retry with the same request id gets the same groups. Fresh groups older than
-        `min_version` are evicted.
+        Returns None when there are fewer. A retry with the same request id gets the same groups. Fresh groups older
+        than `min_version` are evicted.
         """
         if request.count > self.capacity:
             raise InvalidInput(
@@ -167,8 +167,8 @@ class ReplayBuffer:
     def sample(self, request: SampleRequest) -> Sampled:
         """Draws distinct consumed groups by priority (`services.replay.sampling`), each with its importance weight.
 
-        Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the same
-        groups.
+        Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the
+        same groups.
         """
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
             return Sampled(before[0], np.array(before[1], np.float32))

@@ -1,7 +1,7 @@
 """The SQLite file of the replay buffer: its layout, how it is opened, and transactions that are on disk when they end.
 
-SQLite reads its log up to the first damaged page and silently drops the rest. So a separate file, `replay.db.count`, records
-how many changes and groups were acknowledged. A store that has fewer is not opened.
+SQLite reads its log up to the first damaged page and silently drops the rest. So a separate file, `replay.db.count`,
+records how many changes and groups were acknowledged. A store that has fewer is not opened.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from common.storing import StorageFailed, cure, damage
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
-"""Groups since the file was created: stored; added again; too old when taken; removed to make room; dropped by reset_fresh."""
+"""Groups since the file was created: stored; added again; too old when taken; removed for space; dropped by
+reset_fresh."""
 _CHANGES = "changes"
 """Name of the counter of transactions that changed something."""
 _COUNT_BYTES = 128
@@ -219,7 +220,7 @@ class Database:
         self._keep_counts()
 
     def _keep_counts(self) -> None:
-        """Records the acknowledged counts. The file is not synced: after a power failure it may be too low, never too high."""
+        """Records the acknowledged counts, unsynced: after a power failure they may be too low, never too high."""
         if self._count_file is None:
             return
         counts = {_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))}

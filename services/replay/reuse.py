@@ -1,8 +1,8 @@
 """Draws consumed groups by priority, in time logarithmic in their number.
 
-Inclusion probabilities and importance weights are those of `services.replay.sampling`. With many eligible groups, shuffling
-them would be too slow: instead, equally spaced points are looked up in a sum tree whose branches are swapped at random in
-every draw. So, as with the strata of Schaul et al., close neighbours are hardly ever drawn together.
+Inclusion probabilities and importance weights are those of `services.replay.sampling`. With many eligible groups,
+shuffling them would be too slow: instead, equally spaced points are looked up in a sum tree whose branches are swapped
+at random in every draw. So, as with the strata of Schaul et al., close neighbours are hardly ever drawn together.
 """
 
 import math
@@ -26,8 +26,8 @@ _Rows = list[tuple[int, int, float, int]]
 class ReuseIndex:
     """In-memory index of the consumed groups, with the fields that sampling needs.
 
-    Groups are numbered in the order they were consumed; this `order` identifies a group in the store. Its place in the arrays
-    is `order` modulo their size.
+    Groups are numbered in the order they were consumed; this `order` identifies a group in the store. Its place in the
+    arrays is `order` modulo their size.
     """
 
     def __init__(self, rows: _Rows) -> None:
@@ -110,8 +110,8 @@ class ReuseIndex:
     def _prepared(self, min_version: int, max_times: int, exponent: float) -> "_Tree":
         """Returns the tree of the groups that may be drawn now.
 
-        A new scale or new conditions rebuild it. A higher `min_version` does not: it only removes the groups that became too
-        old.
+        A new scale or new conditions rebuild it. A higher `min_version` does not: it only removes the groups that
+        became too old.
         """
         changed = (max_times, exponent) != (self._max_times, self._exponent) or min_version < self._min_version
         self._max_times, self._exponent, self._min_version = max_times, exponent, min_version
@@ -228,7 +228,7 @@ class _Tree:
         return np.asarray(self._FIRST + (classes + 0.5) * self._WIDTH)
 
     def leaves(self, least: float) -> Int64:
-        """Returns the places whose power is at least `least` (> 0). The time depends on how many these are, not on all."""
+        """Returns the places whose power is at least `least` (> 0); the time depends on their number, not on all."""
         nodes = np.ones(1, np.int64)
         while nodes.size and nodes[0] < self._size:
             nodes = (2 * nodes[:, None] + np.arange(2)).ravel()
@@ -236,7 +236,7 @@ class _Tree:
         return nodes[self._nodes[nodes] >= least] - self._size
 
     def find(self, points: Float64, rng: np.random.Generator) -> Int64:
-        """Returns the distinct places at these points of the cumulative sum, with the tree's branches in random order."""
+        """Returns the distinct places at these points of the cumulative sum, with branches in random order."""
         nodes, salt = np.ones(len(points), np.int64), rng.integers(1 << 62)
         for _ in range(self._size.bit_length() - 1):
             first = 2 * nodes + _bits(nodes + salt)

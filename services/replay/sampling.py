@@ -1,10 +1,11 @@
 """Mathematics of prioritised reuse (Schaul et al. 2016), as pure functions over arrays.
 
 A sample of k groups holds k distinct groups. PER as published draws with replacement, so that E[draws of i] = k·P(i);
-here every group is drawn at most once and is in the sample with probability π(i) = k·P(i), which is the same expectation.
-Where k·P(i) would exceed 1, the group is always drawn and the others share the rest of k in proportion to their P (fixed-size
-sampling with unequal probabilities, systematic design). The importance weights use the actual probability P(i) = π(i)/k, so
-they stay correct in that case: a sample of all groups has weights of 1. A group with priority 0 is never drawn.
+here every group is drawn at most once and is in the sample with probability π(i) = k·P(i), which is the same
+expectation. Where k·P(i) would exceed 1, the group is always drawn and the others share the rest of k in proportion to
+their P (fixed-size sampling with unequal probabilities, systematic design). The importance weights use the actual
+probability P(i) = π(i)/k, so they stay correct in that case: a sample of all groups has weights of 1. A group with
+priority 0 is never drawn.
 """
 
 import numpy as np
@@ -31,7 +32,7 @@ def probabilities(priorities: Float64, exponent: float) -> Float64:
 
 
 def inclusion(chances: Float64, count: int) -> Float64:
-    """Returns the probability [N] that each group is in a sample of `count` distinct groups: count·P(i), capped at 1."""
+    """Returns each group's probability [N] to be in a sample of `count` distinct groups: count·P(i), capped at 1."""
     positive = chances > 0
     if count >= np.count_nonzero(positive):
         return positive.astype(np.float64)
@@ -62,9 +63,9 @@ def draw(included: Float64, rng: np.random.Generator) -> Int64:
 def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Float64:
     """Returns (N·P(i))^-exponent [len(chosen)], divided by its expectation over draws: P(i)^-exponent / Σ P(j)^(1-exponent).
 
-    So for every exponent the weights of a sample average 1, like those of fresh groups, and a rarely drawn group does not
-    change the other weights. Schaul et al. divide by the largest weight instead, where one rare group in the buffer shrinks
-    all other weights towards 0 (docs/explanation/off-policy.md).
+    So for every exponent the weights of a sample average 1, like those of fresh groups, and a rarely drawn group does
+    not change the other weights. Schaul et al. divide by the largest weight instead, where one rare group in the buffer
+    shrinks all other weights towards 0 (docs/explanation/off-policy.md).
     """
     chances = included / included.sum()
     return np.asarray(chances[chosen] ** -exponent / (chances[chances > 0] ** (1 - exponent)).sum())
@@ -73,8 +74,9 @@ def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Flo
 def draw_by_reward(rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator) -> Int64:
     """Returns the indices of up to `count` distinct completions.
 
-    `prioritized` draws higher rewards more often: the weight of a completion rises linearly from 0.1 at the lowest reward to
-    1.1 at the highest. A few of many are drawn one by one, by rejection, so the time hardly depends on the total number.
+    `prioritized` draws higher rewards more often: the weight of a completion rises linearly from 0.1 at the lowest
+    reward to 1.1 at the highest. A few of many are drawn one by one, by rejection, so the time hardly depends on the
+    total number.
     """
     low, high = (float(rewards.min()), float(rewards.max())) if len(rewards) else (0.0, 0.0)
 

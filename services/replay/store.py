@@ -1,8 +1,8 @@
 """The durable store of the replay buffer: one SQLite file. Every change is one transaction, synced before it returns.
 
-A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as msgpack; separate, so that a
-change of state does not rewrite it). Lone experiences, which have no tokens, are in another table, so no method that hands
-out groups can return them. All methods are synchronous and must run in one thread.
+A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as msgpack; separate, so
+that a change of state does not rewrite it). Lone experiences, which have no tokens, are in another table, so no method
+that hands out groups can return them. All methods are synchronous and must run in one thread.
 """
 
 import json
@@ -217,8 +217,8 @@ class Store(Reading):
     def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:
         """Marks groups as consumed; already consumed and removed ones stay unchanged.
 
-        Returns (order, version, priority, times_sampled) of the newly consumed groups. Raises NotFound for an unknown id
-        and then changes nothing.
+        Returns (order, version, priority, times_sampled) of the newly consumed groups. Raises NotFound for an unknown
+        id and then changes nothing.
         """
         consumed = []
         with self.transaction():
@@ -272,7 +272,7 @@ class Store(Reading):
         return self.db.execute(query).fetchall()
 
     def reuse(self, orders: list[int], weights: list[float], request_id: str | None, step: int | None) -> list[bytes]:
-        """Returns the consumed groups with these orders, counts a sampling of each, and stores the draw by request id."""
+        """Returns the consumed groups with these orders, counts one draw of each, and stores the draw by request id."""
         with self.transaction():
             query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
             self.db.executemany(query, [(order,) for order in orders])
@@ -284,7 +284,7 @@ class Store(Reading):
             return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
 
     def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
-        """Returns the groups and weights drawn for this request, without groups removed since; None for a new request."""
+        """Returns the groups and weights drawn for this request, without groups removed since; None if it is new."""
         row = self.db.execute("SELECT answer FROM samples WHERE request_id = ?", (request_id,)).fetchone()
         if row is None:
             return None

@@ -25,7 +25,10 @@ class Worker:
         self._arrived = asyncio.Condition()
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function(*args, **kwargs)` in the thread. Once started it completes, even if the caller is cancelled."""
+        """Runs `function(*args, **kwargs)` in the thread.
+
+        Once started it completes, even if its caller is cancelled.
+        """
         run = contextvars.copy_context().run  # for the request id in its log lines
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(function, *args, **kwargs))
 
@@ -38,7 +41,7 @@ class Worker:
         return added
 
     async def take(self, request: TakeRequest) -> Lease:
-        """Calls `ReplayBuffer.take`, waiting up to `wait_s` seconds for `count` groups; the lease is empty if too few came.
+        """Calls `ReplayBuffer.take`, waiting up to `wait_s` seconds; the lease is empty if fewer than `count` came.
 
         Nothing is leased while it waits, so a cancelled take holds no group.
         """
