@@ -138,7 +138,7 @@ class Decoder:
         return _read(sample(logits, torch.from_numpy(inputs.state).to(self.device), inputs.plain, inputs.kept))
 
     def _step(self, state: Tensor, columns: int, plain: bool, kept: int = 0) -> Tensor:
-        """One step without synchronisation: equal shapes run the same operations, so that a CUDA graph can replay it."""
+        """One step without synchronisation: equal shapes run the same operations, so a CUDA graph can replay it."""
         tokens, positions = state[0].long(), state[1].long()
         self.cache.begin_decode(positions, columns)
         mask = None if self._exchanged else self.cache.mask(None)

@@ -183,7 +183,7 @@ class Engine:
             scheduler.step(admit=not self._exclusive)
 
     def _gather(self) -> None:
-        """Waits for the rest of a burst of requests: one prefill then serves all, and no step slows down their parsing."""
+        """Waits for the rest of a burst of requests: one prefill serves all, and no step slows down their parsing."""
         quiet, most = _BUSY_GATHER_S if self.running else _IDLE_GATHER_S
         limit = time.monotonic() + most
         while self._wake.wait(quiet) and time.monotonic() < limit:

@@ -41,7 +41,7 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def stop_in(self, last: Callable[[int], str]) -> str | None:
-        """Returns the stop text that a completion has reached, or None; `last(n)` gives the text of its last n tokens."""
+        """Returns the stop text that a completion has reached, or None; `last(n)` is the text of its last n tokens."""
         text = last(1 + max(len(stop.encode()) for stop in self.stops)) if self.stops else ""
         return next((stop for stop in self.stops if stop in text), None)
 

@@ -73,7 +73,7 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
 
 
 async def score(request: Request, engine: Engine, prompts: list[list[int]], start: int) -> list[dict[str, Any]]:
-    """Returns the answers for the log-probabilities of prompts, computed in parts so that running rows go on in between.
+    """Returns the answers for the log-probabilities of prompts, computed in parts so that running rows continue.
 
     Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
     """

@@ -133,7 +133,7 @@ class WeightFollower:
         return None
 
     async def _rest(self) -> None:
-        """Makes the engine release its memory, because the trainer computes, or is gone and the next will need the GPUs.
+        """Makes the engine release its memory, because the trainer computes, or a new trainer will need the GPUs.
 
         An engine stays awake only while a trainer says so, whichever of the two is killed. A starting engine is put to
         sleep when it answers. An engine that does not release its memory is restarted.

@@ -65,7 +65,7 @@ class TrainerClient(Client):
     async def latest(
         self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False, asleep: bool = False
     ) -> WeightManifest | None:
-        """Returns the newest version, after waiting up to `wait_s` seconds for one other than `held`; None before the first.
+        """Returns the newest version, waiting up to `wait_s` seconds for one other than `held`; None before the first.
 
         Returns at once when the engine should sleep but is not `asleep`, or the other way round. With `files`, the
         trainer writes the files if it has not yet. Raises Unreachable after `deadline_s` seconds.
