@@ -1,4 +1,4 @@
-"""The settings of the algorithm, and the recipes: sparse presets of them under the names the field knows."""
+"""The settings of the algorithm, and the recipes: partial presets under the algorithms' usual names."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -48,25 +48,29 @@ RECIPES_HELP = "; ".join(
 
 
 TURN_ADVANTAGES = ("group_normalised", "group_centred", "batch_normalised")
-"""Values of `advantage` with which single turns of episodes can be compared (`environment.turn_discount`)."""
+"""Values of `advantage` that can compare single turns of episodes (`environment.turn_discount`)."""
 
 
 class AlgorithmSection(Section):
-    """The update that a batch makes. A recipe sets the rest; explicit settings win; a setting that nothing reads is refused."""
+    """How a batch updates the policy.
+
+    A recipe sets defaults; explicit settings win; settings nothing reads are refused.
+    """
 
     name: Main[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
     advantage: Literal[_OfTheSum, _Others] = "group_normalised"
-    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values. `reward_normalised`
-    (GDPO) compares the scores of each reward function by themselves. `none`: only the teacher teaches (`teacher.url`)."""
+    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values.
+    `reward_normalised` (GDPO) normalises the scores of each reward function separately. `none`: learn only from the
+    teacher (`teacher.url`)."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (group_normalised, reward_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token (`gae`), above 0 to 1."""
+    """Discount per token (`gae`), above 0 and at most 1."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of `gae`, 0 to 1: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
     policy_loss: Literal["clip", "cispo", "dppo", "sapo"] = "clip"
-    """PPO's clipped surrogate; CISPO, whose clipped tokens keep their gradient; DPPO, which leaves out tokens whose probability
-    has moved by more than clip_low or clip_high; or SAPO's sigmoid of the ratio."""
+    """PPO's clipped surrogate; CISPO, where clipped tokens keep their gradient; DPPO, which leaves out tokens whose
+    probability moved by more than clip_low or clip_high; or SAPO's sigmoid of the ratio."""
     importance_level: Literal["token", "sequence"] = "token"
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -86,36 +90,37 @@ class AlgorithmSection(Section):
     mini_batches: int = Field(1, gt=0)
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
-    """KL per token from the policy before the update, above which the rest of the batch is skipped. Unset: no limit."""
+    """KL per token to the policy before the update above which the rest of the batch is skipped. Unset: no limit."""
     kl_coef: Main[float] = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). In the loss `k2`, whose gradient is
-    that of KL(policy ‖ reference), or `k3`: KL(reference ‖ policy). In the reward always `k1`, which is the default there."""
+    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). In the loss: `k2`, which has
+    the gradient of KL(policy ‖ reference), or `k3`, which has that of KL(reference ‖ policy). In the reward: `k1` only,
+    the default there."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """The KL is a term of the `loss`, or is subtracted from the `reward` before the advantages."""
+    """Add the KL to the `loss`, or subtract it from the `reward` before the advantages are computed."""
     kl_target: float | None = Field(None, gt=0)
-    """KL per token near which kl_coef is adapted to stay (Ziegler et al. 2019). Unset: kl_coef is fixed."""
+    """Target KL per token, to which kl_coef is adapted (Ziegler et al. 2019). Unset: kl_coef is fixed."""
     reference_refresh: int = Field(0, ge=0)
-    """Steps after which the policy becomes its own reference. 0: the reference stays as it was loaded."""
+    """Steps after which the current policy becomes the reference. 0: the reference stays as it was loaded."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus, which keeps the policy from becoming certain too early."""
+    """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     dynamic_sampling: Main[bool] = False
     """Replace groups of equal rewards, which carry no gradient, until the batch is full."""
     dynamic_sampling_rounds: int = Field(10, gt=0)
-    """Rounds of replacing without a full batch after which the run ends."""
+    """Rounds of replacement without a full batch after which the run ends."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before sampling.max_new_tokens over which a length penalty rises from 0 to 1 (DAPO); 0: no penalty."""
     length_penalty: float = Field(0.0, ge=0)
-    """Length penalty of a completion of sampling.max_new_tokens in a group that is always solved. It is in proportion to length
-    and pass rate (ALP)."""
+    """Length penalty of a completion of sampling.max_new_tokens in a group with pass rate 1. The penalty is
+    proportional to length and pass rate (ALP)."""
     mask_truncated: bool = False
     """Leave completions cut at sampling.max_new_tokens out of the loss. They still count in their group's statistics."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
     """Importance weights of the policy loss, between the rollout engine's policy and the trainer's before the update. `auto`:
     `truncate` with trainer.max_staleness above 0 or engines on GPUs, else `none`; the saved configuration has the outcome."""
     old_logprobs: Literal["auto", "engine", "trainer"] = "auto"
-    """Log-probabilities that the ratio and its clipping refer to: the `engine`'s, or the `trainer`'s own before the update.
+    """Old log-probabilities of the ratio and its clipping: the `engine`'s, or the `trainer`'s own before the update.
     `auto`: the trainer's with a rollout_correction, and in bfloat16 with importance_level sequence."""
     correction_level: Literal["token", "sequence"] = "token"
     """Importance weight of each token, or one for the whole completion."""
@@ -159,7 +164,7 @@ class AlgorithmSection(Section):
 
     @property
     def caution(self) -> str | None:
-        """Returns what a user of these settings has to know, None for nothing."""
+        """Returns a warning about these settings, or None."""
         if self.kl_coef and self.kl_in == "reward" and self.advantage == "group_normalised":
             return (
                 "algorithm.kl_in reward with algorithm.advantage group_normalised: in a group of equal rewards only the KL "
@@ -174,7 +179,7 @@ class AlgorithmSection(Section):
 
     @property
     def correction(self) -> Literal["truncate", "mask"] | None:
-        """`rollout_correction` of a whole configuration, which has resolved `auto`; None where there is none."""
+        """`rollout_correction` once the configuration has resolved `auto`; None for `none`."""
         assert self.rollout_correction != "auto", "common.config resolves it"
         return None if self.rollout_correction == "none" else self.rollout_correction
 
@@ -184,7 +189,10 @@ class AlgorithmSection(Section):
         return self.geometric_low is not None or self.geometric_high is not None
 
     def own_old_logprobs(self, low_precision: bool) -> bool:
-        """Whether the ratio refers to the trainer's own policy before the update, in a trainer that computes as told."""
+        """Whether the old log-probabilities are the trainer's own.
+
+        `low_precision`: the trainer computes in bfloat16.
+        """
         if self.old_logprobs == "auto":
             compares = self.correction is not None or self.rejects
             return compares or (low_precision and self.importance_level == "sequence")
@@ -195,7 +203,7 @@ class AlgorithmSection(Section):
         return self.update_epochs * self.mini_batches
 
     def _unread(self) -> dict[str, str]:
-        """Settings that the others make pointless, and why."""
+        """Returns the settings that others make pointless, and why."""
         unread: dict[str, str] = {}
         if self.advantage not in ("group_normalised", "reward_normalised"):
             unread["advantage_eps"] = f"advantage is {self.advantage}, not group_normalised or reward_normalised"

@@ -1,4 +1,4 @@
-"""Chat templates that a setting gives: Jinja, in a file or as it is."""
+"""Chat templates from a setting: a file with Jinja, or the Jinja text itself."""
 
 import re
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 OWN = "own"
 """The model's own chat template."""
 _TAKEN = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools")
-"""Arguments of transformers' `apply_chat_template`."""
+"""Names already taken: arguments of transformers' `apply_chat_template`."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """A tag that transformers adds to Jinja."""
 
 
 def read_chat_template(given: str) -> str:
-    """Returns the Jinja of a chat template from its file or itself; an empty text and `own` stay as they are.
+    """Returns the Jinja text of a chat template given as a file or as text; an empty text and `own` stay as they are.
 
-    Raises ValueError for a text that is neither, is no Jinja, or does not use the messages.
+    Raises ValueError when it is neither, is not valid Jinja, or does not use the messages.
     """
     if given in ("", OWN):
         return given
@@ -27,7 +27,7 @@ def read_chat_template(given: str) -> str:
 
 
 def variables(template: str) -> set[str]:
-    """Returns the variables that a chat template reads. Raises ValueError for a text that is no Jinja."""
+    """Returns the variables that a chat template reads. Raises ValueError when it is not valid Jinja."""
     from jinja2 import Environment, TemplateSyntaxError, meta  # not needed by most runs
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # it is parsed, not rendered
@@ -38,9 +38,9 @@ def variables(template: str) -> set[str]:
 
 
 def read_template_variables(given: Any) -> Any:
-    """Reads `true`, `false` and numbers that come as text, as on a command line: a template takes any text for true.
+    """Converts `true`, `false` and numbers given as text, as on a command line, because Jinja treats any text as true.
 
-    Raises ValueError for a name that is not a variable of a template.
+    Raises ValueError for a name that cannot be a variable of a template, and for a value of another type.
     """
     if not isinstance(given, dict):
         return given

@@ -1,4 +1,4 @@
-"""Shared parts of all command lines: help, errors of arguments, and exit statuses."""
+"""Shared parts of all command lines: help, argument errors, and exit statuses."""
 
 import argparse
 import os
@@ -13,9 +13,9 @@ from common.explain import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps line breaks of the help; a wrong argument ends with status 2 and an error like any other.
+    """An argument parser that keeps line breaks in the help; wrong arguments end with status 2 and the usual error.
 
-    `prog` is the module that `python -m` runs; `usage` is that of the arguments, derived from them when empty.
+    `prog` is the module that `python -m` runs; `usage` describes the arguments and is derived from them when empty.
     """
 
     def __init__(self, prog: str, description: str, usage: str = "", epilog: str = "") -> None:
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with what argparse says, in the form of every other error."""
+        """Exits with argparse's message in the usual error format."""
         field, _, problem = message.removeprefix("argument ").partition(": ")
         field, value, remedy = field.rpartition("/")[2], None, f"{self.prog} --help explains every argument"
         text, colon, hint = problem.rpartition(": ")
@@ -54,14 +54,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Parses a whole number above 0. Raises ArgumentTypeError."""
+    """Parses an integer above 0. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0: give one, such as 8")
     return int(text)
 
 
 def count(text: str) -> int:
-    """Parses a whole number from 0 on. Raises ArgumentTypeError."""
+    """Parses an integer of at least 0. Raises ArgumentTypeError."""
     return 0 if text == "0" else positive(text)
 
 
@@ -71,7 +71,7 @@ def run(main: Callable[[], None], interrupted: str) -> None:
         main()
     except ServiceError as error:
         fail(error)
-    except BrokenPipeError:  # as of `| head`
+    except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except KeyboardInterrupt:

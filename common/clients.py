@@ -1,7 +1,8 @@
 """One client per service.
 
-On a cluster a client has a URL; in the Python API and in tests the same client gets `httpx.ASGITransport(app)` and runs in the
-service's process. Every connection resolves its name anew, so a task that came back at a new address is found.
+On a cluster a client has a URL; in the Python API and in tests the same client gets `httpx.ASGITransport(app)` and
+calls the service in process. Every connection resolves the host name again, so a task that restarted at a new address
+is found.
 """
 
 import asyncio
@@ -46,23 +47,23 @@ _WARN_EVERY_S = 10.0
 
 
 class Unreachable(ServiceError):
-    """A service did not answer, or not usefully, until the deadline of the call."""
+    """A service gave no usable answer before the call's deadline."""
 
     status = 503
     code = "unreachable"
 
 
 _READ_BYTES = 1 << 20
-"""Largest piece of an answer: reading one takes the same time whatever its size."""
+"""Largest chunk read from a response: each read costs about the same whatever its size."""
 
 
 AiohttpResponseStream.CHUNK_SIZE = _READ_BYTES
 
 
 def _network() -> AiohttpTransport:
-    """Connections by aiohttp: with hundreds of requests in flight httpx's own pool takes more CPU than the services.
+    """Returns an aiohttp transport: with hundreds of requests in flight, httpx's pool takes more CPU than the services.
 
-    No proxy of the cluster intercepts names of the group.
+    It ignores the cluster's proxies, which must not intercept names of the group.
     """
     context = trusted()
 
@@ -75,7 +76,7 @@ def _network() -> AiohttpTransport:
 
 
 async def _not_compressed(response: httpx.Response) -> None:
-    """Refuses a compressed answer, a few bytes of which could become gigabytes. No service sends one."""
+    """Refuses compressed responses, where a few bytes could expand to gigabytes. No service sends one."""
     try:
         _refuse_compressed(response.headers)
     except ServiceError:
@@ -89,16 +90,16 @@ def _refuse_compressed(headers: Mapping[str, str]) -> None:
 
 
 async def _with_id(request: httpx.Request) -> None:
-    """Adds the request id of the work that a call is part of, so that both sides log the same one."""
+    """Adds the current request id, so that both sides log the same one."""
     request.headers.update(logs.sent_headers())
 
 
 class Client:
-    """HTTP to one service: retries with backoff and jitter for `deadline_s` seconds a call, errors as ServiceError.
+    """HTTP client of one service. Retries with backoff and jitter for `deadline_s` seconds; raises ServiceError.
 
-    Every call through `request` is idempotent, by nature or by an id that the client makes: an attempt may have succeeded
-    though its answer was lost. `transport` is `httpx.ASGITransport(app)` for a service in this process. `headers` are sent with
-    every call; None: the token of this run, which must not reach anyone outside the run.
+    Every call through `request` must be idempotent, by nature or through an id made by the client: an attempt may
+    succeed although its response is lost. `transport` is `httpx.ASGITransport(app)` for a service in this process.
+    `headers` are sent with every call; None: the token of this run, which must not reach anyone outside the run.
     """
 
     def __init__(
@@ -127,10 +128,10 @@ class Client:
         await self.http.aclose()
 
     async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
-        """Sends a request until it succeeds or its deadline passes, no sooner than the service asks for (Retry-After).
+        """Sends a request, with retries, until it succeeds or its deadline passes; honours Retry-After.
 
-        All attempts share a request id (`common.logs`). Raises Unreachable at the deadline, and ServiceError for any other
-        answer that is not 2xx.
+        All attempts share a request id (`common.logs`). Raises Unreachable at the deadline, and ServiceError for a
+        response that is not 2xx and not worth a retry.
         """
         identifier = logs.request_id() or logs.new_request_id()
         with logs.request(identifier), watchdog.waiting(f"{method} {path}", self.service):
@@ -158,7 +159,7 @@ class Client:
                 reason = f"HTTP {response.status_code}: {shorten(' · '.join(parts), 600)}"
                 retry_after_s = parse_retry_after(response)
             now = time.monotonic()
-            if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line, however many calls wait
+            if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line for all waiting calls
                 log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
                 self._last_warning = now
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
@@ -175,7 +176,7 @@ class Client:
         )
 
     async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
-        """Sends a request once. The large and frequent ones, of bytes, spare httpx, which would take as long again."""
+        """Sends a request once. Large, frequent requests (raw bytes) bypass httpx, which would double their time."""
         if self._network is None or arguments.keys() != {"content", "headers"}:
             return await self.http.request(method, path, timeout=timeout, **arguments)
         session = self._network.client = self._network.get_client()
@@ -194,7 +195,7 @@ class Client:
             return httpx.Response(answer.status, headers=answer.raw_headers, content=await answer.read())
 
     def _check_trust(self, error: BaseException | None) -> None:
-        """Raises ServiceError for a certificate that is not trusted, which a retry does not change."""
+        """Raises ServiceError for an untrusted certificate, which no retry can fix."""
         while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
             error = error.__cause__ or error.__context__
         if error is not None:
@@ -222,7 +223,7 @@ class Client:
         return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
-        """Sends a request whose answer is JSON of type `answer`. Raises ServiceError when it is something else."""
+        """Sends a request and parses the JSON response as `answer`. Raises ServiceError when it has another type."""
         response = await self.request(method, path, **arguments)
         try:
             return TypeAdapter(answer).validate_json(response.content)
@@ -230,7 +231,10 @@ class Client:
             raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
 
     async def unhealthy_reason(self) -> str | None:
-        """Asks `/health` once: None for 200, else the reason. Raises ServiceError for a wrong token or certificate."""
+        """Asks `/health` once.
+
+        Returns None for 200, else the reason. Raises ServiceError for a wrong token or certificate.
+        """
         try:
             response = await self.http.get("/health", timeout=5)
         except _NETWORK_ERRORS as error:
@@ -251,7 +255,7 @@ class Client:
 
 
 def _detail(response: httpx.Response) -> dict[str, Any]:
-    """Returns message, field, value, remedy and code of an error; only a message where it has another shape."""
+    """Returns message, field, value, remedy and code of an error; only a message when the body has another shape."""
     try:
         detail = response.json()["error"]
         return {"message": detail["message"]} | {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
@@ -260,7 +264,7 @@ def _detail(response: httpx.Response) -> dict[str, Any]:
 
 
 def parse_retry_after(response: httpx.Response) -> float:
-    """Returns the seconds of Retry-After; 0 when there is none, or a date."""
+    """Returns the seconds of Retry-After; 0 when it is absent or a date."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0
 
@@ -268,9 +272,9 @@ def parse_retry_after(response: httpx.Response) -> float:
 async def wait_healthy(
     clients: Sequence[Client], timeout_s: float, say: Callable[[str], None] = log.info, every_s: float = 10.0
 ) -> None:
-    """Waits until every service is healthy. Says which are not after `every_s` seconds, then ever less often, up to a minute.
+    """Waits until every service is healthy. Reports the others after `every_s` seconds, then ever less often.
 
-    Raises Unreachable with the names of those that are not after `timeout_s` seconds, and ServiceError for a wrong token.
+    Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError for a wrong token.
     """
     start, said = time.monotonic(), time.monotonic()
     waiting = dict.fromkeys(clients, "not asked yet")
@@ -295,7 +299,7 @@ class DataClient(Client):
     """data-server."""
 
     async def prompts(self, count: int, request_id: str) -> PromptBatch:
-        """Returns the next `count` prompts of the shuffled stream; a retry with the same `request_id` gets the same ones."""
+        """Returns the next `count` prompts of the shuffled stream; a retry with the same id gets the same prompts."""
         parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
         return await self.json("GET", "/prompts", PromptBatch, params=parameters)
 
@@ -308,13 +312,13 @@ class DataClient(Client):
         return int((await self.request("GET", "/stats")).json()["total_available"])
 
     async def seek(self, position: int) -> None:
-        """Moves the shuffled stream to `position` prompts from its beginning."""
+        """Moves the shuffled stream to `position`, counted in prompts from its beginning."""
         await self.request("POST", "/seek", json={"position": position})
 
     async def report_pass_rates(self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str) -> None:
         """Reports the share of correct completions of each prompt; a retry with the same id counts once.
 
-        Raises ServiceError when the data-server has no curriculum, or not these prompts.
+        Raises ServiceError when the data-server has no curriculum or does not know these prompts.
         """
         report = PassRateReport(prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id)
         await self.request("POST", "/pass_rates", json=report.model_dump())
@@ -324,7 +328,7 @@ class RewardClient(Client):
     """reward-server."""
 
     gets_tokens = False
-    """Whether its functions get the tokens of completions too: those of the caller of the Python API do."""
+    """Whether reward functions also get the completions' tokens; functions passed to the Python API do."""
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
         body = BatchRewardRequest(items=items).model_dump_json()
@@ -348,7 +352,7 @@ class ReplayClient(Client):
         return int(answer.json()["added"])
 
     async def take(self, request: TakeRequest) -> TakenGroups:
-        """Returns `count` fresh groups, leased until `ack`; none when fewer are there after `wait_s`."""
+        """Returns `count` fresh groups, leased until `ack`; none when there are fewer after `wait_s` seconds."""
         return await self._groups("/groups/take", request, TakenGroups)
 
     async def ack(self, ids: list[str]) -> None:
@@ -356,7 +360,7 @@ class ReplayClient(Client):
         await self.request("POST", "/groups/ack", json={"ids": ids})
 
     async def sample(self, request: SampleRequest) -> SampledGroups:
-        """Returns groups that were trained on before, drawn by priority, with importance weights."""
+        """Returns groups that were already trained on, drawn by priority, with importance weights."""
         return await self._groups("/groups/sample", request, SampledGroups)
 
     async def _groups(self, path: str, request: BaseModel, answer: type[_T]) -> _T:
@@ -369,21 +373,21 @@ class ReplayClient(Client):
         await self.request("POST", "/groups/priorities", json=body)
 
     async def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
-        """Drops every group that was not acknowledged, since a trainer that resumes draws their prompts again.
+        """Drops every unacknowledged group, because a trainer that resumes draws their prompts again.
 
-        The steps after `step` are lost: with `from_position` also drops groups from there on in the prompt stream, and takes
-        back their draws for reuse. Returns how many groups were dropped.
+        `from_position` also drops all groups from that position in the prompt stream on; `step` also undoes reuse draws
+        made at that step or later. Returns how many groups were dropped.
         """
         params = {name: n for name, n in (("from_position", from_position), ("step", step)) if n is not None}
         return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
 
     async def listing(self, state: str, limit: int = 1000, deadline_s: float | None = None) -> list[dict[str, Any]]:
-        """Describes the first `limit` groups in this state, without contents."""
+        """Describes the first `limit` groups in this state, without their contents."""
         params = {"state": state, "limit": limit}
         return list((await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()["groups"])
 
     async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
-        """Returns one group. Raises ServiceError (404) when it is not there."""
+        """Returns one group. Raises ServiceError (404) when it does not exist."""
         path = f"/groups/{quote(group_id, safe='')}"
         return wire.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
 

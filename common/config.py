@@ -1,7 +1,7 @@
-"""Every setting of the system, declared once.
+"""The whole configuration, in which every setting is declared once.
 
-Order, later wins: defaults here < a YAML file (`--config FILE` or `RUN_CONFIG=FILE`) < environment < `--section.field`.
-Environment: `RLHF_SECTION__FIELD`, and the short names of `SHORT_NAMES` (`MODEL_NAME`, `NUM_EPOCHS`, `BATCH_SIZE`, …).
+Precedence, later wins: defaults < a YAML file (`--config FILE` or `RUN_CONFIG=FILE`) < environment < `--section.field`.
+Environment variables are `RLHF_SECTION__FIELD` and the short names in `SHORT_NAMES` (`MODEL_NAME`, `NUM_EPOCHS`, …).
 Every program reads the whole configuration and uses its own sections; an unknown name is an error.
 """
 
@@ -64,7 +64,7 @@ _VARIABLES = (*SHORT_NAMES, "RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "J
 _VARIABLES = (*_VARIABLES, "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
 _FORM = "write --section.name VALUE; --help lists the settings that matter most"
 _IN_RUN_DIR = Path("RUN_DIR/state")
-"""Stands for `state` in the run directory: the state belongs to its run."""
+"""Placeholder for `state` in the run directory, because the state belongs to its run."""
 
 
 class Config(BaseModel):
@@ -75,9 +75,9 @@ class Config(BaseModel):
     )
 
     seed: Main[int] = Field(0, ge=0)
-    """Seed of data order, sampling and dropout. A run repeats with the same seed."""
+    """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
     state_dir: Path = _IN_RUN_DIR
-    """Directory of what services keep across a restart: data position, replay store, weights and logs."""
+    """Directory for what services keep across restarts: data position, replay store, weights and logs."""
     max_body_mb: int = Field(256, gt=0)
     """Largest request body that a service accepts, in MB."""
     model: ModelSection = ModelSection()
@@ -97,7 +97,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
-        """Replaces defaults that depend on other settings by what they stand for, so that no reader has to know."""
+        """Resolves defaults that depend on other settings, so that no reader has to."""
         if self.state_dir == _IN_RUN_DIR:
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         if self.algorithm.rollout_correction == "auto":
@@ -113,12 +113,12 @@ class Config(BaseModel):
 
 @dataclass(frozen=True)
 class Purpose:
-    """A program that reads a part of the settings, with some defaults of its own."""
+    """A program that reads only some of the settings and has its own defaults for some of them."""
 
     about: str
-    """Begins its `--help`."""
+    """The first text of its `--help`."""
     does: str
-    """Why it does not read the others, for errors."""
+    """Why it does not read the other settings, for error messages."""
     reads: Collection[str]
     defaults: Mapping[str, Any]
 
@@ -132,7 +132,7 @@ class Purpose:
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
 
     def explain(self, parser: ArgumentParser) -> None:
-        """Hides the arguments that are not read, and shows the program's own defaults."""
+        """Hides arguments that the program does not read, and shows its own defaults."""
         parser.description, known = self.about, names()
         for action in parser._actions:
             for name in (option[2:] for option in action.option_strings if option[2:] in known):
@@ -148,9 +148,9 @@ def load(
     prog: str | None = None,
     purpose: Purpose | None = None,
 ) -> Config:
-    """Builds the configuration from a file, the environment and the command line, for all programs or one `purpose`.
+    """Builds the configuration from a file, the environment and the command line, for one `purpose` or for any program.
 
-    Raises ConfigError naming the field, its value and the remedy. `--help` and `--help-all` print settings and exit.
+    Raises ConfigError with the field, its value and the remedy. `--help` and `--help-all` print the settings and exit.
     """
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
@@ -175,14 +175,14 @@ def load(
         raise from_validation(error) from None
     except ConfigError:
         raise
-    except Exception as error:  # argparse's own complaints, as pydantic-settings wraps them
+    except Exception as error:  # argparse's errors, wrapped by pydantic-settings
         option, _, reason = str(error).rpartition(": ")
         reason = "it has no value" if reason == "expected one argument" else f"the command line cannot be read: {reason}"
         raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
-    """Builds the configuration from values by their names, such as `trainer.batch_size`. Raises ConfigError."""
+    """Builds the configuration from values by setting name, such as `trainer.batch_size`. Raises ConfigError."""
     content: dict[str, Any] = {}
     for name, value in settings.items():
         put(content, tuple(name.split(".")), value)
@@ -193,7 +193,7 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
 
 
 def names() -> dict[str, FieldInfo]:
-    """Returns every setting by its name, such as `trainer.batch_size`."""
+    """Returns every setting by name, such as `trainer.batch_size`."""
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
@@ -202,7 +202,7 @@ def names() -> dict[str, FieldInfo]:
 
 
 def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> "PydanticBaseSettingsSource":
-    """Reads the command line. `--help` shows the settings of type `Main`, `--help-all` every one; both exit."""
+    """Parses the command line. `--help` shows the settings of type `Main`, `--help-all` all settings; both exit."""
     from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict  # not in SkyPilot's environment
 
     class Words(Config, BaseSettings):
@@ -217,7 +217,7 @@ def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -
     if "--help-all" not in words:
         read = purpose.reads if purpose else settings
         rare = {f"--{name}" for name in read if MAIN not in settings[name].metadata}
-        for action in parser._actions:  # argparse has no other way to hide an option that is there
+        for action in parser._actions:  # argparse has no other way to hide an existing option
             if rare.intersection(action.option_strings):
                 action.help = SUPPRESS
         parser.epilog = f"{len(rare)} more settings: --help-all"
@@ -225,7 +225,7 @@ def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:
-    """Runs a program: loads its configuration and calls `run`; a wrong setting ends with `setting_status` and its name."""
+    """Loads the configuration and calls `run`; a wrong setting prints its error and exits with `setting_status()`."""
     try:
         run(load(prog=program(prog)))
     except ConfigError as error:
@@ -233,7 +233,7 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 
 
 def program(module: str) -> str:
-    """Returns the command that starts `module`: a console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
+    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
     started = [*sys.orig_argv, "", ""]
     script = Path(started[1]).name
     if script.startswith("rlhf-"):
@@ -248,16 +248,16 @@ def fail(error: Exception, status: int = 2) -> NoReturn:
 
 
 def from_validation(error: ValidationError) -> ConfigError:
-    """Converts pydantic's first problem into a ConfigError."""
+    """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
-    name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)  # without the place in a list
+    name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)  # without a list index
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     if (gone := f"{name} {first['input']}") in REMOVED:
         return ConfigError(f"there is no {gone} any more", field=name, value=first["input"], remedy=REMOVED[gone])
     message, remedy = explained(first)
-    whole = isinstance(first["input"], dict | BaseModel)  # a whole section: says nothing, and might hold a credential
+    whole = isinstance(first["input"], dict | BaseModel)  # a whole section explains nothing and might hold a credential
     if whole:
         named = [setting for setting in names() if setting.partition(".")[2] and setting in message]
         name = min(named, key=message.index, default=name or "configuration")
@@ -265,7 +265,7 @@ def from_validation(error: ValidationError) -> ConfigError:
 
 
 def misspelt(variable_name: str) -> str:
-    """Returns the variable that was probably meant; empty for one that exists, or that is not like any of ours."""
+    """Returns the variable that was probably meant; empty when the name exists or resembles none of ours."""
     if variable_name in _VARIABLES:
         return ""
     if variable_name.startswith(PREFIX):

@@ -1,4 +1,4 @@
-"""Checks of settings against one another."""
+"""Checks that settings fit one another."""
 
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,17 @@ _SINGLE_SAMPLING = (
     *("top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos"),
     *("chat_template_kwargs", "prefill", "completion_timeout_s", "max_thinking_tokens"),
 )
-"""Settings of `sampling` that episodes do not have."""
+"""Settings of `sampling` that do not apply to episodes."""
 _RANK_OPTIONS = frozenset(
     f"--{name}"
     for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
     for name in (way, f"{way}-size", size, "nnodes")
 )
-"""Arguments of SGLang that change the number of ranks of an engine; a data-parallel one refuses a weight-sync group."""
+"""SGLang arguments that change the number of ranks of an engine; a data-parallel engine refuses a weight-sync group."""
 
 
 def check(config: "Config") -> None:
-    """Raises ValueError for settings that contradict one another, or that another one makes pointless.
+    """Raises ValueError for settings that contradict one another, or that another setting makes pointless.
 
     The message names the settings, their values and the remedy.
     """
@@ -84,7 +84,7 @@ def check(config: "Config") -> None:
 
 
 def _check_gdpo(config: "Config") -> None:
-    """Refuses what changes the sum of the rewards alone, where each reward is normalised by itself."""
+    """Refuses settings that change only the sum of the rewards, when each reward is normalised separately."""
     if config.reward.require_stop:
         raise ValueError(
             "reward.require_stop changes the sum of the rewards, and algorithm.advantage reward_normalised compares each "
@@ -161,7 +161,7 @@ def _check_colocate(config: "Config") -> None:
 
 
 def _check_environment(config: "Config") -> None:
-    """Refuses what is of single completions alone."""
+    """Refuses settings that apply only to single completions."""
     if not config.environment.name:
         return
     if config.algorithm.needs_critic:
@@ -195,7 +195,7 @@ def _check_environment(config: "Config") -> None:
 
 
 def _check_lora(config: "Config") -> None:
-    """Refuses settings that contradict an adapter."""
+    """Refuses settings that contradict LoRA."""
     if config.lora.rank == 0:
         return
     if config.algorithm.reference_refresh:
@@ -227,7 +227,7 @@ def _unread(config: "Config") -> dict[str, str]:
         for name, reason in getattr(config, section).unread().items()
     }
     if not config.algorithm.needs_critic:
-        without = (name for name in CriticSection.model_fields if name != "port")  # ports may be set once for all runs
+        without = (name for name in CriticSection.model_fields if name != "port")  # a port may be set once for all runs
         unread |= {f"critic.{name}": f"algorithm.advantage {config.algorithm.advantage} has no critic" for name in without}
     if config.model.dtype == "float32":
         unread["model.fp32_head"] = "model.dtype is float32"

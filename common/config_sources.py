@@ -1,4 +1,4 @@
-"""Settings as a file, the environment and the command line give them: nested mappings, not yet checked."""
+"""Reads settings from a file, the environment and the command line as nested mappings, not yet validated."""
 
 import difflib
 import json
@@ -26,9 +26,9 @@ SHORT_NAMES = {
 
 
 def packaged(path: Path, folder: str = ".") -> Path:
-    """Returns `path` if it is a file here, else that file of the installed package (below its root or `folder`) if any.
+    """Returns `path` if it is a file, else that file of the installed package (in its root or `folder`) if it exists.
 
-    So `jobgroup/configs/tiny-cpu.yaml` names a file where the working directory is not a checkout.
+    So `jobgroup/configs/tiny-cpu.yaml` is found even when the working directory is not a checkout.
     """
     root = Path(__file__).resolve().parents[1]
     return next((each for each in (path, root / path, root / folder / path) if each.is_file()), path)
@@ -40,7 +40,7 @@ def variable(setting: str) -> str:
 
 
 def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Returns the file of `--config` and the other arguments."""
+    """Returns the file named by `--config`, and the other arguments."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     try:
@@ -51,7 +51,7 @@ def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def take_json_lists(argv: list[str], known: Mapping[str, FieldInfo]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the arguments but for lists in JSON, and these by section: pydantic-settings would keep their escapes."""
+    """Returns the arguments without JSON lists, whose escapes pydantic-settings would keep, and these by section."""
     lists = {name for name, field in known.items() if is_list(field)}
     rest: list[str] = []
     found: dict[str, Any] = {}
@@ -79,17 +79,17 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def unread(error: Exception) -> str:
-    """Returns in one line why a YAML file cannot be read."""
+    """Returns one line that says why a YAML file cannot be read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return str(error.strerror if isinstance(error, OSError) else " ".join(str(error).split()))
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """Reads a YAML file with settings by section. Raises ConfigError."""
+    """Reads a YAML file of settings by section. Raises ConfigError."""
     try:
         content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date that there is not
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date
         reason = unread(error)
         remedy = "name a YAML file with settings by section, as those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"
@@ -137,7 +137,7 @@ def put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:
 
 
 def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns both nested mappings in one; values of `high` replace those of `low`."""
+    """Merges two nested mappings; values of `high` replace those of `low`."""
     merged = dict(low)
     for key, value in high.items():
         both = isinstance(merged.get(key), dict) and isinstance(value, Mapping)
@@ -146,7 +146,7 @@ def merge(low: dict[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the settings that a name that does not exist may mean."""
+    """Returns the known settings that a misspelt name may mean."""
     leaves = {setting: setting.rpartition(".")[2] for setting in known}
     found = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
     found = found or [setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]]
@@ -154,7 +154,10 @@ def near(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown(known: Iterable[str], name: str, field: str, value: object = None) -> ConfigError:
-    """Returns the error for a setting that does not exist, or no longer does. `field` is how the user wrote it."""
+    """Returns the error for a setting that does not exist, or no longer exists.
+
+    `field` is the name as the user wrote it.
+    """
     if name in REMOVED:
         return ConfigError(f"there is no setting {name} any more", field=field, value=value, remedy=REMOVED[name])
     likely = near(name := name.replace("-", "_"), known)

@@ -20,14 +20,17 @@ from common.schemas import (
 
 
 class CriticClient(Client):
-    """critic-server. Every call may be repeated; one that names another critic than the server has gets a 409."""
+    """Client of the critic-server.
+
+    Every call may be repeated; a call for a critic that the server does not have gets a 409.
+    """
 
     async def values(
         self, sequences: Sequence[TokenSequence], run_id: str | None = None, step: int | None = None
     ) -> list[Float32]:
-        """Returns [L] for each sequence: the value of the state before each completion token.
+        """Returns, for each sequence, the values [L] of the states before each completion token.
 
-        With `run_id` and `step`, only the critic of that run after so many updates answers.
+        With `run_id` and `step`, only the critic of that run at that step answers.
         """
         body = wire.encode(ValueRequest(list(sequences), run_id, step))
         response = await self.request("POST", "/values", content=body, headers={"content-type": wire.MSGPACK})
@@ -38,18 +41,18 @@ class CriticClient(Client):
         return answer.values
 
     async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:
-        """Trains the critic of `run_id` at `step` on a batch, once; then it is at `step` + 1."""
+        """Trains the critic of `run_id` at `step` on a batch, exactly once; it is then at `step` + 1."""
         body = wire.encode(UpdateRequest(run_id, step, seed, list(rows)))
         headers = {"content-type": wire.MSGPACK}
         return await self.json("POST", "/update", CriticMetrics, content=body, headers=headers)
 
     async def restore(self, run_id: str, step: int, saved_by: str | None = None) -> CriticStatus:
-        """Makes the critic that of `run_id`: a new one (`step` 0), or the one that `saved_by` saved at `step`."""
+        """Loads the critic for `run_id`: a new one (`step` 0), or the one that `saved_by` saved at `step`."""
         request = RestoreRequest(run_id=run_id, step=step, saved_by=saved_by)
         return await self.json("POST", "/restore", CriticStatus, json=request.model_dump())
 
     async def save(self, run_id: str, step: int, keep: int) -> CriticStatus:
-        """Saves the critic of `run_id` at `step` in the server's state directory, which keeps the last `keep`."""
+        """Saves the critic of `run_id` at `step` in the server's state directory, which keeps the newest `keep`."""
         request = SaveRequest(run_id=run_id, step=step, keep=keep)
         return await self.json("POST", "/save", CriticStatus, json=request.model_dump())
 

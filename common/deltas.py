@@ -1,9 +1,9 @@
-"""A file as the difference to another of the same size, for new weights, of which few 16-bit words differ from the last ones.
+"""Encodes a file as its difference to another of equal size: few 16-bit words of new weights differ from the last ones.
 
-A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of entries, bytes of the payload),
-then the payload, deflated: for each entry the gap to the one before, in a byte, then for each the difference of the words,
-in two. A gap beyond a byte is bridged by entries of difference 0. Nothing here is trusted: whoever applies a delta compares
-the checksum of the whole result.
+A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of entries, bytes of the
+payload), then the deflated payload: for every entry its gap to the previous one (one byte), then for every entry the
+difference of the words (two bytes). Entries of difference 0 bridge gaps that do not fit in a byte. Deltas are not
+trusted: whoever applies one must compare the checksum of the whole result.
 """
 
 import struct
@@ -20,19 +20,19 @@ from common.checksums import Hasher
 _WORDS = 1 << 20
 _HEADER = struct.Struct("<II")
 _LARGEST = 4
-"""A delta is given up when it is more than one part in so many of the file."""
+"""A delta is abandoned when it is larger than the file divided by this number."""
 _TRIED = 16
-"""Blocks before one is given up, and places that are looked at before it is begun."""
+"""Blocks written before a delta may be abandoned, and places sampled before it is started."""
 _LOOK = 1 << 16
 _GAP = 256
 
 
 class BadDelta(ValueError):
-    """These bytes are not a delta of that file."""
+    """The bytes are not a delta of this file."""
 
 
 def write_delta(old: Path, new: Path, target: Path) -> int | None:
-    """Writes the delta from `old` to `new` and returns its size; None, without a file, when it would not be worth it."""
+    """Writes the delta from `old` to `new`. Returns its size in bytes; None, without a file, when it is too large."""
     size = new.stat().st_size
     if old.stat().st_size != size or _is_dense(old, new, size):
         return None
@@ -51,7 +51,7 @@ def write_delta(old: Path, new: Path, target: Path) -> int | None:
 
 
 def _is_dense(old: Path, new: Path, size: int) -> bool:
-    """Whether so many bytes differ that a delta is not worth it, by a look at a few places."""
+    """Whether too many bytes differ for a delta, judged by sampling a few places."""
     if size <= 2 * _WORDS:
         return False
     before, after = (np.memmap(path, np.uint8, "r") for path in (old, new))
@@ -61,7 +61,7 @@ def _is_dense(old: Path, new: Path, size: int) -> bool:
 
 
 def apply_delta(old: Path, delta: Path, target: Path) -> str:
-    """Writes the file that `delta` makes of `old` to `target`, which must not exist; returns its checksum.
+    """Applies `delta` to `old` and writes the result to `target`, which must not exist; returns its checksum.
 
     Raises BadDelta when `delta` is damaged.
     """
@@ -78,7 +78,7 @@ def apply_delta(old: Path, delta: Path, target: Path) -> str:
 
 
 def _words(stream: BinaryIO) -> NDArray[np.uint16]:
-    """Reads the next words of a file; a last odd byte is followed by a zero."""
+    """Reads the next words of a file; a last odd byte is padded with a zero."""
     found = np.fromfile(stream, np.uint8, 2 * _WORDS)
     return (found if len(found) % 2 == 0 else np.append(found, np.uint8(0))).view("<u2")
 
@@ -87,7 +87,7 @@ def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
     at = np.flatnonzero(was != now)
     gaps = np.diff(at, prepend=-1) - 1
     bridges = gaps // _GAP
-    if bridges.any():  # a bridge is an entry 256 words after the one before it
+    if bridges.any():  # a bridge is an entry 256 words after the previous one
         last = np.cumsum(bridges + 1) - 1
         steps = np.full(int(last[-1]) + 1, _GAP - 1)
         steps[last] = gaps % _GAP
@@ -95,7 +95,7 @@ def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
         changes[last] = now[at] - was[at]
     else:
         steps, changes = gaps, now[at] - was[at]
-    # The two bytes of a difference, which is mostly 1 or -1, compress better apart.
+    # Differences are mostly 1 or -1; their low and high bytes compress better when stored separately.
     halves = changes.view(np.uint8).reshape(-1, 2).T.tobytes()
     payload = zlib.compress(steps.astype(np.uint8).tobytes() + halves, 1)
     return _HEADER.pack(len(steps), len(payload)) + payload

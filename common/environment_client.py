@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _SLACK_S = 30.0
 _PROBE_S = 2.0
 _PROBES = 3
-"""Failed probes in a row after which the episodes of a node are played on another one."""
+"""Failed probes in a row after which a node's episodes move to another node."""
 
 
 @dataclass
@@ -27,10 +27,10 @@ class _Node:
 
     client: Client
     calls: dict["asyncio.Task[httpx.Response]", str] = field(default_factory=dict)
-    """The ids of the requests that it works on."""
+    """The requests in flight, with their ids."""
     failures: int = 0
     moved: set[str] = field(default_factory=set)
-    """Requests that were given to another node, and that this one may still work on."""
+    """Ids of requests that moved to another node but may still run on this one."""
 
     @property
     def lost(self) -> bool:
@@ -38,10 +38,10 @@ class _Node:
 
 
 class EnvironmentClient(Client):
-    """Asks for episodes, each time the node with the fewest requests.
+    """Requests episodes from the node with the fewest requests in flight.
 
-    The first node knows how many there are. When a node is lost, its requests are sent to the others; one that has no others
-    is waited for, and gets the same requests again.
+    The first node knows how many nodes there are. When a node is lost, its requests move to the others; if no other is
+    left, the client waits for the node and sends it the same requests again.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EnvironmentClient(Client):
         deadline_s: float = 120.0,
         node: Callable[[int], Client] | None = None,
     ) -> None:
-        """`node` returns the client of a node; None: there is one."""
+        """`node` returns the client of a node by its index; None: there is only one node."""
         super().__init__(service, base_url, transport=transport, deadline_s=deadline_s)
         self._nodes, self._node = [_Node(self)], node
         self._watch: asyncio.Task[None] | None = None
@@ -66,7 +66,7 @@ class EnvironmentClient(Client):
         await super().close()
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
-        """Returns the n episodes of a request. When it is cancelled, so are they."""
+        """Returns the n episodes of a request. Cancelling this call also cancels the episodes."""
         await self._find_nodes()
         headers = {"content-type": "application/json", "accept": wire.MSGPACK}
         name = request.request_id
@@ -95,7 +95,7 @@ class EnvironmentClient(Client):
                 del node.calls[call]
 
     async def delete(self, request_id: str, deadline_s: float | None = None) -> None:
-        """Ends the episodes of a request and forgets it."""
+        """Ends the episodes of a request, and makes the server forget it."""
         await _delete(self, request_id, deadline_s)
 
     async def _find_nodes(self) -> None:
@@ -111,13 +111,16 @@ class EnvironmentClient(Client):
             self._watch = asyncio.create_task(self._watch_nodes())
 
     async def _watch_nodes(self) -> None:
-        """Probes the nodes while they work, or one is to be told of what it has lost."""
+        """Probes the nodes while requests are in flight, or while a node must still drop requests that moved away."""
         while any(node.calls or node.moved for node in self._nodes):
             await asyncio.sleep(_PROBE_S)
             await asyncio.gather(*map(self._probe, self._nodes))
 
     async def _probe(self, node: _Node) -> None:
-        """Asks a node whether it is well. One that is not loses its requests, one that is again forgets those it has lost."""
+        """Probes a node.
+
+        A lost node's requests move to others; a node that recovered drops the requests that moved away.
+        """
         try:
             reason = await node.client.unhealthy_reason()
         except ServiceError as error:

@@ -12,7 +12,7 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = _MAX_VALUE_CHARS
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
-    """Returns `value` as text of at most `limit` characters, so that no error carries, or formats, a whole bad body."""
+    """Returns `value` as text of at most `limit` characters, so that no error carries or formats a whole bad body."""
     text = value if isinstance(value, str) else _REPR.repr(value[:limit] if isinstance(value, bytes) else value)
     text = text[: limit + 1].encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
@@ -23,7 +23,7 @@ class ServiceError(Exception):
 
     Domain code raises a subclass and does not depend on HTTP: `services.http.app` turns it into the status and
     `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients` turns that body back into this exception, with
-    the id of the `request` that the logs of both sides have.
+    the id of the `request` that both sides log.
     """
 
     status = 500
@@ -108,6 +108,6 @@ class Overloaded(NotReady):
 
 
 class ConfigError(ServiceError):
-    """A setting is wrong; programs print it and exit with status 2."""
+    """A setting is wrong; programs print the error and exit with status 2."""
 
     code = "config"

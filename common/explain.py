@@ -1,4 +1,4 @@
-"""Words for wrong values: what is wrong, and what to give instead."""
+"""Messages for invalid values: what is wrong, and what to give instead."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ _BOUNDS = {
 
 
 def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns message and remedy for one problem that pydantic found (an item of `ValidationError.errors()`)."""
+    """Returns the message and the remedy for one pydantic error (an item of `ValidationError.errors()`)."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _FIXED:
         return _FIXED[kind]
@@ -57,9 +57,9 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
-    """Returns a remedy for a name that does not exist: the nearest one, if any is near, and all `choices`.
+    """Returns a remedy for an unknown name: the nearest known name, if any is close, and all `choices`.
 
-    `similar` are more names, too many to be listed.
+    `similar` are further known names, too many to list.
     """
     choices = list(choices)
     near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)

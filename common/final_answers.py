@@ -2,7 +2,7 @@
 
 import re
 
-# `\\` before anything but a box is a line break, so that the brace after it is a brace; `\{` and `\}` are characters.
+# `\\` before anything but a box is a line break, so a brace after it counts; `\{` and `\}` are literal characters.
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
 
 
@@ -14,7 +14,7 @@ def marked_answers(text: str) -> list[tuple[int, int | None]]:
     if "####" not in text and "\\boxed" not in text and "\\fbox" not in text:
         return []
     ends: list[tuple[int, int | None]] = []
-    open_braces: list[int | None] = []  # start of the content for the brace of a box, None for another brace
+    open_braces: list[int | None] = []  # a box's brace: start of its content; any other brace: None
     for match in _TOKEN.finditer(text):
         found = match.group()
         if found == "####":

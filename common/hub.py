@@ -1,4 +1,4 @@
-"""Finds a model before anything loads it, and gives up on a hub that does not answer."""
+"""Checks that a model exists before anything loads it, without waiting long for a hub that does not answer."""
 
 import json
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.config import Config
 
 REACH_S = 4.0
-"""Seconds that the hub may take to confirm that it has something. Its libraries try for 24 s and more."""
+"""Seconds to wait for the hub's answer. Its own libraries try for 24 s or longer."""
 _POLL_S = 0.5
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ELSEWHERE = "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in model)"
@@ -67,7 +67,7 @@ def check_model(name: str, field: str = "model.name") -> None:
         problem, remedy = f"{neither} the hub has no model of this name that you may see", "correct it, set HF_TOKEN,"
     except errors.EntryNotFoundError:
         problem, remedy = "the repository on the hub has no config.json, so it holds no model", "name another,"
-    except Exception as error:  # whatever the library raises for want of a network
+    except Exception as error:  # the library raises many types when the network fails
         cause = " ".join(str(error).split()) or type(error).__name__
         problem = f"{neither} the hub cannot be asked: {cause}"
         remedy = "check the network, HTTPS_PROXY and HF_ENDPOINT,"
@@ -77,16 +77,16 @@ def check_model(name: str, field: str = "model.name") -> None:
 
 
 def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
-    """Returns the `config.json` of a model directory or of a model in the hub's cache; of several parts that of the text.
+    """Returns the `config.json` of a model directory or of a model in the hub's cache; its `text_config` if it has one.
 
-    Empty where there is none; `ask_hub` brings it into the cache first, if the hub answers.
+    Returns {} when there is none. `ask_hub` first downloads it into the cache, if the hub answers.
     """
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
         import huggingface_hub as hub  # slow to import
 
         if ask_hub:
-            with suppress(Exception):  # whatever the library raises: what loads the model says why it cannot
+            with suppress(Exception):  # whoever loads the model reports the error
                 patiently(lambda: hub.hf_hub_download(name, "config.json"), REACH_S)
         cached = hub.try_to_load_from_cache(name, "config.json") if _REPOSITORY.fullmatch(name) else None
         path = Path(cached) if isinstance(cached, str) else path
@@ -105,8 +105,8 @@ def _not_found(problem: str, field: str, name: str, remedy: str) -> ConfigError:
 def patiently(work: Callable[[], _T], limit_s: float, progress: Callable[[], int] = lambda: 0) -> _T:
     """Returns or raises what `work` does. Raises TimeoutError when `progress` has not changed for `limit_s` seconds.
 
-    The work runs in a daemon thread, which is abandoned then: a timeout of the library applies to one of its many attempts,
-    and not to resolving names.
+    The work runs in a daemon thread, which is then abandoned: the library's own timeout applies to each of its many
+    attempts and does not cover name resolution.
     """
     import huggingface_hub
 

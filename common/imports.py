@@ -1,4 +1,4 @@
-"""Imports functions and classes that a setting names by their path."""
+"""Imports functions and classes that a setting names by import path."""
 
 import importlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from common.errors import ConfigError
 def import_callable(path: str, field: str) -> Callable[..., Any]:
     """Imports the function or class at `package.module:name`, the value of the setting `field`.
 
-    Raises ConfigError with both, whatever the module raises on import.
+    Raises ConfigError with `path` and `field`, whatever the module raises on import.
     """
     module, _, name = path.partition(":")
     remedy = "correct the path, or add its directory to the PYTHONPATH of the task"

@@ -1,7 +1,7 @@
-"""Log lines as text, or with `LOG_FORMAT=json` as objects, and the request id that connects them.
+"""Log lines as text, or as JSON objects with `LOG_FORMAT=json`, and the request id that connects them.
 
-A request id follows one piece of work through all services: the first one makes it (`request`), clients send it as
-`X-Request-Id`, servers adopt it, and every line logged meanwhile has it.
+A request id follows one piece of work through all services: the first service creates it (`request`), clients send it
+as `X-Request-Id`, servers adopt it, and every line logged meanwhile carries it.
 """
 
 import json
@@ -24,7 +24,7 @@ from common.security import SecretRedactor
 
 REQUEST_HEADER, RUN_HEADER = "x-request-id", "x-run-id"
 SHOWN = {"shown": True}
-"""`extra` of a line that is already on the console: as text it goes only to the log file."""
+"""`extra` for a line that is already on the console: in text format it goes only to the log file."""
 _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
 _request: ContextVar[str] = ContextVar("request", default="")
@@ -48,7 +48,7 @@ def request_id() -> str:
 
 
 def run_id() -> str:
-    """Returns the id of the current run; empty where it is not known."""
+    """Returns the id of the current run; empty when unknown."""
     return _run.get() or _own_run
 
 
@@ -60,7 +60,7 @@ def set_run(run: str) -> None:
 
 @contextmanager
 def request(identifier: str, run: str = "") -> Iterator[None]:
-    """Gives lines and calls inside this id, or a new one if it cannot be used, and this run if it is not empty."""
+    """Sets the request id (a new one if this is unusable) and, if given, the run for log lines and calls inside."""
     before = _request.set(identifier if usable_id(identifier) else new_request_id())
     before_run = _run.set(run if usable_id(run) else _run.get())
     try:
@@ -71,7 +71,7 @@ def request(identifier: str, run: str = "") -> Iterator[None]:
 
 
 def sent_headers() -> dict[str, str]:
-    """Returns what a client sends: the id of the current request, or a new one, and the run where it is known."""
+    """Returns the headers that a client sends: the current request id or a new one, and the run if known."""
     run = {RUN_HEADER: run_id()} if usable_id(run_id()) else {}
     return {REQUEST_HEADER: request_id() or new_request_id(), **run}
 
@@ -108,12 +108,12 @@ class JsonFormatter(logging.Formatter):
             **self._labels,
             **{name: text for name, text in context.items() if text},
         }
-        redactor = SecretRedactor()  # before the quoting, which could split a secret
+        redactor = SecretRedactor()  # before JSON quoting, which could split a secret
         entry = {name: redactor.redact(value) if isinstance(value, str) else value for name, value in entry.items()}
         return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace").decode()
 
     def line(self, logger: str, text: str, level: int = logging.INFO) -> str:
-        """Formats a line that was not logged: output of a child process, or the reason why nothing could be logged."""
+        """Formats a line that did not come from logging: output of a child process, or why nothing could be logged."""
         return self.format(logging.LogRecord(logger, level, "", 0, text, None, None))
 
 
@@ -136,21 +136,21 @@ def level() -> str:
 
 
 def to_stderr(service: str) -> None:
-    """Sends warnings of a process that a service started to standard error, in the form of the service's own log."""
+    """Logs warnings of a process that a service started to standard error, in the format of the service's own log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service=service) if wants_json() else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 
 
 def structured() -> JsonFormatter | None:
-    """Returns the formatter of this process if it logs JSON."""
+    """Returns the formatter of this process if it logs JSON, else None."""
     found = (handler.formatter for handler in logging.getLogger().handlers)
     return next((formatter for formatter in found if isinstance(formatter, JsonFormatter)), None)
 
 
 def last_words(text: str) -> None:
-    """Writes the reason why the process ends to standard error and the log files, in the form of the log."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it after the words of other ranks
+    """Writes why the process ends to standard error and the log files, in the log's format."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it after the other ranks' output
         Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
     handled, as_json = bool(logging.getLogger().handlers), structured()
     if handled:
@@ -169,7 +169,7 @@ def log_uncaught() -> None:
 
     def of_thread(ended: threading.ExceptHookArgs) -> None:
         name, error = ended.thread.name if ended.thread else "a thread", ended.exc_value
-        if error is not None:  # else it was SystemExit or the interpreter is ending
+        if error is not None:  # None: SystemExit, or the interpreter is shutting down
             log.critical("the thread %s ended: %s", name, error, exc_info=(ended.exc_type, error, ended.exc_traceback))
 
     sys.excepthook, threading.excepthook = of_process, of_thread

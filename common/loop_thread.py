@@ -1,4 +1,4 @@
-"""An event loop beside the training loop."""
+"""An event loop in a thread of its own, next to the training loop."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ _LIMIT_S = 10.0
 
 
 class LoopThread:
-    """An event loop in a thread, for code that computes in the main thread. On exit it cancels what still runs in it."""
+    """An event loop in a background thread, for code that computes in the main thread. On exit it cancels its tasks."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -26,7 +26,7 @@ class LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        async def end_all() -> None:  # asyncio logs a traceback for a task that is destroyed with its loop
+        async def end_all() -> None:  # asyncio logs a traceback for every task destroyed with its loop
             await _cancel({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
 
         with suppress(TimeoutError):
@@ -41,7 +41,7 @@ class LoopThread:
         return self.begin(coroutine)()
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Starts a coroutine in the loop; the function returned waits for its result."""
+        """Starts a coroutine in the loop. Returns a function that waits for its result."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
         def wait() -> _T:
@@ -54,7 +54,7 @@ class LoopThread:
         return wait
 
     def cpu_seconds(self) -> float:
-        """Returns the processor time of the thread so far."""
+        """Returns the CPU seconds that the thread has used so far."""
         assert self._thread.ident is not None, "the thread runs"
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 

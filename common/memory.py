@@ -1,9 +1,9 @@
 """Estimates the memory of a run from the model's `config.json` and the settings, without loading anything.
 
-Two figures: what a trainer process has on its GPU at the worst moment of an update, and what an engine has left for its KV
-cache. What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
-decoder layers; both are compared with a rehearsal of the update (`benchmarks/rehearsal.py`). What torch, NCCL and CUDA take
-beside is a guess.
+There are two estimates: a trainer process's peak GPU memory during an update, and an engine's memory for its KV cache.
+What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
+decoder layers. `benchmarks/rehearsal.py` compares both with a rehearsed update. The overhead of torch, NCCL and CUDA is
+a guess.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,18 @@ _KNOWN = {
     **{"llama": "no", "mistral": "no", "phi3": "no", "qwen2": "qkv", "qwen3": "norm"},
     **{"olmo2": "whole norms", "gemma3_text": "four norms"},
 }
-"""By `model_type`, what a layer has beside matrices and two norms: biases of q, k and v, norms of q and k, or more norms."""
+"""By `model_type`: what a layer has besides matrices and two norms (biases of q, k and v, norms of q and k, or more
+norms)."""
 _MASTER = 4
-"""Bytes of a float32 number: weights, gradients, and each of AdamW's two moments."""
+"""Bytes per float32 number: of weights, gradients, and each of AdamW's two moments."""
 _LOGITS_BYTES, _KEPT_BYTES = 1 << 30, 5 << 30
 """Bytes of the float32 logits that exist at once, and up to which the gradients of all logits are kept for the backward pass
 (`trainer/policy/logprobs.py`)."""
 WHOLE_GRADIENTS_BYTES = 8 << 30
-"""Up to this size a rank keeps float32 gradients of the whole model until the last micro-batch, and sums them once."""
+"""Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and reduces them
+once."""
 PINNED_EXACT_BYTES = 16 << 20
-"""Larger pinned blocks have the size that was asked for, smaller ones a power of two (`learning/ranks.py`)."""
+"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two (`learning/ranks.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
@@ -45,7 +47,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding's weights."""
     extra: str = "no"
     """A value of `_KNOWN`."""
 
@@ -108,7 +110,7 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.outer_parameters
 
     def lora_tensors(self, rank: int, target_modules: list[str]) -> list[int]:
-        """Returns the sizes of a layer's parameters of an adapter on these linear layers; on every one when empty."""
+        """Returns the sizes of a layer's adapter parameters on these linear layers; on all of them when empty."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {
             "q_proj": (self.hidden, queries),
@@ -123,15 +125,15 @@ class ModelShape:
         return [rank * side for pair in wanted for side in pair]
 
     def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
-        """Returns the parameters of an adapter on these linear layers."""
+        """Returns the number of parameters of an adapter on these linear layers."""
         return self.layers * sum(self.lora_tensors(rank, target_modules))
 
     def activation_bytes(self, width: int) -> int:
-        """Returns what one decoder layer keeps of one token for the backward pass, at `width` bytes a number.
+        """Returns the bytes that one decoder layer keeps per token for the backward pass, at `width` bytes per number.
 
-        Of each norm: its input in float32, and its output before and after the scale, which Gemma multiplies in float32. Of
-        attention: rotated queries, its result, keys and values, twice because every completion has its prompt's. Of the MLP:
-        gate, activation, the other half and their product.
+        For each norm: its input in float32, and its output before and after scaling, which Gemma does in float32. For
+        attention: rotated queries, the result, and keys and values twice, because every completion has those of its
+        prompt. For the MLP: gate, activation, up projection and their product.
         """
         heads = self.head_dim * (self.heads + self.kv_heads)
         wide = {"norm": heads, "whole norms": heads, "four norms": heads + 2 * self.hidden}.get(self.extra, 0)
@@ -140,28 +142,28 @@ class ModelShape:
         return norms + attention + 4 * width * self.intermediate
 
     def product_bytes(self, width: int) -> int:
-        """Returns the results of a decoder layer's matrix products and attention for one token."""
+        """Returns the bytes per token of the results of a decoder layer's matrix products and attention."""
         attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return width * (attention + 2 * self.hidden + 2 * self.intermediate)
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on the GPU of one trainer process, at the worst moment of an update."""
+    """Peak GPU memory of one trainer process during an update, in bytes."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
     critic: int
-    """Weights, gradients and optimiser of a critic on the trainer's devices."""
+    """Weights, gradients and optimiser of the critic, if it is on the trainer's devices."""
     gathered: int
-    """Gathered weights of the layers that compute, with embedding and head."""
+    """Gathered weights of the layers in use, with embedding and head."""
     reducing: int
-    """Gradients that are not summed over the ranks yet, and what summing takes."""
+    """Gradients not yet summed over the ranks, and the buffers for the reduction."""
     activations: int
     logits: int
-    """Logits of a part of the tokens, and what is derived from them."""
+    """Logits of some of the tokens, and the tensors derived from them."""
     overhead: int
     """A flat guess."""
 
@@ -176,7 +178,7 @@ class TrainerMemory:
 
 
 def group_size(config: Config, ranks: int) -> int:
-    """Returns how many ranks share a copy of the model. Raises ConfigError when that does not divide `ranks`."""
+    """Returns how many ranks share one copy of the model. Raises ConfigError when this does not divide `ranks`."""
     size = config.trainer.shard_size or ranks
     if ranks % size:
         raise ConfigError(
@@ -189,9 +191,9 @@ def group_size(config: Config, ranks: int) -> int:
 
 
 def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
-    """Estimates one of `ranks` processes with a GPU each; the critic counts as a model of the policy's shape.
+    """Estimates the memory of one of `ranks` processes with one GPU each. The critic is assumed to be like the policy.
 
-    `width` is the bytes of a number in a pass: those of `model.dtype` when None, 4 on a CPU. Raises ConfigError when
+    `width` is the bytes per number in a pass: None for those of `model.dtype`; 4 on a CPU. Raises ConfigError when
     `trainer.shard_size` does not divide `ranks`.
     """
     settings, lora, size = config.trainer, config.lora, group_size(config, ranks)
@@ -218,10 +220,11 @@ def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | N
 
 
 def _moments(shape: ModelShape, config: Config, ranks: int, width: int, trained: int) -> list[tuple[int, int, int, int]]:
-    """Returns gathered weights, gradients on their way, activations and logits at the moments that may be the worst.
+    """Returns the bytes of gathered weights, unreduced gradients, activations and logits at each possible peak.
 
-    Of the backward pass these are the head; the second-last layer, while the gradients of the last are summed; and the sum of
-    the gradients of embedding and head. `benchmarks/rehearsal.py` shows what is allocated then.
+    These moments of the backward pass are: the head; the second-last layer, while the gradients of the last are
+    reduced; and the reduction of the gradients of embedding and head. `benchmarks/rehearsal.py` shows what is allocated
+    then.
     """
     settings, rounded = config.trainer, width < _MASTER
     sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
@@ -242,7 +245,7 @@ def _moments(shape: ModelShape, config: Config, ranks: int, width: int, trained:
         scores = max(logits + slopes, slopes + width * head_gradient * rounded)
     else:
         scores = max(logits + logits * width // _MASTER + _MASTER * head_gradient, width * head_gradient * rounded)
-    copies = 3 if ranks == 1 else 1  # one rank divides and copies what several send
+    copies = 3 if ranks == 1 else 1  # a single rank divides and copies what several ranks would send
     whole = _MASTER * trained if sums_once(trained, ranks) and sharded else 0
     if sharded:
         at_head, at_layer, at_end = (width * weights for weights in (outer + layer, outer + 2 * layer, outer))
@@ -259,28 +262,28 @@ def _moments(shape: ModelShape, config: Config, ranks: int, width: int, trained:
 
 
 def sums_once(trained: int, ranks: int) -> bool:
-    """Whether gradients of `trained` parameters are summed over the ranks once an update, not at every micro-batch.
+    """Whether gradients of `trained` parameters are summed over the ranks once per update instead of per micro-batch.
 
-    That saves their transfer, and costs the gradients of the whole model on every rank.
+    This saves transfers but needs memory for the whole model's gradients on every rank.
     """
     return ranks > 1 and _MASTER * trained <= WHOLE_GRADIENTS_BYTES
 
 
 def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_node: int) -> int:
-    """Estimates the CPU memory of the trainer's first node while a checkpoint is written and weights are published.
+    """Estimates the CPU memory (bytes) of the trainer's first node while it writes a checkpoint and publishes weights.
 
-    It holds the copy of weights and optimiser that is written, the published weights once for `weight_sync` distributed and
-    once more with `max_staleness` or `rollout.colocate`, what is offloaded or parked, and the processes.
+    It holds the copy of weights and optimiser being written, one copy of the published weights for `weight_sync`
+    distributed and another with `max_staleness` or `rollout.colocate`, what is offloaded or parked, and the processes.
     """
     lora, size = config.lora, group_size(config, ranks)
     trained = shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
-    colocate = config.rollout.colocate  # never with staleness
+    colocate = config.rollout.colocate  # never combined with staleness
     copies = (config.trainer.weight_sync == "distributed") + (config.trainer.max_staleness > 0) + colocate
     gpu = trainer_memory(shape, config, ranks)
     parked = gpu.weights + gpu.optimizer + gpu.reference + gpu.critic if colocate else 0
     published = shape.parameters if not lora.publishes_adapter else trained
     return (
-        3 * _MASTER * trained  # all of it on one node where the ranks share no disk
+        3 * _MASTER * trained  # all on one node if the ranks share no disk
         + copies * 2 * published
         + (ranks_per_node * _offloaded(shape, config, size) if config.trainer.offload_optimizer else 0)
         + ranks_per_node * (parked + _PROCESS)
@@ -288,7 +291,7 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
 
 
 def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
-    """Returns what a rank has offloaded: pinned weights and gradients, AdamW's two moments, and a frozen model under LoRA."""
+    """Returns a rank's offloaded bytes: pinned weights and gradients, AdamW's moments, and LoRA's frozen model."""
     model = [*shape.layer_tensors * shape.layers, *shape.outer_tensors]
     trained, frozen = model, list[int]()
     if config.lora.rank:
@@ -305,16 +308,16 @@ def _pinned(size: int) -> int:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold equal shares."""
+    """Memory in bytes of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold equal shares."""
 
     weights: int
     kv_bytes_per_token: int
     kv_tokens: int
-    """Capacity of the KV cache; 0 where not even the weights fit."""
+    """Capacity of the KV cache in tokens; 0 when not even the weights fit."""
 
 
 def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85) -> EngineMemory:
-    """Estimates what SGLang has for its KV cache on a GPU of which it takes `static_share` (`--mem-fraction-static`).
+    """Estimates SGLang's KV cache on a GPU of which it takes `static_share` (`--mem-fraction-static`).
 
     Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
     """
@@ -327,5 +330,5 @@ def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_shar
             remedy=f"take a divisor of {shape.heads}",
         )
     weights = width * shape.parameters // size
-    per_token = 2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)  # a KV head is not split
+    per_token = 2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)  # a KV head cannot be split
     return EngineMemory(weights, per_token, max(0, int(static_share * gpu_bytes) - weights) // per_token)

@@ -1,4 +1,4 @@
-"""Sets up logs and metrics, the same in every process."""
+"""Sets up logs and metrics in the same way for every process."""
 
 import logging
 import platform
@@ -18,13 +18,13 @@ from common.topology import Topology
 
 PREFIX = "rlhf_"
 DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
-"""Upper bounds of the buckets of all histograms, in seconds."""
+"""Upper bucket bounds of all histograms, in seconds."""
 _OWN = ("common", "learning", "services", "trainer", "jobgroup")
 """Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
 
 
 class _LogFile(logging.FileHandler):
-    """Continues without the file while its disk is full, and reports that once; standard error has every line."""
+    """A log file that drops lines while its disk is full, and reports that once; standard error has every line."""
 
     _failed = False
 
@@ -38,11 +38,11 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None) -> logging.Logger:
-    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which outlives SkyPilot's logs on a volume.
+    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which on a volume outlives SkyPilot's logs.
 
-    The level is `LOG_LEVEL` (INFO when unset), the form `LOG_FORMAT` (`text` when unset, or `json`: docs/how-to/operations.md).
-    `service` (`name` when empty) and `rank` label JSON lines. Raises ConfigError when `log_dir` cannot be written, or one of
-    the variables cannot be used.
+    The level is `LOG_LEVEL` (default INFO), the format `LOG_FORMAT` (`text` by default, or `json`:
+    docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises ConfigError when
+    `log_dir` is not writable or one of the variables is invalid.
     """
     as_json, wanted_level = wants_json(), level()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
@@ -72,15 +72,15 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
 
 
 class Metrics:
-    """Prometheus metrics of one service, in a registry of its own since several services can share a process.
+    """Prometheus metrics of one service, in a separate registry because several services can share a process.
 
-    All names begin with `rlhf_`, except those of the process (`process_…`), which every Prometheus client has.
+    All names begin with `rlhf_`, except the process metrics (`process_…`) of every Prometheus client.
     """
 
     def __init__(self, service: str) -> None:
         self.registry = CollectorRegistry()
         self.labels: dict[str, list[str]] = {}
-        """Label names by metric, for those that have some."""
+        """Label names by metric, for metrics with labels."""
         ProcessCollector(registry=self.registry)
         build = self.gauge("build_info", "1; which code this is", ["service", "version", "python"])
         build.labels(service, _version(), platform.python_version()).set(1)
@@ -102,13 +102,13 @@ class Metrics:
         return Gauge(*self._named(name, help_text, labels), registry=self.registry)
 
     def newest(self, name: str, help_text: str) -> Gauge:
-        """Adds a gauge for the newest measurement; NaN until there is one."""
+        """Adds a gauge for the newest measurement; NaN before the first."""
         made = self.gauge(name, help_text)
         made.set(nan)
         return made
 
     def histogram(self, name: str, help_text: str, labels: list[str] | None = None) -> Histogram:
-        """Adds durations in seconds, from a millisecond (a health check) to half an hour (a generation)."""
+        """Adds a histogram of durations in seconds, from a millisecond (health check) to half an hour (generation)."""
         return Histogram(*self._named(name, help_text, labels), registry=self.registry, buckets=DURATIONS)
 
     def counted(self, name: str, help_text: str, read: Callable[[], float]) -> None:
@@ -122,7 +122,7 @@ class Metrics:
 
 
 class _Read(Collector):
-    """A counter that reads its value from a function."""
+    """A counter whose value comes from a function."""
 
     def __init__(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         self._name, self._help, self._read = name, help_text, read
@@ -139,7 +139,7 @@ def _version() -> str:
 
 
 def critic_gauges(metrics: Metrics, owner: str) -> dict[str, Gauge]:
-    """Adds a gauge for each number in `CriticMetrics` of the newest update, by its field; NaN until there is one."""
+    """Adds gauges for the newest update's `CriticMetrics` and returns them by field; NaN before the first update."""
     names = {
         "value_loss": ("value_loss", "mean value loss"),
         "grad_norm": ("gradient_norm", "gradient norm before clipping"),

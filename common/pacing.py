@@ -1,7 +1,7 @@
-"""Completions in several requests: a limit in time, and a budget for thinking, which no engine has in one request.
+"""Generates completions in several requests, for a time limit and a thinking budget, which no engine offers.
 
-A completion that is not at its end goes on in a request whose prompt has its tokens so far, which engines have cached. When
-the budget is used up, the end of the thought is written for the model: tokens that nothing was sampled from, so that their
+An unfinished completion continues in another request, whose prompt includes the tokens so far; engines have them
+cached. When the thinking budget is used up, the end of the thought is inserted. These tokens are not sampled, so their
 log-probability is 0 and they have no gradient.
 """
 
@@ -14,24 +14,24 @@ from typing import Any
 THINK, THOUGHT = "<think>", "</think>"
 _END = f"\n{THOUGHT}\n\n"
 _FIRST, _LEAST = 64, 16
-"""Tokens of the first request, and of the shortest later one, while there is a limit in time."""
+"""With a time limit: tokens of the first request, and the fewest tokens of a later one."""
 _BY_TOKEN = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
 Ask = Callable[[list[int], int, int, int, int], Awaitable[list[dict[str, Any]]]]
-"""(prompt, completions, tokens at most, tokens at least, number of the request) -> SGLang's answers."""
+"""(prompt, completions, maximum tokens, minimum tokens, index of the request) -> SGLang's answers."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The limits of a completion beside its number of tokens."""
+    """The limits of a completion besides its number of tokens."""
 
     tokenizer: Any
     timeout_s: float | None = None
-    """Seconds from the first request on, after which a completion is cut."""
+    """Seconds from the first request after which a completion is cut."""
     thinking_tokens: int | None = None
     """Tokens after which an open thought is ended."""
 
     def size(self, done: int, most: int, passed: float) -> int:
-        """Returns the tokens of the next request for a completion of `done` tokens after `passed` seconds; 0: it is cut."""
+        """Returns the tokens of the next request, after `done` tokens and `passed` seconds; 0: cut the completion."""
         left = most - done
         if self.thinking_tokens is not None and done < self.thinking_tokens:
             left = min(left, self.thinking_tokens - done)
@@ -46,16 +46,16 @@ class Pace:
 async def paced(
     pace: Pace, ask: Ask, prompt: Sequence[int], n: int, most: int, least: int = 0, stops: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns n answers of `ask` within the limits, each as if it came from one request. A cut one ends with `length`.
+    """Returns n answers within the limits, each as if it came from one request. A cut answer ends with `length`.
 
     Args:
         pace: the limits.
         ask: makes one request.
-        prompt: its token ids.
-        n: completions.
-        most: largest number of their tokens.
-        least: smallest number of their tokens.
-        stops: texts that end one; here those that a border between two requests parts.
+        prompt: the token ids of the prompt.
+        n: number of completions.
+        most: maximum tokens per completion.
+        least: minimum tokens per completion.
+        stops: texts that end a completion; searched here only across the border between two requests.
     """
     began, size = time.monotonic(), pace.size(0, most, 0.0)
     first = await ask(list(prompt), n, size, min(least, size), 0)
@@ -81,14 +81,14 @@ async def paced(
 
 @dataclass
 class _Piece:
-    """One completion so far, as SGLang's answer."""
+    """One completion so far, in the form of SGLang's answer."""
 
     answer: dict[str, Any]
     tokens: list[int]
     judged: bool = False
-    """Whether it was decided that its thought has to end."""
+    """Whether the thinking budget has been applied."""
     written: dict[int, int] = field(default_factory=dict)
-    """Tokens that were written for the model, by place."""
+    """Inserted tokens, by position."""
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class _Piece:
         return bool(self.meta["finish_reason"]["type"] == "length")
 
     def append(self, more: dict[str, Any]) -> None:
-        """Appends an answer that goes on from here."""
+        """Appends an answer that continues this one."""
         done, new = len(self.tokens), more["meta_info"]
         self.tokens += more["output_ids"]
         spans = [
@@ -112,7 +112,7 @@ class _Piece:
         self.answer["meta_info"] = {**self.meta, **new, **joined, "weight_versions": _merged(spans)}
 
     def end_thought(self, tokenizer: Any, prompt: Sequence[int], most: int) -> None:
-        """Writes the end of a thought, if one is open."""
+        """Inserts the end of the thought, if a thought is open."""
         self.judged = True
         text = tokenizer.decode([*prompt, *self.tokens])
         if text.rfind(THINK) <= text.rfind(THOUGHT):
@@ -127,7 +127,7 @@ class _Piece:
         self.append({"output_ids": ids, "meta_info": meta})
 
     def cut(self, tokenizer: Any, stops: Sequence[str], border: int) -> None:
-        """Ends the completion at the first stop text that has tokens on both sides of `border`."""
+        """Ends the completion at the first stop text found in the tokens around `border`."""
         width = 1 + max((len(stop.encode()) for stop in stops), default=0)
         for end in range(border + 1, min(len(self.tokens), border + width) + 1):
             text = tokenizer.decode(self.tokens[max(0, end - width) : end])
@@ -144,7 +144,7 @@ class _Piece:
             return
 
     def finished(self, tokenizer: Any, prompt_tokens: int) -> dict[str, Any]:
-        """Returns the whole answer."""
+        """Returns the complete answer."""
         if len(self.tokens) == len(self.answer["output_ids"]):
             return self.answer  # one request was enough
         meta = self.meta | {"prompt_tokens": prompt_tokens, "completion_tokens": len(self.tokens)}
@@ -165,7 +165,7 @@ def _spans(meta: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
 
 
 def _merged(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Joins neighbours of one version."""
+    """Joins adjacent spans of the same version."""
     found: list[dict[str, Any]] = []
     for span in spans:
         if found and found[-1]["version"] == span["version"]:

@@ -1,4 +1,4 @@
-"""Templates of prompts: a text with `{question}` and names of columns, under a name, in a file, or as it is."""
+"""Prompt templates: text with `{question}` and column names, given as a ready-made name, a file, or the text itself."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,15 +31,15 @@ NAMED = {
         "Question: {question}\nAnswer:"
     ),
 }
-"""Ready-made templates. `r1_zero` is that of DeepSeek-R1-Zero (arXiv:2501.12948, table 1)."""
+"""Ready-made templates. `r1_zero` is the template of DeepSeek-R1-Zero (arXiv:2501.12948, table 1)."""
 _NAME = r"\{([^\W\d][\w-]*)\}"
 _PLACE = re.compile(rf"\{{{_NAME}\}}|{_NAME}")
 
 
 def read_template(given: str) -> str:
-    """Returns the text of a template from its name, its file or itself. Raises ValueError for anything else.
+    """Returns the text of a template given by name, as a file or as text. Raises ValueError for anything else.
 
-    The last line break of a file does not count: editors add it.
+    The last line break of a file is dropped, because editors add it.
     """
     if not given:
         return ""
@@ -52,14 +52,14 @@ def read_template(given: str) -> str:
 
 
 def columns_of(template: str) -> list[str]:
-    """Returns the columns that a template names beside the question."""
+    """Returns the columns that a template names besides the question."""
     return [name for name in dict.fromkeys(_names(template)) if name != QUESTION]
 
 
 def fill(template: str, question: str, columns: Mapping[str, Any]) -> str:
     """Replaces `{question}`, and `{name}` by that column. `{{name}}` becomes `{name}`; other braces stay as they are.
 
-    Raises KeyError for a column that is not there, and TypeError for one that is neither a text nor a number.
+    Raises KeyError for a missing column, and TypeError for a column that is neither text nor a number.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -75,7 +75,10 @@ def fill(template: str, question: str, columns: Mapping[str, Any]) -> str:
 
 
 def filled(template: str, prompt: "Prompt") -> str:
-    """Returns the template with a problem in it; without a template the problem. Raises ConfigError with problem and column."""
+    """Fills a problem into the template; returns the bare problem when there is no template.
+
+    Raises ConfigError that names the problem and the column.
+    """
     field = "data.prompt_template"
     try:
         return fill(template or "{question}", prompt.prompt, prompt.columns)

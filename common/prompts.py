@@ -1,4 +1,4 @@
-"""Problems as the model gets them: the only place where a row of the data becomes the text and the tokens of a prompt.
+"""Turns problems into prompts: the only place where a data row becomes the text and the tokens of a prompt.
 
     problem ──data.prompt_template──► text ──the chat template, if one is used──► prompt ──sampling.prefill──► token ids
 
@@ -23,34 +23,34 @@ from common.sections import SamplingSection
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """The settings by which problems become prompts."""
+    """The settings that determine how problems become prompts."""
 
     template: str = ""
-    """`data.prompt_template`, as a text with `{question}`. Empty: the problem alone."""
+    """The text of `data.prompt_template`, with `{question}`. Empty: the problem alone."""
     chat: bool | None = None
-    """Whether a chat template is applied. None: where the tokenizer has one."""
+    """Whether to apply a chat template. None: if the tokenizer has one."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
     system_prompt: str = ""
     prefill: str = ""
-    """Start of every answer, as part of the prompt."""
+    """Text with which every answer starts; part of the prompt."""
     thinks: bool = False
-    """Whether thinking has a budget, and so has to be there."""
+    """Whether there is a thinking budget, which requires a model that thinks."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Returns the style of a run: `data.prompt_template` takes the place of a chat template that is not asked for."""
+        """Returns the style of a run; `data.prompt_template` replaces the chat template unless one is set."""
         template, sampling = config.data.prompt_template, config.sampling
         chat = True if config.model.chat_template else False if template else None
         own = (sampling.chat_template_kwargs, sampling.system_prompt, sampling.prefill)
         return cls(template, chat, *own, thinks=sampling.max_thinking_tokens is not None)
 
     def is_chat(self, tokenizer: Any) -> bool:
-        """Whether prompts of this tokenizer are chats."""
+        """Whether prompts are chats with this tokenizer."""
         return bool(tokenizer.chat_template) if self.chat is None else self.chat
 
     def check(self, tokenizer: Any) -> None:
-        """Raises ConfigError for settings that this tokenizer cannot obey."""
+        """Raises ConfigError for settings that this tokenizer does not support."""
         source = tokenizer.chat_template if self.is_chat(tokenizer) else self.template
         if self.thinks and THINK not in f"{source}{self.prefill}":
             raise ConfigError(
@@ -91,7 +91,7 @@ class PromptStyle:
 
 
 def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
-    """Returns the text of a prompt, the start of the answer included. Raises ConfigError that names the setting or problem."""
+    """Returns the text of a prompt, prefill included. Raises ConfigError that names the setting or the problem."""
     text = filled(style.template, prompt)
     if style.is_chat(tokenizer):
         return _rendered(conversation(prompt, style.system_prompt, text), style, tokenizer) + style.prefill
@@ -106,10 +106,10 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
 
 
 def prompt_ids(prompts: Sequence[Prompt], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
-    """Returns the token ids of prompts: one call of the tokenizer costs hardly more than that of one prompt.
+    """Returns the token ids of several prompts, for which one tokenizer call costs hardly more than for one.
 
-    The text of a chat has its special tokens. Any other text gets those that the tokenizer puts before a text, unless it
-    begins with them, and none behind.
+    A chat's text already has its special tokens. Any other text gets the special tokens that the tokenizer prepends,
+    unless it begins with them, and none at the end.
     """
     return text_ids([prompt_text(prompt, style, tokenizer) for prompt in prompts], style, tokenizer)
 
@@ -124,7 +124,7 @@ def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[l
 
 
 def answered_text(prompt: Prompt, answer: str, style: PromptStyle, tokenizer: Any) -> tuple[str, str]:
-    """Returns the text of a prompt, and that of an answer as the model would go on, with what its template writes behind it."""
+    """Returns the text of a prompt, and the answer as the model would write it, with what the chat template appends."""
     before = prompt_text(prompt, style, tokenizer)
     if style.is_chat(tokenizer):
         chat = conversation(prompt, style.system_prompt, filled(style.template, prompt))
@@ -135,7 +135,7 @@ def answered_text(prompt: Prompt, answer: str, style: PromptStyle, tokenizer: An
 
 
 def conversation(prompt: Prompt, system_prompt: str, text: str) -> list[dict[str, str]]:
-    """Returns the messages that the model continues, of which the last one says `text`."""
+    """Returns the messages that the model continues; the last one has the content `text`."""
     chat = [*prompt.chat[:-1], {"role": "user", "content": text}]
     if not system_prompt or chat[0]["role"] == "system":
         return chat
@@ -157,7 +157,7 @@ class Prompter:
         self.style.check(self.tokenizer)
 
     def pace(self, sampling: SamplingSection) -> Pace | None:
-        """Returns the limits of a completion that take several requests; None without any."""
+        """Returns the limits that require several requests per completion; None when none is set."""
         timeout_s, thinking = sampling.completion_timeout_s, sampling.max_thinking_tokens
         return Pace(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
 
@@ -174,7 +174,7 @@ def _rendered(chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, op
     options = {"tokenize": False, "add_generation_prompt": open_end}
     try:
         return str(tokenizer.apply_chat_template(chat, **style.chat_template_kwargs, **options))
-    except (TemplateError, TypeError, ValueError) as error:  # a template may refuse a role, or a value of its variables
+    except (TemplateError, TypeError, ValueError) as error:  # a template may refuse a role or the value of a variable
         raise ConfigError(
             f"the chat template cannot be applied to the messages {', '.join(message['role'] for message in chat)}: {error}",
             field="model.chat_template",
@@ -184,7 +184,7 @@ def _rendered(chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, op
 
 
 def _without_end(marked: list[int], bare: list[int]) -> list[int]:
-    """Returns `marked` without the special tokens after `bare`, and without those before it that `bare` begins with."""
+    """Returns `marked` without the special tokens after `bare`, and without those before it that begin `bare`."""
     for start in range(len(marked) - len(bare) + 1):
         if marked[start : start + len(bare)] == bare:
             before = marked[:start]

@@ -47,4 +47,4 @@ REMOVED = {
     "trainer.optimizer": "leave it out: it is always AdamW; Muon, which neither shards nor LoRA could use, was removed",
     "trainer.stall_dump_s": _ONE_VALUE("600 s"),
 }
-"""The remedy by `section.name`, or by `section.name value` for a value that is gone."""
+"""The remedy by `section.name`, or by `section.name value` for a removed value."""

@@ -1,4 +1,4 @@
-"""The client of the router: asks for groups of completions and validates the engines' answers."""
+"""The client of the router: requests groups of completions and validates the engines' answers."""
 
 import asyncio
 import gc
@@ -23,14 +23,14 @@ _TURN_S = 0.1
 
 
 class GenerationFailed(ServiceError):
-    """The engine's answer has no completions that can be trained on."""
+    """The engine's answer has no completions usable for training."""
 
     status = 502
     code = "generation_failed"
 
 
 _ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
-"""Codes of the routers, beside `call_upstream_…`, for an engine that is no longer there."""
+"""Error codes of the routers, besides `call_upstream_…`, for an engine that is gone."""
 
 
 class SamplingOptions(TypedDict):
@@ -43,11 +43,11 @@ class SamplingOptions(TypedDict):
     """0 is greedy."""
     stop_token_ids: Sequence[int]
     sampling_seed: NotRequired[int | None]
-    """The embedded engine samples the same with the same seed."""
+    """With the same seed the embedded engine samples the same tokens."""
     shape: NotRequired[Mapping[str, Any]]
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
     pace: NotRequired[Pace | None]
-    """Limits that take several requests."""
+    """Limits that require several requests."""
     deadline_s: NotRequired[float | None]
 
 
@@ -57,18 +57,19 @@ class RolloutClient(Client):
     adapter: tuple[str, int] | None = None
     """Name and weight version of the LoRA adapter that answers; None for the engines' own weights."""
     repeats_prompt = False
-    """Ask for n completions of an adapter, or of truncated sampling, as n prompts in one request. With n > 1 SGLang (0.5.21)
-    first asks itself for no token at all; then it counts one use of the adapter too few and never finishes unloading it, and
-    fails for want of the tokens that truncation left. Not for engines that honour `sampling_seed`."""
+    """Request n completions with an adapter or truncated sampling as n prompts in one request. With n > 1, SGLang
+    (0.5.21) first sends itself a request for 0 tokens; as a result it miscounts the uses of the adapter and never
+    finishes unloading it, and fails because that request has no sampling mask. Not for engines that honour
+    `sampling_seed`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._turn_ends, self._turn_over = 0.0, False
 
     async def generate(self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]) -> list[Completion]:
-        """Returns n completions of one prompt, from token ids to token ids.
+        """Returns n completions (token ids) of one prompt given as token ids.
 
-        Raises GenerationFailed when an answer was aborted or lacks what training needs.
+        Raises GenerationFailed when an answer was aborted or lacks data that training needs.
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
 
@@ -85,7 +86,7 @@ class RolloutClient(Client):
         lora_path: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[dict[str, Any]]:
-        """Returns the n answers of the engine as they came. Raises GenerationFailed when there are not n."""
+        """Returns the engine's n answers unchanged. Raises GenerationFailed when there are not n."""
         return await self._read(lambda answers: answers, input_ids, options, lora_path, logprobs)
 
     async def _read(
@@ -100,14 +101,14 @@ class RolloutClient(Client):
             return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
         content = await self._generate(input_ids, options, lora_path, logprobs)
         await self._turn()
-        with _without_cycle_collection():  # until the lists of the answers are gone
+        with _without_cycle_collection():  # until the answers' lists are freed
             return read(_n_answers(content, options["n"]))
 
     async def _turn(self) -> None:
-        """Waits for a turn to read an answer.
+        """Waits until it may parse an answer.
 
-        Thousands of answers that come together would keep the event loop from all other calls until these give up, so every
-        `_TURN_S` seconds of reading the others have their turn.
+        Parsing thousands of answers that arrive together would block the event loop until other calls time out, so
+        other tasks get a turn after every `_TURN_S` seconds of parsing.
         """
         loop = asyncio.get_running_loop()
 
@@ -173,7 +174,7 @@ class RolloutClient(Client):
         return response.content
 
     def _is_passing(self, response: httpx.Response) -> bool:
-        """The router says 500 when each of its own tries met an engine that had just died, and smg 404 without an engine."""
+        """Also retries the router's 500, when its attempts met engines that just died, and smg's 404 without engines."""
         code = response.headers.get("x-smg-error-code", "")
         return super()._is_passing(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
 
@@ -185,7 +186,7 @@ class RolloutClient(Client):
                 try:
                     await self.request("DELETE", f"/workers/{worker['id']}")
                 except ServiceError as error:
-                    if error.status != NotFound.status:  # it is gone, perhaps by an attempt whose answer was lost
+                    if error.status != NotFound.status:  # already removed, perhaps by an attempt whose answer was lost
                         raise
 
 
@@ -203,9 +204,9 @@ def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Pauses the garbage collector, which the many lists of an answer would start again and again over the whole heap.
+    """Pauses the garbage collector: the many lists of an answer would trigger scan after scan of the whole heap.
 
-    That took ten times as long as the parsing (`python -m benchmarks.collector`).
+    These took ten times as long as the parsing (`python -m benchmarks.collector`).
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -217,7 +218,7 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 class _Kept(NamedTuple):
-    """The tokens that truncation left for every token of a completion, and their numbers."""
+    """For every token of a completion, the tokens that truncation kept, and how many they are."""
 
     tokens: Int32 = np.zeros(0, np.int32)
     counts: Int32 = np.zeros(0, np.int32)
@@ -229,21 +230,22 @@ class _Kept(NamedTuple):
 
 
 BASE_VERSION = "default"
-"""SGLang's name of the weights it was started with."""
+"""SGLang's version label of the weights it was started with."""
 
 
 def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None, truncated: bool = False) -> Completion:
     """Reads one completion from SGLang's answer to `/generate`.
 
-    `adapter_version` is that of the LoRA adapter that the request named; the engine's own label must then be that of the model
-    it was started with. Of `truncated` sampling the log-probabilities are relative to the tokens that truncation left, which
-    the answer has to list. Raises GenerationFailed when the completion was aborted, or lacks what training needs.
+    `adapter_version` is the version of the LoRA adapter named in the request; the engine's own label must then be that
+    of the model it was started with. With `truncated` sampling the log-probabilities are relative to the tokens that
+    truncation kept, which the answer must list. Raises GenerationFailed when the completion was aborted or lacks data
+    for training.
     """
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
         ids, pairs = answer["output_ids"], meta["output_token_logprobs"]
-        flat = list(chain.from_iterable(pairs))  # a log-probability, its token and the token's text in turn
+        flat = list(chain.from_iterable(pairs))  # log-probability, token and token text alternate
         token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
         logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
         matches, kept = len(flat) == 3 * len(pairs) and flat[1::3] == ids, _Kept()

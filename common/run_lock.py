@@ -1,8 +1,9 @@
-"""A lock on a directory, so that one run at a time writes to it.
+"""A lock on a directory, so that only one run at a time writes to it.
 
-The kernel's lock on the file `.lock` (flock) ends with its process, however that ends, and is all that counts on one machine.
-It may not reach other machines, and some file systems have none. So the holder also writes a heartbeat into the file: whoever
-finds the file of a holder elsewhere watches it for `_STALE_S` seconds and takes it over if it does not change.
+The kernel's lock on the file `.lock` (flock) ends with its process, however that ends, and is sufficient on one
+machine. It may not reach other machines, and some file systems do not support it. So the holder also writes a heartbeat
+into the file. A process that finds the file of a holder on another machine watches it for `_STALE_S` seconds and takes
+over if it does not change.
 """
 
 import errno
@@ -24,18 +25,19 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 _BEAT_S, _STALE_S, _SETTLE_S = 5.0, 30.0, 1.0
 _SIZE = 512
-"""Bytes of the file, always the same: writing them again needs no space on a full disk."""
+"""Fixed size of the file in bytes, so that overwriting it needs no space on a full disk."""
 
 
 class RunLock:
-    """Holds `directory` for `run` while inside.
+    """A context manager that holds `directory` for `run`.
 
     Args:
-        directory: is made if needed.
-        run: a name for whoever comes second.
+        directory: the directory; created if needed.
+        run: name of this run, shown to a second run that wants the directory.
         field: the setting of the directory, for errors.
 
-    Raises ConfigError at once, or after `_STALE_S` seconds of watching another machine, when another run has the directory.
+    Raises ConfigError when another run holds the directory: at once, or after watching another machine for `_STALE_S`
+    seconds.
     """
 
     def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
@@ -54,7 +56,7 @@ class RunLock:
 
     @classmethod
     def of_new_run(cls, directory: Path, name: str) -> Self:
-        """Returns the lock for a run whose id, a new one, begins with `name`."""
+        """Returns the lock for a new run, whose id begins with `name`."""
         return cls(directory, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
 
     def __enter__(self) -> Self:
@@ -74,11 +76,11 @@ class RunLock:
         self._ended.set()
         self._beating.join()
         if self._thief is None:
-            os.ftruncate(self._file, 0)  # nobody has to watch for a heartbeat
+            os.ftruncate(self._file, 0)  # so that the next run need not watch for a heartbeat
         os.close(self._file)
 
     def check(self) -> None:
-        """Raises ServiceError when another run took the directory, because this one had stopped for too long."""
+        """Raises ServiceError when another run took over the directory because this one was stopped for too long."""
         if self._thief is not None:
             raise ServiceError(
                 f"this process stood still, and {_who(self._thief)} took over its directory",
@@ -95,12 +97,12 @@ class RunLock:
             raise self._in_use(self._read() or before)
         self._write()
         if before and not alone:
-            time.sleep(_SETTLE_S)  # two that waited may take it over in the same moment: the last one has it
+            time.sleep(_SETTLE_S)  # two waiting runs may take over at the same moment: the last one wins
             if (now := self._read()).get("token") != self._own["token"]:
                 raise self._in_use(now)
 
     def _flock(self) -> bool | None:
-        """Returns whether this process has the kernel's lock now; None where the file system has none."""
+        """Returns whether this process now has the kernel's lock; None when the file system does not support locks."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -112,7 +114,7 @@ class RunLock:
         return True
 
     def _lives(self, holder: dict[str, Any]) -> bool:
-        """Watches the heartbeat of a holder that the kernel's lock does not reach."""
+        """Whether a holder that the kernel's lock does not cover is alive, judged by its heartbeat."""
         log.warning("%s has %s: watching its heartbeat for %.0f s", _who(holder), self._path.parent, _STALE_S)
         end = time.monotonic() + _STALE_S
         while time.monotonic() < end:
@@ -130,7 +132,7 @@ class RunLock:
             self._write()
 
     def _read(self) -> dict[str, Any]:
-        """Returns who has the directory; empty when nobody has."""
+        """Returns the holder's entry in the file; empty when nobody holds the directory."""
         try:
             found = json.loads(os.pread(self._file, _SIZE, 0))
         except (OSError, ValueError):
@@ -140,7 +142,7 @@ class RunLock:
     def _write(self) -> None:
         try:
             os.pwrite(self._file, json.dumps(self._own).encode().ljust(_SIZE), 0)
-        except OSError as error:  # the kernel's lock holds without it
+        except OSError as error:  # the kernel's lock works without it
             log.warning("the heartbeat in %s cannot be written: %s", self._path, error)
 
     def _in_use(self, holder: dict[str, Any]) -> ConfigError:
@@ -159,7 +161,7 @@ def _who(holder: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Identifies the running kernel: all its processes share its locks, in containers too."""
+    """Identifies the running kernel, whose processes all share its locks, also in containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

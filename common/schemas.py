@@ -31,13 +31,13 @@ Int32 = Annotated[NDArray[np.int32], Meta(extra_json_schema={"items": _TOKEN_ID}
 Float32 = Annotated[NDArray[np.float32], Meta(extra_json_schema={"items": _NUMBER})]
 FinishReason = Literal["stop", "length", "abort"]
 RewardStatus = Literal["ok", "unparsable", "unevaluated", "timeout", "died", "error", "inapplicable"]
-"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `unevaluated`: the right value, but still to be computed
-where the ground truth is a number, graded 0. `timeout`, `died` (a worker), `error` (a reward function failed), `inapplicable`
-(no reward function is meant for it): not graded, the reward is null."""
+"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `unevaluated`: an expression with the right value
+where the ground truth is a number, graded 0. `timeout`, `died` (a worker), `error` (a reward function failed),
+`inapplicable` (no reward function applies): not graded, the reward is null."""
 
 
 _FEW = 16
-"""Items of a mapping that may all be invalid at little cost."""
+"""Mappings of up to this many items are cheap to validate even when all items are invalid."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class AtMost:
 
 
 MAX_LISTED = 65_536
-"""Items of a list on the wire that has no other limit."""
+"""Maximum items of a list on the wire that has no other limit."""
 MAX_NAMES = 1024
-"""Names of a mapping on the wire that has no other limit."""
+"""Maximum names of a mapping on the wire that has no other limit."""
 Columns = Annotated[dict[str, Any], AtMost(MAX_NAMES)]
 
 
@@ -86,7 +86,7 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, data: Any) -> Any:
-        """Keeps one unknown field for the error: pydantic would collect an error for each of a million."""
+        """Keeps only one unknown field: for a million, pydantic would collect a million errors."""
         if isinstance(data, dict) and len(data) > len(cls.model_fields) + 1:
             unknown = next(name for name in data if name not in cls.model_fields)
             return {name: data[name] for name in (*cls.model_fields, unknown) if name in data}
@@ -104,11 +104,12 @@ class Prompt(Wire):
     prompt: str
     ground_truth: str
     task: str = Field("", exclude_if=_is_empty)
-    """Chooses the reward functions where a data set mixes tasks; empty: the default ones. Left out of JSON when empty."""
+    """Selects the reward functions when a data set mixes tasks; empty: the default ones. Left out of JSON when
+    empty."""
     columns: Columns = Field({}, exclude_if=_is_empty)
     """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out of JSON when empty."""
     chat: Annotated[list[Annotated[dict[str, str], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = Field([], exclude_if=_is_empty)
-    """The conversation to continue, if it is more than one message of the user. It ends with `prompt`; its own system message
+    """The conversation to continue, if it is more than one user message. It ends with `prompt`; its own system message
     replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
 
@@ -129,9 +130,9 @@ class PassRateReport(Wire):
 
     prompt_ids: Annotated[list[Annotated[str, StringConstraints(max_length=512)]], Field(min_length=1), AtMost(MAX_LISTED)]
     pass_rates: Annotated[list[Annotated[float, Field(ge=0, le=1)]], AtMost(MAX_LISTED)]
-    """Share of correct completions of each prompt, in the same order."""
+    """Share of correct completions of each prompt, in the order of `prompt_ids`."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    """A report sent again with the same id counts once."""
+    """A report sent again with the same id counts only once."""
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
@@ -160,7 +161,7 @@ class RewardItem(Wire):
 
 
 MAX_BATCH_ITEMS = 4096
-"""Answers of one `POST /batch_reward`."""
+"""Maximum answers per `POST /batch_reward`."""
 
 
 class BatchRewardRequest(Wire):
@@ -170,7 +171,7 @@ class BatchRewardRequest(Wire):
 
 
 class RewardResult(Wire):
-    """Answer of `POST /reward`; `reward` is null when the answer could not be graded."""
+    """Response of `POST /reward`; `reward` is null when the answer could not be graded."""
 
     reward: float | None
     extracted_answer: str | None
@@ -180,13 +181,14 @@ class RewardResult(Wire):
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
     verified: bool = True
-    """Whether `correct` is a verdict: of a function that verifies, or a reward of 0 or 1. Else it is a reward above 0.5."""
+    """Whether `correct` is a verdict: from a verifying function, or a reward of 0 or 1. Otherwise `correct` means a
+    reward above 0.5."""
     reason: str = ""
-    """Why there is no reward: what went wrong in the reward function, with its file and line."""
+    """Why there is no reward: the error in the reward function, with its file and line."""
 
 
 class BatchRewardResult(Wire):
-    """Answer of `POST /batch_reward`, in the order of the items; means are over the graded ones, 0 when there are none."""
+    """Response of `POST /batch_reward`, in the order of the items; means are over graded items, 0 without any."""
 
     rewards: Annotated[list[RewardResult], AtMost(MAX_BATCH_ITEMS)]
     mean_reward: float
@@ -206,7 +208,7 @@ class SentFile(Wire):
 
 
 class WeightDelta(SentFile):
-    """The difference of a file to that of an earlier version (`common.deltas`)."""
+    """The difference of a file from an earlier version's file (`common.deltas`)."""
 
     base: _Checksum
     """Checksum of the earlier file, which has the same size."""
@@ -216,11 +218,11 @@ class WeightFile(SentFile):
     """One file of a weight version."""
 
     delta: WeightDelta | None = Field(None, exclude_if=_is_empty)
-    """Makes this file of an earlier one, if that saves much."""
+    """Reconstructs this file from an earlier one, if that saves much."""
 
 
 class WeightManifest(Wire):
-    """The files of a weight version, whose number is the optimiser step that made it."""
+    """The files of a weight version; its number is the optimiser step that made it."""
 
     version: int = Field(ge=0)
     run_id: str
@@ -230,7 +232,7 @@ class WeightManifest(Wire):
     files: Annotated[list[WeightFile], AtMost(MAX_LISTED)] = []
     """Empty: the trainer writes them on request (`GET /weights/latest?files=true`)."""
     directory: str = ""
-    """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: to be downloaded."""
+    """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: nodes must download."""
     broadcast: "Broadcast | None" = None
     """Set when the tensors are broadcast instead of downloaded."""
     asleep: bool = False
@@ -247,7 +249,7 @@ Shapes = Annotated[list[Annotated[list[int], AtMost(64)]], AtMost(MAX_TENSORS)]
 
 
 class Bucket(Wire):
-    """Tensors in one message: their bytes one after the other, of one dtype, so that each is aligned."""
+    """Tensors in one message: their bytes concatenated, all of one dtype, so that each is aligned."""
 
     names: Annotated[list[str], Field(min_length=1), AtMost(MAX_TENSORS)]
     """Hugging Face names."""
@@ -265,9 +267,9 @@ class Broadcast(Wire):
     world_size: int
     backend: Literal["gloo", "nccl"]
     ranks: Annotated[dict[str, int], AtMost(MAX_LISTED)]
-    """Rank of the first GPU of each worker's engine; its others follow."""
+    """Rank of the first GPU of each worker's engine; the ranks of its other GPUs follow."""
     epochs: Annotated[dict[str, str], AtMost(MAX_LISTED)]
-    """`WorkerReport.epoch` of each worker; an engine that was restarted since is no member."""
+    """`WorkerReport.epoch` of each worker; an engine restarted since then is not a member."""
     buckets: Annotated[list[Bucket], AtMost(MAX_TENSORS)]
 
 
@@ -276,14 +278,14 @@ class WeightChecksums(Wire):
 
     worker: str
     ranks: Annotated[list[Annotated[dict[str, str], AtMost(MAX_TENSORS)]], Field(min_length=1), AtMost(MAX_LISTED)]
-    """For every GPU, the checksum of each tensor by its name in the engine."""
+    """For every GPU, the checksum of each tensor, by its name in the engine."""
 
 
 class WeightVerdict(Wire):
-    """Confirms that the engine's weights match what they could be compared with; otherwise the answer is 409."""
+    """Confirms that the engine's weights match the reference; otherwise the response is 409."""
 
     checksum: str
-    """Checksum of all weights of the engine."""
+    """Checksum over all weights of the engine."""
     compared: str
     """The reference of the comparison: the trainer's own tensors, or the other engines."""
 
@@ -309,17 +311,17 @@ class WorkerReport(Wire):
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_CHARS)] = ""
     """The reason, when the state is `stale` or `failed`."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Processes of the engine, each with a GPU of its own where there are any."""
+    """Processes of the engine, each with its own GPU if the engine uses GPUs."""
     gpus: int = Field(0, ge=0)
     """GPUs of the engine."""
     epoch: _Name = ""
-    """Changes when the engine has to join a new group: it was restarted, or a broadcast to it failed."""
+    """Changes when the engine must join a new group, because it was restarted or a broadcast to it failed."""
     checksum: _Name = ""
-    """Checksum of the engine's weights, if they came by broadcast and were verified."""
+    """Checksum of the engine's weights, if they were broadcast and verified."""
 
 
 MAX_COMPLETIONS = 1024
-"""Completions of one group."""
+"""Maximum completions of one group."""
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Chars = Annotated[str, Meta(max_length=1_000_000)]
@@ -334,20 +336,20 @@ def _no_tokens() -> Int32:
 
 
 class Turn(Struct, forbid_unknown_fields=True):
-    """Tokens of a sequence that the model sampled in one go."""
+    """Tokens of a sequence that the model sampled without interruption."""
 
     start: _Count
     end: _Count
-    """The first token after it."""
+    """Index of the first token after the turn."""
     reward: _Finite | None = None
-    """The part of the episode's reward that its environment gives for this answer; None where it gives none."""
+    """The part of the episode's reward that the environment gave for this turn; None when it gave none."""
 
 
 class Completion(Struct, forbid_unknown_fields=True):
     """One sampled answer. L is its length in tokens, the end-of-sequence token included."""
 
     token_ids: Int32
-    """[L] as the engine sampled them; never re-tokenised."""
+    """[L] token ids as the engine sampled them; never re-tokenised."""
     logprobs: Float32
     """[L] log-probabilities in nats under the policy that sampled them, at the sampling temperature."""
     text: _Chars
@@ -365,30 +367,31 @@ class Completion(Struct, forbid_unknown_fields=True):
     teacher_logprobs: Float32 | None = None
     """[L] log-probabilities in nats under the teacher, at temperature 1; null without one."""
     kept_tokens: Int32 = field(default_factory=_no_tokens)
-    """Where sampling was truncated (top-p, top-k, min-p): for every token those that it was sampled from, one list after the
-    other. The log-probabilities are relative to these."""
+    """With truncated sampling (top-p, top-k, min-p): for every token, the tokens it was sampled from, concatenated. The
+    log-probabilities are relative to these."""
     kept_counts: Int32 = field(default_factory=_no_tokens)
-    """[L] lengths of these lists, 0 for a token that was sampled from all; empty where all of them were."""
+    """[L] lengths of the lists in `kept_tokens`, 0 for a token sampled from all; empty when all tokens were."""
     mask: Int32 | None = None
-    """[L] 1 for a token to train, 0 for one of a tool or the environment; None: all are trained."""
+    """[L] 1 for a token to train on, 0 for a token of a tool or the environment; None: train on all."""
     prompt_ids: Int32 | None = None
-    """[P] its own prompt; None: that of the group."""
+    """[P] its own prompt; None: the group's prompt."""
     turns: Annotated[list[Turn], Meta(max_length=MAX_LISTED)] = []
-    """The answers of an episode; empty for a completion of one answer."""
+    """The turns of an episode; empty for a single-turn completion."""
     episode: Annotated[int, Meta(ge=0, lt=MAX_COMPLETIONS)] | None = None
-    """Number of its episode in the group, which may have several sequences; None: it is one by itself."""
+    """Index of its episode in the group, which may have several sequences; None: the completion is an episode by
+    itself."""
 
     @property
     def weight_version(self) -> int:
-        """The oldest weights that sampled a token of this completion."""
+        """The oldest weight version that sampled a token of this completion."""
         return min(span[0] for span in self.weight_versions)
 
     def trained(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Returns those of `values` [L] that belong to trained tokens."""
+        """Returns the entries of `values` [L] that belong to trained tokens."""
         return values if self.mask is None else values[self.mask == 1]
 
     def spread(self, values: Float32) -> Float32:
-        """Returns [L] of one value for each trained token, 0 for the others."""
+        """Expands one value per trained token to [L], with 0 for the other tokens."""
         if self.mask is None:
             return values
         spread = np.zeros(len(self.mask), np.float32)
@@ -413,18 +416,18 @@ class Group(Struct, forbid_unknown_fields=True):
     created_at: _Finite = 0.0
     """Seconds since 1970."""
     min_new_tokens: _Count = 0
-    """First tokens of each completion that were sampled without the `barred` ones."""
+    """Number of tokens at the start of each completion that were sampled without the `barred` tokens."""
     barred: Int32 = field(default_factory=_no_tokens)
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_NAMES)] = {}
 
     @property
     def weight_version(self) -> int:
-        """The oldest weights that sampled a token of this group."""
+        """The oldest weight version that sampled a token of this group."""
         return min(completion.weight_version for completion in self.completions)
 
     @property
     def answers(self) -> list[Completion]:
-        """One completion of each episode: they share reward and verdict."""
+        """One completion of each episode; completions of one episode share reward and verdict."""
         first: dict[int, Completion] = {}
         for i, completion in enumerate(self.completions):
             first.setdefault(-1 - i if completion.episode is None else completion.episode, completion)
@@ -436,7 +439,7 @@ class Group(Struct, forbid_unknown_fields=True):
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all completions got the same reward, so that the group has no gradient."""
+        """Whether all completions have the same reward, so that the group has no gradient."""
         return bool((self.rewards == self.rewards[0]).all())
 
 
@@ -459,29 +462,30 @@ class SampledGroups(Struct):
 
     groups: Annotated[list[Group], Meta(max_length=MAX_LISTED)]
     weights: Float32
-    """[len(groups)] importance weights (N·P(i))^-β, divided by the largest of the buffer (Schaul et al. 2016)."""
+    """[len(groups)] importance weights (N·P(i))^-β, divided by their mean over draws (`services.replay.sampling`)."""
 
 
 EpisodeStatus = Literal["ok", "timeout", "died", "error"]
-"""`ok`: it ended, or reached a limit. `timeout`: its time ran out. `died`: the environment, its runner or the engine was lost.
-`error`: the environment failed. Only `ok` has a reward."""
+"""`ok`: the episode ended or reached a limit. `timeout`: its time ran out. `died`: the environment, its runner or the
+engine was lost. `error`: the environment failed. Only `ok` has a reward."""
 StopReason = Literal["done", "length", "turns", "sampled_tokens", "tool_calls", "context", "deadline", ""]
-"""`done`: it ended by itself. `length`: an answer was cut at `max_new_tokens`. The others name the limit that was reached."""
+"""`done`: it ended by itself. `length`: an answer was cut at `max_new_tokens`. The other values name the limit
+reached."""
 
 
 class EpisodeSequence(Struct, forbid_unknown_fields=True):
-    """Tokens of an episode to train on: one path through its calls. L is their number."""
+    """Tokens of an episode to train on, from one path through its calls. L is their number."""
 
     prompt_ids: Int32
-    """[P] tokens before the first one that this sequence trains."""
+    """[P] tokens before the first trained token."""
     token_ids: Int32
-    """[L] as the engine sampled them, with what was added between two answers."""
+    """[L] token ids as the engine sampled them, with the tokens added between two answers."""
     mask: Int32
-    """[L] 1 for a sampled token that this sequence trains, else 0."""
+    """[L] 1 for a sampled token to train on, else 0."""
     logprobs: Float32
     """[L] as in `Completion`; 0 where the mask is 0."""
     weight_versions: _Spans
-    """As in `Completion`. Tokens that were added count as of the version before them."""
+    """As in `Completion`. Added tokens count to the version before them."""
     turns: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_LISTED)]
     finish_reason: FinishReason
     text: _Chars = ""
@@ -495,16 +499,16 @@ class Episode(Struct, forbid_unknown_fields=True):
     status: EpisodeStatus
     stop_reason: StopReason
     reward: _Finite | None
-    """With the rewards of the turns. Null when it has none: the environment gives none and the answer is still to be graded, or
-    the status is not `ok`."""
+    """Includes the rewards of the turns. Null when the environment gives none and the answer is still to be graded, or
+    when the status is not `ok`."""
     answer: _Chars
-    """Text of the last answer, without thoughts."""
+    """Text of the last answer, without its thoughts."""
     sequences: Annotated[list[EpisodeSequence], Meta(max_length=MAX_LISTED)]
     components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}
     metrics: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite], Meta(max_length=MAX_NAMES)] = {}
     """`turns`, `tool_calls`, `tool_errors`, `sampled_tokens`, `seconds`, `tool_seconds`."""
     detail: _Chars = ""
-    """Why it has the status that it has."""
+    """The reason for the status."""
 
 
 class Episodes(Struct):
@@ -514,22 +518,22 @@ class Episodes(Struct):
 
 
 class EpisodeTask(Wire):
-    """What an episode is about."""
+    """The task of an episode."""
 
     env: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     """As in `environment.name`."""
     prompt: Annotated[str, StringConstraints(max_length=1_000_000)] = ""
     messages: Annotated[list[Annotated[dict[str, Any], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = []
-    """The conversation to begin with. Empty: `prompt`, of the user."""
+    """The initial conversation. Empty: `prompt` as a user message."""
     ground_truth: Annotated[str, StringConstraints(max_length=1_000_000)] = ""
     columns: Columns = {}
     """Further columns of the row, for the environment."""
     seed: int = Field(0, ge=0, lt=2**53)
-    """Seed of the sampling, where the engine takes one."""
+    """Sampling seed, for engines that honour one."""
 
 
 class EpisodeSampling(Wire):
-    """Sampling of every answer; what a program asks for has no effect."""
+    """Sampling parameters of every answer; those that a program requests have no effect."""
 
     max_new_tokens: int = Field(gt=0, lt=2**31)
     temperature: float = Field(1.0, ge=0)
@@ -545,17 +549,17 @@ class EpisodePolicy(Wire):
 
 
 class EpisodeLimits(Wire):
-    """Where an episode ends. Reaching a limit is a stop reason, no failure."""
+    """Limits of an episode. Reaching a limit is a stop reason, not a failure."""
 
     turns: int = Field(8, gt=0)
-    """Answers of the model."""
+    """Maximum answers of the model."""
     sampled_tokens: int = Field(16_384, gt=0)
-    """Sampled tokens of all answers."""
+    """Maximum sampled tokens over all answers."""
     context: int = Field(32_768, gt=1)
-    """Tokens of one sequence."""
+    """Maximum tokens of one sequence."""
     tool_calls: int = Field(64, gt=0)
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds of the whole episode; one that takes longer has no reward."""
+    """Seconds for the whole episode; one that takes longer has no reward."""
 
 
 class EpisodeRequest(Wire):
@@ -581,7 +585,8 @@ class TakeRequest(Wire):
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """A retry with the same id gets the same answer, so a new request makes a new id."""
     run_id: Annotated[str, StringConstraints(max_length=128)] = ""
-    """The run that takes, with which its request ids begin. It ends leases of other requests: strays, as one run trains."""
+    """The run that takes the groups; its request ids begin with this id. Leases of all other requests end, because only
+    one run trains."""
 
 
 class SampleRequest(Wire):
@@ -595,7 +600,7 @@ class SampleRequest(Wire):
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     """A retry with the same id gets the same groups, and they count as sampled once."""
     step: int | None = Field(None, ge=0, lt=2**53)
-    """The optimiser steps done so far: a trainer that resumes before them takes this draw back. Needs a request id."""
+    """Optimiser steps done so far: a trainer that resumes from an earlier step undoes this draw. Needs a request id."""
     seed: int = Field(0, ge=0)
 
 
@@ -619,7 +624,7 @@ _RunId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TokenSequence(Struct, forbid_unknown_fields=True):
-    """A prompt and a completion whose tokens the critic values."""
+    """A prompt and a completion for which the critic computes values."""
 
     prompt_ids: Int32
     """[P], at least one token."""
@@ -636,9 +641,9 @@ class ValueTargets(TokenSequence, forbid_unknown_fields=True):
     old_values: Float32
     """[L] values before the update, of the state before each completion token."""
     returns: Float32
-    """[L] the values to learn."""
+    """[L] target values."""
     weight: Annotated[float, Meta(ge=0, le=FLOAT32_MAX)] = 1.0
-    """Factor of this completion's loss: importance weight of prioritised reuse, 1 for fresh experience."""
+    """Weight of this completion's loss: the importance weight of prioritised reuse, 1 for fresh experience."""
 
 
 @dataclass(frozen=True)
@@ -648,7 +653,7 @@ class CriticMetrics:
     value_loss: float
     """Mean over tokens and optimiser steps."""
     grad_norm: float
-    """Mean over the optimiser steps that were applied, before clipping."""
+    """Mean gradient norm before clipping, over the optimiser steps that were applied."""
     clip_fraction: float
     """Share of tokens whose value was clipped, over all optimiser steps."""
     explained_variance: float
@@ -665,7 +670,7 @@ class ValueRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     sequences: Annotated[list[TokenSequence], Meta(max_length=MAX_LISTED)]
     run_id: _RunId | None = None
-    """When set, the critic must be that of this run at `step`."""
+    """When set, the server must have the critic of this run at `step`."""
     step: _Count | None = None
 
 
@@ -673,9 +678,9 @@ class Values(Struct):
     """Answer of `POST /values`."""
 
     values: Annotated[list[Float32], Meta(max_length=MAX_LISTED)]
-    """[L] for each sequence, in order."""
+    """[L] values for each sequence, in order."""
     step: _Count
-    """Batches the critic was trained on."""
+    """Number of batches that the critic was trained on."""
 
 
 class UpdateRequest(Struct, forbid_unknown_fields=True):
@@ -684,7 +689,7 @@ class UpdateRequest(Struct, forbid_unknown_fields=True):
     run_id: _RunId
     step: _Count
     seed: _Count
-    """Seed of the cut of the rows into mini-batches."""
+    """Seed for splitting the rows into mini-batches."""
     rows: Annotated[list[ValueTargets], Meta(min_length=1, max_length=MAX_LISTED)]
 
 
@@ -698,7 +703,7 @@ class RestoreRequest(Wire):
     run_id: RunId
     step: CriticStep
     saved_by: RunId | None = None
-    """When set, only a critic that this run saved: state directories outlive runs."""
+    """When set, accept only a critic saved by this run, because state directories outlive runs."""
 
 
 class SaveRequest(Wire):
@@ -716,5 +721,5 @@ class CriticStatus(Wire):
     run_id: str | None
     """Run of the critic; None until a run has restored it."""
     step: int
-    """Batches it was trained on."""
+    """Number of batches that it was trained on."""
     parameters: int

@@ -1,4 +1,4 @@
-"""The settings of every section but `algorithm`, each declared once with its default, bounds and meaning."""
+"""The settings of every section except `algorithm`, each declared once with its default, bounds and meaning."""
 
 import os
 import re
@@ -14,11 +14,11 @@ from common.prompt_templates import read_template
 _T = TypeVar("_T")
 MAIN = "main"
 Main = Annotated[_T, MAIN]
-"""The type of a setting that `--help` shows; the others are in `--help-all`."""
+"""Marks a setting that `--help` shows; the others appear only in `--help-all`."""
 
 
 def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
-    """Returns a check that a text is one of `names` or an import path."""
+    """Returns a validator: the text must be one of `names` or an import path."""
 
     def check(text: str) -> str:
         if text in names or re.fullmatch(r"[\w.]+:\w+", text):
@@ -29,7 +29,7 @@ def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
 
 
 _MAX_NAME = 512
-"""Characters of `environment.name`, as on the wire."""
+"""Maximum characters of `environment.name`, as on the wire."""
 
 
 def _environment(text: str) -> str:
@@ -60,32 +60,32 @@ class ModelSection(Section):
     name: Main[str] = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model on the Hugging Face hub, or a local directory. `python -m trainer.tiny_model DIR` makes the built-in one."""
     dtype: Main[Literal["float32", "bfloat16"]] = "bfloat16"
-    """Compute precision on a GPU. Master weights are always float32, and a CPU computes in float32."""
+    """Compute precision on a GPU. Master weights are always float32; a CPU always computes in float32."""
     fp32_head: bool = True
-    """Logits in float32 from the last hidden states, in trainer and engines alike, instead of rounded to `model.dtype`."""
+    """Compute logits in float32 instead of rounding them to `model.dtype`, in the trainer and the engines alike."""
     reference: str = ""
     """Reference model of the KL divergence (`algorithm.kl_coef`). Empty: the model that training starts from."""
     chat_template: Annotated[str, AfterValidator(read_chat_template)] = ""
-    """Chat template in the place of the model's own: a file, or its text in Jinja; it is saved with the model. Empty: the
-    model's own, where it has one and `data.prompt_template` is not set. `own`: the model's own, with the text of
+    """Chat template instead of the model's own: a file, or the Jinja text; it is saved with the model. Empty: the
+    model's own, if it has one and `data.prompt_template` is not set. `own`: the model's own, with the text of
     `data.prompt_template` as the user's message."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
 class LoraSection(Section):
-    """LoRA: a low-rank adapter of the frozen model is trained in the place of all its weights (docs/how-to/training.md)."""
+    """LoRA: train a low-rank adapter of the frozen model instead of all its weights (docs/how-to/training.md)."""
 
     rank: Main[int] = Field(0, ge=0)
     """Rank of the adapter's matrices. 0: no adapter, all weights are trained."""
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapter: a matrix W becomes W + alpha / rank × B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout of the adapter's input during updates, 0 to below 1."""
+    """Dropout of the adapter's input during updates, from 0 to below 1."""
     target_modules: list[str] = []
     """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding and head."""
     publish: Literal["adapter", "merged"] = "adapter"
-    """Weights for the engines: the `adapter` alone, or the whole model with the adapter `merged` into it."""
+    """Weights sent to the engines: the `adapter` alone, or the whole model with the adapter `merged` into it."""
 
     @property
     def publishes_adapter(self) -> bool:
@@ -99,7 +99,7 @@ class DataSection(Section):
     """Port of the data-server."""
     source: Main[str] = Field("gsm8k", min_length=1)
     """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or under another name on the hub), `tiny` (generated), a
-    path (.jsonl, .json, .csv, .parquet or a directory), or `org/name` on the hub where there is no such path."""
+    path (.jsonl, .json, .csv, .parquet or a directory), or `org/name` on the hub if there is no such path."""
     hub_config: str = ""
     """Configuration of a hub data set that has several, such as `main`. Empty: the default one."""
     train_split: str = "train"
@@ -111,35 +111,35 @@ class DataSection(Section):
     prompt_field: Main[str] = "question"
     """Column of the problem."""
     answer_field: Main[str] = "answer"
-    """Column of the answer. Of a text with `#### N` only N is kept."""
+    """Column of the answer. From a text with `#### N`, only N is kept."""
     messages_field: Main[str] = ""
     """Column of a chat, instead of `prompt_field`: system messages, one user message, at most one answer. Without a column
     `answer_field`, the ground truth is the final answer of the chat's answer (`#### N` or a box)."""
     prompt_template: Main[Annotated[str, AfterValidator(read_template)]] = ""
-    """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or `plain`, `boxed`, `r1_zero` (of
-    DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It takes the place of the chat template unless
+    """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or `plain`, `boxed`,
+    `r1_zero` (of DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It replaces the chat template unless
     `model.chat_template` is set. Empty: the problem alone."""
     columns: list[str] | None = None
-    """Further columns that reward functions and the prompt template get. Unset: all."""
+    """Further columns passed to reward functions and the prompt template. Unset: all."""
     task_field: str = ""
-    """Column with the task of each row, which chooses its reward functions (`reward.tasks`)."""
+    """Column with the task of each row, which selects its reward functions (`reward.tasks`)."""
     map: Annotated[str, _among("", path="package.module:function")] = ""
-    """Function `package.module:function` that changes every row before it is read. It gets the columns and returns columns, or
-    None to leave the row out."""
+    """Function `package.module:function` that transforms every row before it is used. It gets the columns and returns
+    columns, or None to skip the row."""
     levels: list[int | str] = []
     """Levels of MATH to use, as 5, "5" or "Level 5". Empty: all."""
     subjects: list[str] = []
     """Subjects of MATH to use, as `Counting & Probability` or `counting_and_probability`. Empty: all."""
 
     curriculum: Main[Literal["none", "difficulty"]] = "none"
-    """`difficulty`: after a first pass over all prompts, those that are solved about half of the time come more often."""
+    """`difficulty`: after a first pass over all prompts, prompts solved about half of the time are drawn more often."""
 
     @property
     def is_math(self) -> bool:
         return self.source == "math" or self.source.startswith("math:")
 
     def unread(self) -> dict[str, str]:
-        """Settings of this section that others of it make pointless, and why."""
+        """Returns the settings of this section that others make pointless, and why."""
         built_in = self.source in ("gsm8k", "tiny")
         reason = f"data.source is {self.source}, whose columns are known"
         names: dict[str, str] = {}
@@ -164,29 +164,29 @@ class RewardSection(Section):
     """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`, `reward_model`,
     `judge`, or the import path `package.module:Class` of a RewardFunction (docs/how-to/rewards.md)."""
     weights: Main[dict[RewardName, float]] = {}
-    """Weight of each function by its name. 1.0 where none is given."""
+    """Weight of each function by its name; 1.0 if not given."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
-    """Functions for the problems of each task; `functions` grade those without a task. Once a task is named here, a problem of
-    any other task is refused."""
+    """Functions for the problems of each task; `functions` grade problems without a task. If any task is named here,
+    problems of other tasks are refused."""
     function_timeout_s: float = Field(10.0, gt=0)
     """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a processor does not count."""
     workers: int = Field(2, gt=0)
-    """Worker processes for `math`, with as many spare ones, and as many for your own functions."""
+    """Worker processes for `math`, as many spare ones, and as many for your own functions."""
     math_timeout_s: float = Field(1.0, gt=0)
     """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
-    """Reward only completions that ended by themselves. One cut at `max_new_tokens` gets 0, right or wrong."""
+    """Reward only completions that ended by themselves. A completion cut at `max_new_tokens` gets 0, right or wrong."""
     code_timeout_s: float = Field(5.0, gt=0)
     """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting for a processor does not
     count."""
     code_partial_credit: bool = False
-    """`code` rewards the share of test cases that pass, instead of all or nothing."""
+    """Let `code` reward the share of test cases that pass, instead of all or nothing."""
     code_slots: int | None = Field(None, gt=0)
     """Programs that `code` runs at once. Unset: one per processor."""
     code_memory_mb: int = Field(512, ge=32)
     """Address space of one program of `code`, in MB."""
     code_python: str = ""
-    """Python interpreter for programs, with the packages installed for it. Empty: a bare one."""
+    """Python interpreter for programs, with its installed packages. Empty: one without packages."""
     code_sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` runs programs as the server's own user without protection. Only for programs that you trust."""
     format_required: list[str] = []
@@ -194,14 +194,14 @@ class RewardSection(Section):
     format_forbidden: list[str] = []
     """Regular expressions that `format` must not find in a completion."""
     length_soft_chars: int = Field(4000, ge=0)
-    """Characters up to which `length` takes nothing from the reward."""
+    """Characters up to which `length` subtracts nothing from the reward."""
     length_hard_chars: int = Field(8000, gt=0)
-    """Characters from which on `length` takes 1 from the reward."""
+    """Characters from which `length` subtracts 1 from the reward."""
 
     reward_model_name: str = ""
     """Sequence-classification model of `reward_model`, on the hub or in a directory."""
     reward_model_max_tokens: int = Field(4096, gt=0)
-    """Longest chat that `reward_model` scores, in tokens. A longer one has no score."""
+    """Longest chat that `reward_model` scores, in tokens. A longer chat gets no score."""
     judge_url: str = ""
     """OpenAI-compatible endpoint of `judge`, such as http://127.0.0.1:8000/v1. Its key comes from JUDGE_API_KEY."""
     judge_model: str = ""
@@ -211,7 +211,7 @@ class RewardSection(Section):
     judge_timeout_s: float = Field(60.0, gt=0)
     """Seconds for one request to the judge."""
     judge_concurrency: int = Field(16, gt=0)
-    """Requests to the judge at once."""
+    """Maximum concurrent requests to the judge."""
     judge_max_tokens: int = Field(1024, gt=0)
     """Longest reply of the judge, in tokens."""
 
@@ -221,7 +221,7 @@ class RewardSection(Section):
         return list(dict.fromkeys(names))
 
     def unread(self) -> dict[str, str]:
-        """Settings that no function in use reads, and why."""
+        """Returns the settings that no function in use reads, and why."""
         names = self.function_names()
         return {
             field: f"no task uses the reward function {function}"
@@ -249,11 +249,12 @@ class RewardSection(Section):
 
 
 class TeacherSection(Section):
-    """A teacher for on-policy distillation: a model of the same tokenizer that scores the policy's completions."""
+    """A teacher for on-policy distillation: a model with the same tokenizer that scores the policy's completions."""
 
     url: Main[str] = ""
-    """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, with a URL that ends with /v1, an
-    OpenAI-compatible one that gives log-probabilities of prompts. Its key comes from TEACHER_API_KEY. Empty: no teacher."""
+    """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, if the URL ends with /v1,
+    an OpenAI-compatible endpoint that returns log-probabilities of prompts. Its key comes from TEACHER_API_KEY. Empty:
+    no teacher."""
     model: str = ""
     """Name of the model at an OpenAI-compatible endpoint."""
     coef: float = Field(1.0, gt=0)
@@ -261,14 +262,14 @@ class TeacherSection(Section):
     timeout_s: float = Field(120.0, gt=0)
     """Seconds for the scores of one group, with all retries. Then the group is dropped and its prompt tried again."""
     concurrency: int = Field(16, gt=0)
-    """Groups that are scored at once."""
+    """Groups scored at once."""
 
     @property
     def is_openai(self) -> bool:
         return self.url.rstrip("/").endswith("/v1")
 
     def unread(self) -> dict[str, str]:
-        """Settings of this section that others of it make pointless, and why."""
+        """Returns the settings of this section that others make pointless, and why."""
         if not self.url:
             return {name: "teacher.url is empty" for name in type(self).model_fields if name != "url"}
         return {} if self.is_openai else {"model": "teacher.url does not end with /v1, and such an engine serves one model"}
@@ -291,11 +292,11 @@ class ReplaySection(Section):
     port: int = Field(8003, ge=1, le=65535)
     """Port of the replay-buffer."""
     capacity: int = Field(100_000, gt=0)
-    """Completions that the buffer keeps. The oldest groups that were trained on leave first."""
+    """Completions that the buffer keeps. The oldest groups that were trained on are removed first."""
     lease_s: float = Field(600.0, gt=0)
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of each batch that comes from prioritised reuse instead of fresh groups, 0 to below 1."""
+    """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to below 1."""
     priority: Annotated[str, _among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own function
     `package.module:name` of (group, advantages) returns, at least 0."""
@@ -308,7 +309,7 @@ class ReplaySection(Section):
 
 
 class CriticSection(Section):
-    """The critic of PPO (`algorithm.advantage gae`): a value model of its own."""
+    """The critic of PPO (`algorithm.advantage gae`): a separate value model."""
 
     location: Literal["trainer", "server"] = "trainer"
     """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job group."""
@@ -321,7 +322,7 @@ class CriticSection(Section):
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns."""
     value_clip: float | None = Field(0.2, gt=0)
-    """Distance that a value may move in one update before its loss stops falling. Unset: no clipping."""
+    """Distance that a value may move in one update before its loss is clipped. Unset: no clipping."""
 
 
 class RolloutSection(Section):
@@ -336,40 +337,44 @@ class RolloutSection(Section):
     router_metrics_port: int = Field(29000, ge=1, le=65535)
     """Port of the router's Prometheus metrics."""
     engine: Main[Literal["sglang", "embedded"]] = "sglang"
-    """`sglang`, or `embedded`: a small engine with the same HTTP API that needs torch alone."""
+    """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the engine. `auto`: a GPU for SGLang; for the embedded engine a GPU where there is one. SGLang on a `cpu` needs
-    what `make sglang-cpu` installs."""
+    """Device of the engine. `auto`: a GPU for SGLang; for the embedded engine a GPU if there is one. SGLang on a `cpu`
+    needs what `make sglang-cpu` installs."""
     engine_python: str = ".venv-sglang/bin/python"
     """Python that has SGLang installed. Its dependencies clash with those of the other services."""
     engine_args: Main[list[str]] = []
-    """Further arguments of `sglang.launch_server`, unchanged."""
+    """Further arguments for `sglang.launch_server`, passed on unchanged."""
     tensor_parallel_size: Main[int] = Field(1, gt=0)
     """GPUs that share one engine."""
     colocate: Main[bool] = False
-    """Trainer and engines have the same GPUs in turn: the engines release their memory during the update, and the trainer keeps
-    its models and optimisers in host memory while they generate (docs/how-to/one-gpu.md)."""
+    """Let trainer and engines take turns on the same GPUs: the engines release their memory during the update, and the
+    trainer keeps its models and optimisers in host memory during generation (docs/how-to/one-gpu.md)."""
     max_running_requests: int = Field(256, gt=0)
-    """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer where its KV cache of so many times
-    `max_context_tokens` tokens needs more than 30 % of the free memory."""
+    """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer if its KV cache, with
+    `max_context_tokens` tokens for each, needs more than 30 % of the free memory."""
     max_context_tokens: int = Field(2048, gt=1)
     """Longest prompt plus completion of the embedded engine, in tokens. For SGLang on a CPU, this times `max_running_requests`
     is the size of the KV cache in tokens (at most 30 % of the free memory)."""
     router: Literal["sglang-router", "smg"] = "sglang-router"
     """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
-    """Choice of the engine by the router: in turn, at random, or by what each has cached (docs/explanation/engines.md)."""
+    """How the router chooses an engine: in turn, at random, or by what each has cached
+    (docs/explanation/engines.md)."""
     hang_timeout_s: float = Field(30.0, gt=0)
     """Seconds without an answer after which a healthy engine or router is killed and started again."""
 
     def nccl_env(self) -> dict[str, str]:
-        """Returns what NCCL must find alike in SGLang's and the trainer's environment before CUDA starts: SGLang's choice."""
+        """Returns NCCL's variables, which must be equal in SGLang's and the trainer's environment before CUDA starts.
+
+        The values are SGLang's.
+        """
         default = "1" if "--enable-symm-mem" in self.engine_args else "0"
         return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", default)}
 
     @property
     def on_gpus(self) -> bool:
-        """Whether engines are known to compute on GPUs, and so round otherwise than the trainer does."""
+        """Whether engines are known to compute on GPUs, and therefore round differently from the trainer."""
         return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
 
     @model_validator(mode="after")
@@ -384,24 +389,24 @@ class RolloutSection(Section):
 
 
 class Truncation(Section):
-    """What a sampler cuts off."""
+    """Truncation of the sampling distribution."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Share of the probability that is sampled from: the likeliest tokens that reach it. 1: all."""
+    """Sample only from the likeliest tokens whose probabilities add up to this share. 1: all."""
     top_k: int | None = Field(None, gt=1)
-    """Number of likeliest tokens that are sampled from. Unset: all, or 4096 in training with `top_p` or `min_p`."""
+    """Sample only from this many likeliest tokens. Unset: all, or 4096 in training with `top_p` or `min_p`."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Probability, relative to that of the likeliest token, below which a token is not sampled. 0: all."""
+    """Minimum probability of a sampled token, relative to that of the likeliest token. 0: all."""
 
     def cuts(self) -> dict[str, float]:
-        """Returns the bounds that cut anything off, by SGLang's names."""
+        """Returns the bounds that have an effect, by SGLang's names."""
         bounds = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k or -1}
         return {name: bound for name, bound in bounds.items() if bound != _NO_CUT[name]}
 
 
 _NO_CUT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 MAX_KEPT = 4096
-"""Limit of tokens that truncated sampling leaves in training (SGLang's limit)."""
+"""Most tokens that truncated sampling may keep in training (SGLang's limit)."""
 
 
 class SamplingSection(Truncation):
@@ -412,36 +417,38 @@ class SamplingSection(Truncation):
     max_new_tokens: Main[int] = Field(512, gt=0)
     """Longest completion, in tokens."""
     temperature: Main[float] = Field(1.0, gt=0)
-    """Sampling temperature. The trainer divides its logits by it too, so that logprobs of both sides are comparable."""
+    """Sampling temperature. The trainer also divides its logits by it, so that logprobs of both sides are
+    comparable."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, such as a blank line. Graders do not get them."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
-    """Further tokens that end a completion, beside those of the model."""
+    """Further tokens that end a completion, besides those of the model."""
     min_new_tokens: int = Field(0, ge=0)
-    """Shortest completion, in tokens: before, no token can end it. Texts of `sampling.stop` do."""
+    """Minimum completion length in tokens. Until then no token can end it, but texts of `sampling.stop` can."""
     ignore_eos: bool = False
-    """Let no token end a completion, so that all have `sampling.max_new_tokens` tokens (measurements)."""
+    """Let no token end a completion, so that all have `sampling.max_new_tokens` tokens (for measurements)."""
     system_prompt: Main[str] = ""
     """System message before every problem."""
     chat_template_kwargs: Main[Annotated[dict[str, bool | int | float | str], BeforeValidator(read_template_variables)]] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` of Qwen3."""
     prefill: str = ""
-    """Start of every answer, such as `<think>`: the model goes on from there, and graders get it with the answer."""
+    """Start of every answer, such as `<think>`: the model continues from there, and graders get it with the answer."""
     completion_timeout_s: float | None = Field(None, gt=0)
-    """Seconds after which a completion is cut, as at `max_new_tokens`. It is generated in several requests then. Unset: no
-    limit."""
+    """Seconds after which a completion is cut, as at `max_new_tokens`. Completions then take several requests. Unset:
+    no limit."""
     max_thinking_tokens: int | None = Field(None, gt=0)
-    """Tokens after which an open thought (`<think>`) is ended and the answer begins, in a further request. Unset: no limit."""
+    """Tokens after which an open thought (`<think>`) is ended; the answer follows in another request. Unset: no
+    limit."""
     request_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for one group to be generated, retries included."""
+    """Seconds for generating one group, retries included."""
 
     def bounded_cuts(self) -> dict[str, float]:
-        """Returns `cuts` for training, where the tokens that are left travel with every token."""
+        """Returns `cuts` for training, where the kept tokens are sent along with every token."""
         cuts = self.cuts()
         return {"top_k": MAX_KEPT, **cuts} if cuts else {}
 
     def ends(self) -> dict[str, Any]:
-        """Returns what ends a completion beside stop tokens and length, by SGLang's names, where it is set."""
+        """Returns the settings, by SGLang's names, that end a completion besides stop tokens and length, if set."""
         bounds = {"stop": self.stop, "min_new_tokens": self.min_new_tokens, "ignore_eos": self.ignore_eos}
         return {name: value for name, value in bounds.items() if value}
 
@@ -450,9 +457,9 @@ class EvaluationSection(Truncation):
     """Sampling of the answers in an evaluation (`trainer.eval_every`, `trainer.eval_samples`)."""
 
     temperature: float = Field(0.0, ge=0)
-    """Temperature of the answers that the accuracy counts. 0: greedy."""
+    """Temperature of the answers that count for the accuracy. 0: greedy."""
     n: int = Field(1, ge=1)
-    """Answers to every problem; the accuracy is their mean."""
+    """Answers per problem; the accuracy is their mean."""
     max_new_tokens: int | None = Field(None, gt=0)
     """Longest answer, in tokens. Unset: `sampling.max_new_tokens`."""
 
@@ -461,7 +468,7 @@ class TrainerSection(Section):
     """ppo-trainer: the loop, the optimiser, evaluation and checkpoints."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the update. `auto`: a GPU where there is one."""
+    """Device of the update. `auto`: a GPU if there is one."""
     port: int = Field(8004, ge=1, le=65535)
     """Port of weights, health, metrics and the dashboard."""
     num_epochs: Main[int] = Field(3, gt=0)
@@ -473,9 +480,9 @@ class TrainerSection(Section):
     max_staleness: Main[int] = Field(0, ge=0)
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
     when_stale: Literal["wait", "train", "drop"] = "wait"
-    """`wait`: groups are trained on in the order of their prompts, so an update waits for the long answers among them and none
-    gets too old. `train`: an update takes what is ready, the oldest first, and trains on what is too old with the correction.
-    `drop`: what is too old is dropped and its prompt drawn again, which favours short answers."""
+    """`wait`: train on groups in the order of their prompts, so that an update waits for long answers and no group gets
+    too old. `train`: take the groups that are ready, the oldest first, and train on too old ones with the correction.
+    `drop`: drop groups that are too old and draw their prompts again, which favours short answers."""
     learning_rate: Main[float] = Field(1e-6, gt=0)
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
@@ -483,29 +490,29 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: Main[int] = Field(10, ge=0)
-    """Steps W over which the learning rate rises: update k = 1, 2, … has k/W of it. (`transformers` begins with 0, k − 1.)"""
+    """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k − 1)/W.)"""
     lr_schedule: Main[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Norm to which gradients of policy and critic are clipped."""
+    """Norm to which the gradients of policy and critic are clipped."""
     micro_batch_tokens: Main[int] = Field(16_384, gt=0)
     """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt that a packed pass shares
     counts once."""
     micro_batch_size: int | None = Field(None, gt=0)
     """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens` allows."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Compute completions without padding, and each prompt once for its group. `auto`: where the model permits it."""
+    """Compute completions without padding, and each prompt only once per group. `auto`: if the model supports it."""
     shard_size: int | None = Field(None, gt=0)
-    """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A divisor of the number of ranks
-    between: HSDP. One process on a CPU always holds all."""
+    """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A divisor of the number
+    of ranks in between: HSDP. A single process on a CPU always holds everything."""
     activation_checkpointing: Main[bool | Literal["selective"]] = False
     """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third more time. `selective`: keep
     the results of matrix products and attention too, so that little is recomputed."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`: on GPUs, where there is a C
-    compiler."""
+    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`: on GPUs, if there is
+    a C compiler."""
     offload_optimizer: bool = False
-    """Keep parameters, gradients and optimiser state in CPU memory, where the optimiser then steps. For sharded models."""
+    """Keep parameters, gradients and optimiser state in CPU memory, and run the optimiser there. For sharded models."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
     eval_every: Main[int] = Field(0, ge=0)
@@ -519,11 +526,11 @@ class TrainerSection(Section):
     checkpoint_every: Main[int] = Field(50, ge=0)
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
     keep_checkpoints: int = Field(3, gt=0)
-    """Newest checkpoints to keep. The one with the best accuracy in an evaluation stays too, as `best`; the best mean reward,
-    where rewards are no verdicts."""
+    """Newest checkpoints to keep. The checkpoint with the best evaluation accuracy (or the best mean reward, if rewards
+    are not verdicts) is also kept, as `best`."""
     keep_groups_mb: int = Field(4096, ge=0)
-    """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The oldest steps leave first.
-    0: none are kept."""
+    """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The oldest steps are
+    removed first. 0: keep none."""
     resume: bool = True
     """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set aside."""
     run_dir: Main[Path | None] = None
@@ -531,66 +538,68 @@ class TrainerSection(Section):
     wait_timeout_s: float = Field(1800.0, gt=0)
     """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends with the reason."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
-    """Way of weights to the engines. `http`: every rollout node downloads files. `shared`: it reads them from `run_dir` on
-    a volume that all nodes mount at the same path. `distributed`: tensors are broadcast into the running engines by NCCL or
-    gloo; a node that cannot take part downloads the files."""
+    """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads them from `run_dir`
+    on a volume that all nodes mount at the same path. `distributed`: NCCL or gloo broadcasts the tensors into the
+    running engines; a node that cannot take part downloads the files."""
     service_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for one call to a service, retries included. Should be longer than a restart of its pod."""
+    """Seconds for one call to a service, retries included. Should exceed the time of a restart of its pod."""
     publish_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for every rollout node to confirm a weight version. One that does not is fenced from traffic."""
+    """Seconds for every rollout node to confirm a weight version. A node that does not is fenced from traffic."""
     lost_after_s: float = Field(45.0, gt=0)
-    """Seconds of silence after which a trainer process counts as lost and the others end with its name."""
+    """Seconds of silence after which a trainer process counts as lost; the others then exit and name it."""
     max_failed_groups: int = Field(64, gt=0)
-    """Groups in a row that may be dropped because of errors before the run ends."""
+    """Consecutive groups that may be dropped because of errors before the run ends."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one trainer process. Unset: torch decides."""
 
 
 class EnvironmentSection(Section):
-    """environment-server: episodes of several turns, with tools, in the place of single completions."""
+    """environment-server: multi-turn episodes with tools instead of single completions."""
 
     port: int = Field(8006, ge=1, le=65535)
     """Port of the environment-server."""
     name: Main[Annotated[str, AfterValidator(_environment)]] = ""
-    """Environment of the problems: `python`, a tool that runs programs; `python:package.module:Class`, a class of your own;
+    """Environment of the problems: `python`, a tool that runs programs; `python:package.module:Class`, your own class;
     `agent:COMMAND` or `agent:URL`, any program that talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server;
-    `verifiers:ID` (docs/how-to/agents.md). Empty: a problem has single completions, and there is no environment-server."""
+    `verifiers:ID` (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: int = Field(8, gt=0)
-    """Answers of the model in one episode."""
+    """Maximum answers of the model in one episode."""
     sampled_tokens: int = Field(16_384, gt=0)
-    """Sampled tokens of one episode."""
+    """Maximum sampled tokens of one episode."""
     context: int = Field(32_768, gt=1)
-    """Tokens of one sequence of an episode. With the embedded engine at most `rollout.max_context_tokens`."""
+    """Maximum tokens of one sequence of an episode. With the embedded engine at most `rollout.max_context_tokens`."""
     tool_calls: int = Field(64, gt=0)
-    """Tool calls of one episode."""
+    """Maximum tool calls of one episode."""
     turn_discount: float | None = Field(None, ge=0, le=1)
-    """Discount per turn of rewards that an environment gives for single answers (`get_turn_rewards`): an answer is then
-    credited with those that follow it, and not with those before. Unset: they are part of the reward of the whole episode."""
+    """Discount per turn for rewards that an environment gives for single answers (`get_turn_rewards`): an answer is
+    then credited only with the rewards that follow it, not with earlier ones. Unset: they count for the whole
+    episode."""
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds of one episode. One that takes longer has no reward: its group is dropped and tried again."""
+    """Seconds for one episode. One that takes longer has no reward: its group is dropped and tried again."""
     workers: int | None = Field(None, gt=0)
-    """Calls of environments and tools that run at once in one environment-server. Unset: 1,024 threads for a class of your own,
-    as fewer than the episodes that wait for slow tools would leave the engines idle; 64 programs or connections otherwise."""
+    """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads for your own class,
+    because fewer threads than episodes waiting for slow tools would leave the engines idle; otherwise 64 programs or
+    connections."""
 
     def unread(self) -> dict[str, str]:
-        """Settings of this section that nothing reads, and why."""
+        """Returns the settings of this section that nothing reads, and why."""
         unread = () if self.name else (name for name in type(self).model_fields if name not in ("name", "port"))
         return dict.fromkeys(unread, "environment.name is empty")
 
 
 class TrackersSection(Section):
-    """Experiment trackers: they get what `metrics.jsonl` gets, and never hold up a step (docs/how-to/trackers.md)."""
+    """Experiment trackers: they get what `metrics.jsonl` gets and never delay a step (docs/how-to/trackers.md)."""
 
     names: Main[list[TrackerName]] = []
     """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of your own."""
     project: str = Field("rlhf-math", min_length=1)
-    """Project of wandb and trackio, experiment of mlflow."""
+    """Project name in wandb and trackio; experiment name in mlflow."""
     run_name: str = ""
     """Name of the run in the trackers. Empty: the name of its directory."""
     sample_every: int = Field(10, ge=0)
-    """Steps between tables of samples, each the completions of one group. 0: no tables."""
+    """Steps between sample tables, each with the completions of one group. 0: no tables."""
 
     def unread(self) -> dict[str, str]:
-        """Settings that no tracker in use reads, and why."""
+        """Returns the settings that no tracker in use reads, and why."""
         unread = () if self.names else (name for name in type(self).model_fields if name != "names")
         return dict.fromkeys(unread, "trackers.names is empty")

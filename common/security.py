@@ -1,7 +1,7 @@
 """The shared token of a run and its certificates. Only this module reads them from the environment.
 
-`API_TOKEN` is no setting, so no file that a run writes contains it. Every service requires it and every client sends it as
-`Authorization: Bearer …`; when it is unset or empty, no service asks for it.
+`API_TOKEN` is not a setting, so no file written by a run contains it. Every service requires it and every client sends
+it as `Authorization: Bearer …`; when it is unset or empty, no service asks for it.
 """
 
 import hmac
@@ -20,7 +20,7 @@ _TRACKERS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN
 _SECRETS = (TOKEN, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "JUDGE_API_KEY", "TEACHER_API_KEY", *_TRACKERS)
 _SHOWN = b"[secret]"
 _SHORTEST = 16
-_SAFE = re.compile(r"[A-Za-z0-9._~+/=-]+")  # what RFC 6750 allows behind "Bearer "
+_SAFE = re.compile(r"[A-Za-z0-9._~+/=-]+")  # the characters that RFC 6750 allows after "Bearer "
 
 
 def token(env: Mapping[str, str] | None = None) -> str | None:
@@ -45,18 +45,18 @@ def authorization(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def accepts(expected: str, headers: Iterable[tuple[bytes, bytes]]) -> bool | None:
-    """Whether these headers (names in lower case) have the token; None when they have no credentials."""
+    """Whether these headers (names in lower case) contain the token; None when they have no credentials."""
     given = [value.partition(b" ") for name, value in headers if name == b"authorization"]
     if not given:
         return None
-    # The router sends two, the caller's and its own. Tokens are compared in constant time.
+    # The router sends two tokens, the caller's and its own. Tokens are compared in constant time.
     return all(
         hmac.compare_digest(value.strip(), expected.encode()) and scheme.lower() == b"bearer" for scheme, _, value in given
     )
 
 
 class SecretRedactor:
-    """Replaces the values of secret variables in texts and in streams of bytes, wherever a stream is cut."""
+    """Replaces the values of secret variables in texts and in byte streams, even when a secret spans two chunks."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
@@ -65,7 +65,7 @@ class SecretRedactor:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Returns what may be shown by now; an end that could be the beginning of a secret is held back."""
+        """Returns the output that is safe to show so far; holds back an end that could be the beginning of a secret."""
         data = self._held + data
         for secret in self._secrets:
             data = data.replace(secret, _SHOWN)
@@ -89,7 +89,7 @@ def _overlap(data: bytes, secret: bytes) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server at `host`."""
+    """Whether a server at `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -139,7 +139,7 @@ def check_certificate(files: Tls) -> None:
 
 
 def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
-    """Returns how clients verify https: names and dates, against TLS_CA where it is set. Raises ConfigError."""
+    """Returns the TLS context of clients: it verifies names and dates, against TLS_CA if set. Raises ConfigError."""
     authority = tls(env).authority
     try:
         return ssl.create_default_context(cafile=authority or None)

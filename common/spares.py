@@ -1,6 +1,6 @@
-"""Large files that are written over the one that was given up last.
+"""Reuses the space of a discarded large file for the next one.
 
-A file system finds room for a new file page by page, which takes several times as long as to write into one that is there.
+A file system allocates a new file page by page, which takes several times as long as overwriting an existing file.
 """
 
 import shutil
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 _WORTH_IT = 1 << 20
-"""Smaller files are removed, and made anew."""
+"""Smaller files are not reused."""
 _NAME = "spare"
 
 
 def retire(directory: Path) -> None:
-    """Removes a directory of files, but keeps the largest beside it, to be written over. Nobody may read it any more."""
-    with suppress(OSError):  # without a spare the next file is a new one
+    """Removes a directory of files that nobody reads any more, but keeps the largest file next to it for reuse."""
+    with suppress(OSError):  # without a spare the next file is created anew
         largest = max(((file.stat(), file) for file in directory.iterdir()), key=lambda found: found[0].st_size, default=None)
-        if largest and largest[0].st_size >= _WORTH_IT and largest[0].st_nlink == 1:  # else another directory has it too
+        if largest and largest[0].st_size >= _WORTH_IT and largest[0].st_nlink == 1:  # else another directory has it
             largest[1].replace(directory.with_name(_NAME))
     shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
 def written(target: Path, size: int) -> Iterator[BinaryIO]:
-    """Opens a file of about `size` bytes, which must not exist, for writing; it ends where the caller stops.
+    """Opens a new file of about `size` bytes for writing and truncates it at the end of what was written.
 
-    It is written over the spare beside its directory if there is one.
+    `target` must not exist. The spare next to its directory, if there is one, is overwritten.
     """
     mode: Literal["xb", "r+b"] = "xb"
     if size >= _WORTH_IT and not target.exists():

@@ -1,4 +1,4 @@
-"""The error for a disk that is full or does not work, and what SQLite says of a damaged file."""
+"""The error for a disk that is full or broken, and SQLite's diagnosis of a damaged file."""
 
 import errno
 import sqlite3
@@ -15,7 +15,7 @@ _NEVER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, e
 
 
 class StorageFailed(ServiceError):
-    """The disk is full (507) or does not work (500); what was stored before is unchanged."""
+    """The disk is full (507) or broken (500); data stored before is unchanged."""
 
     status = 500
     code = "storage_failed"
@@ -23,7 +23,7 @@ class StorageFailed(ServiceError):
 
 @contextmanager
 def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Iterator[None]:
-    """Turns errors of the disk while `what` is written to `path` into StorageFailed, also those that libraries wrap.
+    """Turns disk errors while `what` is written to `path` into StorageFailed, including errors wrapped by libraries.
 
     `field` is the setting of the path; `remedy` follows on "free disk space there, then".
     """
@@ -45,7 +45,7 @@ def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Ite
 
 
 def make_directory(path: Path, field: str) -> None:
-    """Makes a directory that can be written to. Raises ConfigError naming `field` where that cannot be, but for a full disk."""
+    """Makes a writable directory. Raises ConfigError naming `field` when that is impossible, except on a full disk."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
@@ -57,14 +57,14 @@ def make_directory(path: Path, field: str) -> None:
 
 
 def damage(db: sqlite3.Connection, check: Literal["quick_check", "integrity_check"]) -> str:
-    """Returns the first problem that SQLite finds in a file; empty when there is none."""
+    """Returns the first problem that SQLite finds in the file; empty when there is none."""
     problem: str = db.execute(f"PRAGMA {check}(1)").fetchone()[0]
-    # A line `*** in database main ***` may come before it, which looks like a secret that was hidden.
+    # A line `*** in database main ***` may precede it, which looks like a redacted secret.
     return "" if problem == "ok" else problem.splitlines()[-1]
 
 
 def cure(why: str, damaged: str) -> str:
-    """Returns the remedy for what SQLite says of a file that cannot be used: `damaged` unless it is the surroundings' fault."""
+    """Returns the remedy for SQLite's error `why`: `damaged`, unless it is about locks, disk space or permissions."""
     if "locked" in why:
         return "end the other process"
     if "full" in why or "No space" in why:

@@ -1,11 +1,11 @@
-"""Addresses of every task of the job group. Only this module reads `SKYPILOT_*` and `JOBGROUP_HOSTS`.
+"""Addresses of all tasks of the job group. Only this module reads `SKYPILOT_*` and `JOBGROUP_HOSTS`.
 
 - On a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts` refreshed every 5 s).
 - Under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those names to loopback addresses of this machine, with ports
   shifted where the platform has a single loopback address.
 - Outside a job group every task is on 127.0.0.1 at its own port.
 
-Callers get names, not addresses: after a recovery the name is the same and its address is new.
+Callers get names, not addresses: after a recovery the name is the same but its address is new.
 """
 
 import os
@@ -28,7 +28,7 @@ DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
 )
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
-"""Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: starting it again would not help."""
+"""Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not help."""
 _TORCHRUN = """
 import logging
 import sys
@@ -50,17 +50,17 @@ except ChildFailedError as end:
         print(f"rank {rank}: {failure.message}", file=sys.stderr)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
-"""torchrun, except that it ends with the status of the rank that failed first, or 128 plus its signal, and with the reason that
-this rank left (`last_words`), in the place of a traceback. This package never imports torch."""
+"""torchrun, except that it exits with the status of the rank that failed first, or 128 plus its signal, and prints the
+reason that this rank recorded (`last_words`) instead of a traceback. This package never imports torch."""
 
 
 def setting_status() -> int:
-    """Returns the exit status of a wrong setting: `WRONG_SETTING` in a job group, else 2."""
+    """Returns the exit status for a wrong setting: `WRONG_SETTING` in a job group, else 2."""
     return WRONG_SETTING if os.environ.get("SKYPILOT_JOBGROUP_NAME") else 2
 
 
 def assigned_gpus(env: Mapping[str, str] | None = None) -> str | None:
-    """Returns the variable by which this process was given GPUs, with its value; None when it was given none."""
+    """Returns the variable that assigns GPUs to this process, with its value; None when there is none."""
     env = os.environ if env is None else env
     if count := _number(env, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
@@ -76,7 +76,7 @@ def hidden_gpus(env: Mapping[str, str] | None = None) -> bool:
 
 @dataclass(frozen=True)
 class LocalHost:
-    """Place of one node under the local runner: a loopback address and an offset of its ports."""
+    """Location of one node under the local runner: a loopback address and an offset for its ports."""
 
     address: str
     port_shift: int = 0
@@ -122,7 +122,7 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Topology":
-        """Reads the environment that SkyPilot, or the local runner, gives to every node of a task.
+        """Reads the environment that SkyPilot or the local runner sets on every node of a task.
 
         Raises ConfigError when a variable is malformed or the variables contradict each other.
         """
@@ -159,7 +159,7 @@ class Topology:
         return f"{tls().scheme}://{self.host(task, node)}:{port + shift}"
 
     def bind(self, task: str, port: int) -> tuple[str, int]:
-        """Returns where this node of `task` listens: all interfaces on a cluster, its own loopback address locally."""
+        """Returns (host, port) to listen on for `task`: all interfaces on a cluster, a loopback address locally."""
         if self.group is None:
             return "127.0.0.1", port
         if not self.local_hosts:
@@ -168,7 +168,7 @@ class Topology:
         return place.address, port + place.port_shift
 
     def loopback_env(self) -> dict[str, str]:
-        """Returns what torch.distributed needs where all tasks are on this machine; without it the rendezvous hangs."""
+        """Returns the variables without which torch.distributed's rendezvous hangs if all tasks are on this machine."""
         if self.group is not None and not self.local_hosts:
             return {}
         return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")}
@@ -189,13 +189,17 @@ class Topology:
 
     @property
     def torchrun_port(self) -> int:
-        """The port of torchrun's rendezvous, which listens on every interface: runs beside each other here need their own."""
+        """The port of torchrun's rendezvous.
+
+        It listens on every interface, so concurrent local runs need different ports.
+        """
         return TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
 
     def torchrun(self, arguments: list[str]) -> list[str]:
-        """Returns the command that runs `arguments` (as after `torchrun`) on every node of this task, a process per GPU.
+        """Returns the torchrun command that runs `arguments` on every node of this task, with one process per GPU.
 
-        Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts: after a recovery it is the new one.
+        Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts, so it is current after a
+        recovery.
         """
         return [
             *(sys.executable, "-c", _TORCHRUN),
@@ -208,7 +212,7 @@ class Topology:
 
 
 def _check_port(port: int) -> None:
-    """Ends the process when torchrun could not listen: it would say so in a traceback."""
+    """Exits with a clear error if torchrun could not listen on `port`; torchrun itself would print a traceback."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
@@ -227,7 +231,7 @@ def _main(argv: list[str]) -> None:
         _check_port(topology.torchrun_port)
     os.environ.update(topology.loopback_env())
     command = topology.torchrun(argv[1:])
-    os.execv(command[0], command)  # noqa: S606 - the same process, so signals reach torchrun
+    os.execv(command[0], command)  # noqa: S606 - replaces this process, so signals reach torchrun
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Reports what a process is doing: its pending calls to other services, and the stacks of its threads and asyncio tasks.
 
 Reports go to the log when a long deadline passes, when the training loop stalls, and on SIGUSR1. SIGQUIT writes only the
-threads, straight to standard error, even where the interpreter cannot run.
+thread stacks, directly to standard error, even when the interpreter cannot run.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ STALL_S = 600.0
 LONG_S = 60.0
 """Deadlines of at least this many seconds write a report when they pass."""
 _REPORT_INTERVAL_S = 60.0
-"""Hundreds of deadlines may pass at the same moment: one report a minute is enough."""
+"""Hundreds of deadlines may pass at once; one report per minute is enough."""
 _TICK_S = 0.5
 _MAX_TASK_STACKS = 40
 
@@ -43,12 +43,12 @@ class _Stage:
 
 
 _waits: dict[object, tuple[str, str, float]] = {}
-"""Pending calls: what, to which service, and since when."""
+"""Pending calls: the call, its service, and its start."""
 _loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 _stage: _Stage | None = None
 _last_deadline = -_REPORT_INTERVAL_S
 _wakeup: tuple[int, int] | None = None
-"""The pipe that wakes the watchdog's thread."""
+"""The pipe that wakes the watchdog thread."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def waiting(call: str, service: str) -> Iterator[None]:
 
 
 def follow(loop: asyncio.AbstractEventLoop) -> None:
-    """Includes the tasks of this loop in reports from now on."""
+    """Includes the tasks of this loop in all later reports."""
     _loops.add(loop)
 
 
@@ -78,7 +78,7 @@ def deadline_passed(reason: str) -> None:
 
 @contextmanager
 def stalls(limit_s: float = STALL_S) -> Iterator[None]:
-    """Reports when `at` is not called for `limit_s` seconds while inside, and again after every doubling."""
+    """Inside this context, reports when `at` is not called for `limit_s` seconds, and again after every doubling."""
     global _stage
     _stage = _Stage(limit_s)
     try:
@@ -95,7 +95,7 @@ def at(text: str) -> None:
 
 
 def place() -> tuple[str, float] | None:
-    """Returns what the training loop is doing and for how many seconds; None outside one."""
+    """Returns what the training loop is doing and for how many seconds; None outside a training loop."""
     stage = _stage
     return None if stage is None else (stage.text, time.monotonic() - stage.since)
 
@@ -108,15 +108,15 @@ def start() -> None:
     _wakeup = os.pipe()
     for end in _wakeup:
         os.set_blocking(end, False)
-    # A Python signal handler runs only in the main thread, which may be in a collective for hours. This handler is C: what it
-    # writes into the pipe wakes the thread, which reports. It walks no stack but its own: others change meanwhile.
+    # A Python signal handler runs only in the main thread, which may be in a collective for hours. This C handler
+    # writes to the pipe, which wakes the reporting thread. It walks only its own stack: other stacks change meanwhile.
     faulthandler.register(signal.SIGUSR1, _wakeup[1], all_threads=False)
     faulthandler.register(signal.SIGQUIT, sys.__stderr__ or 2, all_threads=True)
     threading.Thread(target=_watch, args=(_wakeup[0],), name="watchdog", daemon=True).start()
 
 
 def awaited() -> list[str]:
-    """Returns the pending calls, a line for each kind, the longest first."""
+    """Returns the pending calls, one line per kind, the longest first."""
     now, ages = time.monotonic(), dict[tuple[str, str], list[float]]()
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)

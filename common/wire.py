@@ -1,7 +1,7 @@
 """Encodes the msgspec structs of `common.schemas` as bytes: msgpack for programs, JSON for users.
 
-An array is raw little-endian bytes in msgpack, 4 a number, and a list of numbers in JSON. Every field of a body is validated,
-and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
+An array is raw little-endian bytes in msgpack, 4 per number, and a list of numbers in JSON. Every field of a body is
+validated, and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
 """
 
 import gc
@@ -33,19 +33,22 @@ from common.schemas import (
 
 MSGPACK = "application/msgpack"
 MAX_JSON_BYTES = 128 << 20
-"""Limit of a JSON body. Decoding it holds the interpreter, and so every other request: 128 MiB of text take 0.15 s."""
+"""Limit of a JSON body. Decoding holds the interpreter and so blocks every other request: 128 MiB of text take 0.15
+s."""
 MAX_JSON_ITEMS = 2_000_000
-"""Limit on the items of a JSON body, where a list or mapping counts twice: one takes up to 232 bytes of memory."""
+"""Limit on the items of a JSON body. A list or mapping counts twice, as it takes up to 232 bytes of memory."""
 _CHUNK = 256 << 10
 _BACKSLASHES = re.compile(rb"\\*.?", re.DOTALL)
 MAX_ITEMS = 4_000_000
-"""Limit on items of all lists and mappings of a msgpack body. An empty mapping is one byte there and 64 in Python, so a body of
-the permitted size could otherwise take all memory. Real bodies have few items, since arrays are raw bytes."""
+"""Limit on the items of all lists and mappings of a msgpack body. An empty mapping takes one byte there but 64 in
+Python, so a body of the permitted size could otherwise fill the memory. Real bodies have few items, since arrays are
+raw bytes."""
 _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
     np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
     np.float32: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
 }
-"""By the numbers of an array of `common.schemas`: their dtype in msgpack and their type in JSON. Integers are token ids."""
+"""For each number type of the arrays in `common.schemas`: its msgpack dtype and its JSON type. Integers are token
+ids."""
 _T = TypeVar("_T")
 
 
@@ -104,14 +107,17 @@ def unpack(body: bytes) -> Any:
 
 
 def parse_json(body: bytes) -> Any:
-    """Decodes a JSON body without validation. Raises InvalidInput, or TooLarge: decoding holds the interpreter."""
+    """Decodes a JSON body without validation.
+
+    Raises InvalidInput, or TooLarge because decoding holds the interpreter.
+    """
     remedy = f"send smaller batches, or {MSGPACK} where the call takes it"
     if len(body) > MAX_JSON_BYTES:
         raise TooLarge(f"a JSON body has at most {MAX_JSON_BYTES} bytes", field="body", value=len(body), remedy=remedy)
     if 2 * len(body) > MAX_JSON_ITEMS and _json_items(body) > MAX_JSON_ITEMS:
         raise TooLarge(f"the body has more than {MAX_JSON_ITEMS} items", field="body", value=len(body), remedy=remedy)
     collects = gc.isenabled()
-    gc.disable()  # while a million lists are made, the collector would look at all of them again and again
+    gc.disable()  # while a million lists are created, the collector would scan them again and again
     try:
         return orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
     except orjson.JSONDecodeError as error:
@@ -122,14 +128,14 @@ def parse_json(body: bytes) -> Any:
 
 
 def _json_items(body: bytes) -> int:
-    """Counts items outside of texts, lists and mappings double; ends soon after the limit.
+    """Counts items outside strings, with lists and mappings counted twice; stops soon after the limit.
 
-    Works in chunks, between which other threads run.
+    Works in chunks, between which other threads can run.
     """
     found, begin, in_text = 0, 0, False
     while begin < len(body) and found <= MAX_JSON_ITEMS:
         end = min(begin + _CHUNK, len(body))
-        if body[end - 1] == ord("\\"):  # a chunk must not part an escape
+        if body[end - 1] == ord("\\"):  # a chunk must not split an escape
             match = _BACKSLASHES.match(body, end)
             end = match.end() if match else end
         parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -142,7 +148,7 @@ def _json_items(body: bytes) -> int:
 def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
     """Builds a struct from mappings and lists; arrays are raw bytes or lists of numbers.
 
-    Raises InvalidInput that names the field, below `where`.
+    Raises InvalidInput that names the field, prefixed with `where`.
     """
     _fill_texts(content)
     try:
@@ -154,7 +160,7 @@ def from_plain(content: Any, kind: type[_T], where: str = "") -> _T:
 
 
 def _raw(value: object) -> object:
-    """Encodes what msgpack does not know: arrays, and numbers of numpy."""
+    """Encodes types that msgpack does not know: arrays and numpy scalars."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value, "<i4" if value.dtype.kind in "iu" else "<f4").tobytes()
     if isinstance(value, np.generic):
@@ -166,14 +172,14 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_raw)
 
 
 def _array(kind: Any, value: object) -> Any:
-    """Decodes an array, read-only if it came as bytes. Raises ValueError, to which msgspec adds the path."""
+    """Decodes an array (read-only if it came as bytes). Raises ValueError, to which msgspec adds the path."""
     (number,) = get_args(get_args(kind)[-1])  # of ndarray[shape, dtype[number]]
     dtype, numbers = _ARRAYS[number]
     if not isinstance(value, bytes):
         try:
             return np.array(msgspec.convert(value, numbers), dtype.newbyteorder("="))
         except ValidationError as error:
-            raise ValueError(error) from None  # msgspec adds no path to an error of its own
+            raise ValueError(error) from None  # msgspec adds no path to its own errors
     if len(value) % dtype.itemsize:
         raise ValueError(f"raw arrays have {dtype.itemsize} bytes a number, got {len(value)} bytes")
     array = np.frombuffer(value, dtype).astype(dtype.newbyteorder("="), copy=False)
@@ -186,7 +192,7 @@ def _array(kind: Any, value: object) -> Any:
 
 
 def _fill_texts(content: Any) -> None:
-    """Sets the texts that a group may leave out to empty."""
+    """Sets the optional texts of groups to empty where they are missing."""
 
     def mappings(parent: Any, name: str) -> list[dict[str, Any]]:
         items = parent.get(name) if isinstance(parent, dict) else None
@@ -200,7 +206,7 @@ def _fill_texts(content: Any) -> None:
 
 
 def _check(value: object) -> None:
-    """Validates what the types of the fields do not express."""
+    """Validates constraints that the field types do not express."""
     match value:
         case Group():
             _check_group(value, "")
@@ -288,7 +294,7 @@ def _same_length(array: Float32 | Int32, length: int, where: str, reason: str) -
 
 
 def _invalid(error: str, content: Any, where: str) -> InvalidInput:
-    """Splits msgspec's error into reason and path, and adds the value found there."""
+    """Splits msgspec's error into reason and path, and adds the value at that path."""
     reason = error.split(" - at `", 1)[0]
     path = "".join(reversed(re.findall(r" - at `(?:key` in `)?\$([^`]*)`", error)))
     if field := re.search("field `(.*)`", reason):  # missing or unknown

@@ -21,30 +21,30 @@ NAME = "packed"
 """Name of the attention function in transformers' registry. Without `segments` it is plain SDPA."""
 
 _WASTE = 0.9
-"""Rows are computed together while the shortest has this share of the longest's tokens."""
+"""Rows are computed together if the shortest has at least this share of the longest's tokens."""
 _SKIP = 0.25
-"""Share of a row that its prompt must be for a mask to be cheaper than computing the prompt's queries too."""
+"""Share of the prompt in a row above which a mask is cheaper than also computing the prompt's queries."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _GQA = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether the kernel takes fewer heads of keys and values than of queries, as torch's does from 2.12 on."""
+"""Whether the kernel supports fewer key and value heads than query heads, as torch's does since 2.12."""
 
 
 @dataclass(slots=True)
 class Segments:
-    """The prompts and completions of a line of T tokens, in two forms for two kinds of kernels.
+    """The prompts and completions of a packed line of T tokens, in two forms for two kinds of kernels.
 
-    Kernels for variable lengths take the line, and the keys of every segment. Others take segments of similar length together,
-    each as a row of its prompt's tokens and its own.
+    Variable-length kernels take the line and the keys of every segment. Other kernels take segments of similar length
+    together, each as a row with its prompt's tokens and its own.
     """
 
     mask: Tensor
-    """[1, 1, 1, 1] stands for a finished mask, so that the model makes none."""
+    """[1, 1, 1, 1] placeholder for a finished mask, so that the model makes none."""
     starts: Tensor
     """[segments + 1] int32: the start of each segment in the line, and the end of the last."""
     key_starts: Tensor
     """[segments + 1] int32: the start of each segment's keys, and the end of the last."""
     keys: Tensor
-    """[K] the keys of all segments as positions in the line: those of the prompt, then its own."""
+    """[K] the keys of all segments as positions in the line: the prompt's keys, then the segment's own."""
     row_queries: Tensor
     """[sum of rows · (width - skip)] queries as positions in the line, by bucket and row; 0 after the end of a row."""
     row_keys: Tensor
@@ -54,7 +54,7 @@ class Segments:
     longest: int
     longest_keys: int
     buckets: list[tuple[int, int, int]]
-    """Rows, width, and how many tokens at the start of every row are only keys: those of prompts."""
+    """Per bucket: rows, width, and how many tokens at the start of every row are only keys (the prompts' tokens)."""
 
     @classmethod
     def of(cls, starts: _Array, sizes: _Array, prefix_starts: _Array, prefixes: _Array) -> "Segments":
@@ -99,7 +99,7 @@ def register() -> None:
 
 
 def unpackable(model: Any) -> str | None:
-    """Returns why `model` cannot be computed packed; None where it can."""
+    """Returns why `model` cannot be computed packed; None when it can."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
@@ -134,7 +134,7 @@ def _attention(
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # rotating leaves float32
+    if torch.is_autocast_enabled(kind):  # rotary embedding returns float32
         query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
     line = [states[0].transpose(0, 1) for states in (query, key, value)]
     attend = _attend_segments if _has_kernel(query) else _attend_rows
@@ -143,7 +143,7 @@ def _attention(
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether there is flash attention for variable lengths: half precision on an NVIDIA GPU from Ampere on."""
+    """Whether variable-length flash attention is available: half precision on an NVIDIA GPU, Ampere or later."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -193,7 +193,7 @@ def _attend_rows(
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
-    """Returns [N, heads, size] of [T, heads, size]. As an embedding, whose gradient adds up without atomic operations."""
+    """Gathers [N, heads, size] from [T, heads, size], as an embedding, whose gradient needs no atomic additions."""
     return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
 
 
@@ -216,7 +216,7 @@ def _similar_lengths(prefixes: _Array, totals: _Array) -> Iterator[_Array]:
 
 
 def _within(sizes: _Array) -> _Array:
-    """Returns 0 … size - 1 of each, one after the other."""
+    """Returns 0 … size - 1 for each size, concatenated."""
     return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Splits a batch into mini-batches, shares of the ranks and micro-batches.
+"""Splits a batch into mini-batches, shares for the ranks and micro-batches.
 
 Pure functions over lengths and indices, so that every rank splits the same batch the same way without communication.
 """
@@ -17,7 +17,7 @@ from learning.ranks import Ranks
 Indices = NDArray[np.int64]
 
 _QUADRATIC = 24_576
-"""Row length in tokens at which attention costs as much as all else: 12 × hidden size, here of 2048."""
+"""Row length in tokens at which attention costs as much as everything else: 12 × the hidden size, here 2048."""
 
 
 @dataclass(slots=True)
@@ -29,9 +29,9 @@ class Sizes:
     completions: Indices
     """[rows] tokens."""
     groups: Indices
-    """[rows] a number for each distinct prompt."""
+    """[rows] number of the row's prompt; equal for equal prompts."""
     shared: bool
-    """Whether rows of one part compute a shared prompt once, without padding; else rows are padded."""
+    """Whether the rows of one part compute a shared prompt once, without padding; otherwise rows are padded."""
     scored: Indices | None = None
     """[rows] tokens of the completions that are scored: those that are not masked; None for all."""
 
@@ -39,7 +39,7 @@ class Sizes:
     def of(
         cls, prompts: Sequence[Int32], completions: Sequence[Int32], shared: bool, scored: Sequence[int] | None = None
     ) -> "Sizes":
-        """Measures rows of [P] and [L] token ids, of which all or `scored` ones are scored."""
+        """Measures rows of [P] and [L] token ids, of which all or only the `scored` completion tokens are scored."""
         known: dict[bytes, int] = {}
         groups = [known.setdefault(prompt.tobytes(), len(known)) for prompt in prompts]
         sizes, lengths = ([len(tokens) for tokens in column] for column in (prompts, completions))
@@ -48,21 +48,21 @@ class Sizes:
 
     @property
     def totals(self) -> Indices:
-        """[rows] computed tokens of prompt and completion."""
+        """[rows] tokens to compute, of prompt and completion."""
         return self.prompts + self.computed
 
     @property
     def computed(self) -> Indices:
-        """[rows] tokens of the completions without the last, which predicts nothing."""
+        """[rows] completion tokens to compute: all but the last, which predicts nothing."""
         computed: Indices = np.maximum(self.completions - 1, 0)
         return computed
 
     def order(self, indices: Indices) -> Indices:
-        """Sorts `indices` so that neighbours belong together: by prompt if that is shared, else shortest first."""
+        """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else shortest first."""
         return indices[np.argsort((self.groups if self.shared else self.totals)[indices], kind="stable")]
 
     def tokens(self, indices: Sequence[int]) -> int:
-        """Returns the tokens computed for these rows together: with prompts once, or with padding."""
+        """Returns the tokens computed for these rows together: each prompt once, or with padding."""
         if not len(indices):
             return 0
         if not self.shared:
@@ -71,7 +71,7 @@ class Sizes:
         return int(self.computed[indices].sum() + self.prompts[indices][one_each].sum())
 
     def costs(self, indices: Indices) -> NDArray[np.float64]:
-        """Returns [len(indices)] what each of these rows, in `order`, adds: tokens, and attention in the same unit."""
+        """Returns [len(indices)] the cost that each row, in `order`, adds: tokens, plus attention in tokens."""
         totals = self.totals[indices].astype(np.float64)
         costs = totals + totals**2 / _QUADRATIC
         if self.shared:
@@ -88,9 +88,9 @@ def mini_batches(count: int, parts: int, seed: int) -> list[Indices]:
 
 
 def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
-    """Splits `indices` into a part per rank of similar cost, at most twice the costliest row above the mean.
+    """Splits `indices` into one part per rank of similar cost, above the mean by at most twice the costliest row.
 
-    Rows that share a prompt stay together, except at a border between two ranks, where both compute the prompt.
+    Rows that share a prompt stay together, except at the border between two ranks, where both compute the prompt.
     """
     order = sizes.order(indices)
     if not sizes.shared:
@@ -102,15 +102,15 @@ def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
 
 
 def micro_batches(sizes: Sizes, indices: Indices, ranks: Ranks, max_tokens: int, max_rows: int | None = None) -> list[Indices]:
-    """Splits this rank's share of `indices` into parts for one pass each; all ranks have the same number, so some may be empty.
+    """Splits this rank's share of `indices` into micro-batches; all ranks get equally many, so some may be empty.
 
-    A part has at most `max_tokens` computed tokens (or a single row) and at most `max_rows` rows, if given. There are as few
-    parts as that permits, as even as possible.
+    A micro-batch has at most `max_tokens` computed tokens (or a single row) and at most `max_rows` rows, if given.
+    Their number is minimal and their sizes are as even as possible.
     """
     parts = shares(sizes, indices, ranks.world_size)
     count = max(len(_filled(sizes, part, max_tokens, max_rows)) for part in parts)
     low, high, mine = 0, max_tokens, parts[ranks.rank]
-    while low + 1 < high and count > 1:  # the lowest budget that needs no more parts
+    while low + 1 < high and count > 1:  # find the lowest budget that needs no more parts
         middle = (low + high) // 2
         low, high = (low, middle) if len(_filled(sizes, mine, middle, max_rows)) <= count else (middle, high)
     cuts = _filled(sizes, mine, high, max_rows)
@@ -118,7 +118,7 @@ def micro_batches(sizes: Sizes, indices: Indices, ranks: Ranks, max_tokens: int,
 
 
 def _filled(sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | None) -> list[list[int]]:
-    """Splits `indices`, which are in `order`, into parts as full as the bounds permit."""
+    """Splits `indices`, which are in `order`, into parts that are as full as the bounds permit."""
     prompts, completions, groups = sizes.prompts.tolist(), sizes.computed.tolist(), sizes.groups.tolist()
     cuts: list[list[int]] = []
     tokens = 0
@@ -146,10 +146,11 @@ def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
 def score_shared(
     sizes: Sizes, ranks: Ranks, max_tokens: int, score: Callable[[Indices], Tensor], max_rows: int | None = None
 ) -> list[Float32]:
-    """Returns one number for every scored completion token of every row, the same on every rank, each rank computing a part.
+    """Returns one number per scored completion token of every row. Each rank computes a part; all get the whole result.
 
-    `score` returns [C] numbers of the completion tokens of the rows at some indices, row by row, for at most `max_tokens`
-    computed tokens. Where models are sharded all ranks call it equally often, one without rows of its own with the first row.
+    `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row, for at most
+    `max_tokens` computed tokens. With sharded models all ranks call it equally often; a rank that has run out of rows
+    passes the first row.
     """
     lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
     parts = micro_batches(sizes, np.arange(len(lengths)), ranks, max_tokens, max_rows)
@@ -158,9 +159,9 @@ def score_shared(
 
 
 def by_row(scored: Sequence[tuple[Indices, Tensor]], lengths: Sequence[int], ranks: Ranks) -> list[Float32]:
-    """Gathers [L] for every row, the same on every rank, from the rows that each rank computed.
+    """Gathers [L] for every row from the ranks that computed them; the result is the same on every rank.
 
-    Tokens that no rank has are 0. A collective.
+    Tokens that no rank computed are 0. A collective.
     """
     flat, ends = torch.zeros(sum(lengths)), np.cumsum(lengths)
     for indices, numbers in scored:

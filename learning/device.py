@@ -1,4 +1,4 @@
-"""The device of a process: one rule for the trainer, the critic, the embedded engine and reward models."""
+"""Chooses the device of a process, by one rule for the trainer, the critic, the embedded engine and reward models."""
 
 import ctypes
 import os
@@ -15,10 +15,10 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 def choose_device(
     kind: DeviceKind, field: str, *, value: Any = None, on_cpu: str = "set it to cpu to compute there", rank: int = 0
 ) -> torch.device:
-    """Returns the device: the CPU for `cpu`, else GPU number `rank`; `auto` is the CPU where no GPU is there or assigned.
+    """Returns the device: the CPU for `cpu`, else GPU `rank`; `auto` is the CPU when no GPU exists or is assigned.
 
-    Raises ConfigError with the reason when a GPU is asked for or assigned and none can be used: no run that was given GPUs
-    computes on the CPU unnoticed. `field` and `value` (`kind` when None) name the setting, `on_cpu` how to do without a GPU.
+    Raises ConfigError when a GPU is requested or assigned but none is usable, so that no run with GPUs silently
+    computes on the CPU. `field` and `value` (`kind` when None) name the setting; `on_cpu` says how to do without a GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -39,12 +39,12 @@ def choose_device(
 
 
 def dtype_on(device: torch.device, name: str) -> torch.dtype:
-    """Returns the precision `model.dtype` names for a GPU; a CPU computes in float32."""
+    """Returns the precision named by `model.dtype` for a GPU; a CPU computes in float32."""
     return torch.float32 if device.type == "cpu" else getattr(torch, name)
 
 
 def _why_none() -> tuple[str, str]:
-    """Returns why torch finds no GPU, and what to do about it."""
+    """Returns why torch finds no GPU, and the remedy."""
     version = torch.version.cuda
     if version is None and torch.version.hip is None:
         remedy = "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does where nvidia-smi is)"
@@ -63,7 +63,7 @@ def _why_none() -> tuple[str, str]:
 
 
 def _driver() -> int | None:
-    """Returns the newest CUDA that the driver supports as 13000 for 13.0, 0 if it does not say; None without a driver."""
+    """Returns the newest CUDA that the driver supports, 13000 for 13.0; 0 if unknown, None without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

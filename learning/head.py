@@ -1,4 +1,4 @@
-"""Matrix products whose result is float32 whatever precision a model computes in."""
+"""Matrix products with a float32 result, whatever precision the model computes in."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 
 def float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left [M, K] times right [K, N] as float32 that was never rounded to less.
+    """Returns left [M, K] times right [K, N] in float32, never rounded to a lower precision.
 
-    Products of two bfloat16 numbers are exact in float32, so two programs differ by the order of their sums alone.
+    Products of two bfloat16 numbers are exact in float32, so two programs differ only in the order of summation.
     """
-    if left.is_cuda and left.dtype == torch.bfloat16 and torch.version.hip is None:  # no other device has it
+    if left.is_cuda and left.dtype == torch.bfloat16 and torch.version.hip is None:  # only CUDA supports it
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
@@ -24,7 +24,7 @@ def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def make_float32_logits(model: Any) -> None:
-    """Lets the plain linear head of a transformers model return float32 logits."""
+    """Makes the plain linear head of a transformers model return float32 logits."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear:
         head.forward = lambda hidden: float32_logits(hidden, head.weight, head.bias)

@@ -1,8 +1,8 @@
-"""The names and shapes that a model's tensors have in its files, on the hub and for engines.
+"""Converts between a model's tensors and the names and shapes in its files, as the hub and the engines use them.
 
-transformers renames tensors when it loads a model, and stacks or splits some: the experts of a mixture become one tensor. It
-keeps the conversions that a model's files needed in `_weight_conversions`, and reverses them in `save_pretrained`. Here they
-are reversed for one tensor at a time, as publishing and checkpoints gather them.
+transformers renames tensors when it loads a model, and stacks or splits some: the experts of a mixture become one
+tensor. It stores the conversions that the files needed in `_weight_conversions` and reverses them in `save_pretrained`.
+This module reverses them one tensor at a time, as publishing and checkpoints gather the tensors.
 """
 
 from collections import Counter
@@ -23,9 +23,9 @@ from transformers.core_model_loading import (
 
 
 def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
-    """Gives a model that `from_pretrained` did not load the conversions that files with these `names` need.
+    """Sets the conversions that files with these `names` need, for a model that `from_pretrained` did not load.
 
-    `own` are the model's tensors by its own names.
+    `own` are the model's tensors by their names in the model.
     """
     conversions = get_model_conversion_mapping(model)
     for name in sorted(names, key=dot_natural_key):
@@ -34,12 +34,12 @@ def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
 
 
 def stacks(model: Any) -> bool:
-    """Whether tensors of the model are made of several in its files, or of parts."""
+    """Whether some tensors of the model consist of several tensors in its files, or of parts of them."""
     return bool(_by_kind(_conversions(model))[1])
 
 
 def to_hub(model: Any, named: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors as they are in the model's files. `names` are those of all of `named`."""
+    """Yields the tensors in the form of the model's files. `names` are the names of all tensors in `named`."""
     conversions = _conversions(model)
     if not conversions:
         yield from named
@@ -51,18 +51,18 @@ def to_hub(model: Any, named: Iterable[tuple[str, Tensor]], names: Iterable[str]
         key = rename_source_key(name, [], converters)[0]
         held.setdefault(key, {})[name] = tensor
         lacking[key] -= 1
-        if lacking[key] == 0:  # some tensors of the files are made of several of the model's
+        if lacking[key] == 0:  # some tensors in the files combine several of the model's
             yield from revert_weight_conversion(model, held.pop(key)).items()
 
 
 def hub_shapes(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors without memory, of the shapes and dtypes in the model's files, by their names there."""
+    """Returns tensors without memory that have the names, shapes and dtypes of the model's files."""
     empty = ((name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in own.items())
     return dict(to_hub(model, empty, own))
 
 
 def from_hub(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Converts tensors as they are in the model's files to the model's own; what is made of several needs all of them."""
+    """Converts tensors from the form of the model's files to the model's own; a combined tensor needs all its parts."""
     conversions = _conversions(model)
     if not conversions:
         return dict(tensors)

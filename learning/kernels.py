@@ -1,4 +1,4 @@
-"""Whether GPU kernels can be compiled here, as `torch.compile` and the project's own Triton kernels need."""
+"""Checks that GPU kernels can be compiled here, for `torch.compile` and the project's own Triton kernels."""
 
 import importlib.util
 import logging
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_triton(device_type: str) -> bool:
-    """Whether Triton compiles for this kind of device: on a GPU, with the package and a C compiler for its launchers."""
+    """Whether Triton can compile for this device type: a GPU, with the package and a C compiler for its launchers."""
     if device_type != "cuda":
         return False
     missing = [] if importlib.util.find_spec("triton") else ["the package triton"]

@@ -1,6 +1,6 @@
-"""Layouts of prompts and completions as the tensors that a model reads: padded, or packed without padding.
+"""Lays out prompts and completions as the tensors that a model reads: padded, or packed without padding.
 
-C is the number of completion tokens of all rows that are not masked. Results for them lie row by row, in the order of the rows.
+C is the number of unmasked completion tokens of all rows. Results for them are concatenated in the order of the rows.
 The last token of a completion predicts nothing and is left out.
 """
 
@@ -31,7 +31,10 @@ class _Movable:
 
 @dataclass(slots=True)
 class Padded(_Movable):
-    """A tensor row for each row, padded on the right. It needs no mask: causal attention does not reach the padding."""
+    """One tensor row per row, padded on the right.
+
+    It needs no mask, because causal attention never sees the padding.
+    """
 
     shared: ClassVar[bool] = False
     """Whether rows with the same prompt share its computation, and nothing is padded."""
@@ -42,7 +45,10 @@ class Padded(_Movable):
 
     @classmethod
     def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], masks: Sequence[Int32 | None] = ()) -> Self:
-        """Lays out rows of [P] and [L] token ids; prompts are not empty. `masks` [L] leave out completion tokens at 0."""
+        """Lays out rows of [P] and [L] token ids; prompts must not be empty.
+
+        `masks` [L] drop completion tokens where 0.
+        """
         width = max(len(prompt) + len(completion[:-1]) for prompt, completion in zip(prompts, completions, strict=True))
         input_ids = np.zeros((len(prompts), width), np.int64)
         for row, prompt, completion in zip(input_ids, prompts, completions, strict=True):
@@ -60,7 +66,7 @@ class Padded(_Movable):
 
 @dataclass(slots=True)
 class Packed(_Movable):
-    """All rows in one line of T tokens without padding; a prompt that consecutive rows share is there, and computed, once.
+    """All rows in one line of T tokens without padding; a prompt shared by consecutive rows is computed only once.
 
     Prompt, completion 1 … completion n, next prompt …: a completion's positions continue after its prompt, and it attends to
     its prompt and to itself. The state of a prompt's last token predicts the first token of every completion.
@@ -72,13 +78,13 @@ class Packed(_Movable):
     position_ids: Tensor
     """[1, T]"""
     predicts: Tensor
-    """[C] positions in the line whose next token is a completion token; the end of a prompt once for each completion."""
+    """[C] positions in the line whose next token is a completion token; a prompt's end occurs once per completion."""
     segments: Segments
     """Which tokens attend to which."""
 
     @classmethod
     def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], masks: Sequence[Int32 | None] = ()) -> Self:
-        """Lays out rows as `Padded` does. Rows that share a prompt follow each other."""
+        """Lays out rows like `Padded.of`. Rows that share a prompt must be consecutive."""
         first = np.array([i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)])
         tokens: list[Int32] = []
         for new, prompt, completion in zip(first.tolist(), prompts, completions, strict=True):
@@ -116,9 +122,9 @@ Layout = Padded | Packed
 
 
 def layout_for(model: Any, packing: Packing) -> type[Layout]:
-    """Returns the layout for `model` (of transformers) and prepares the model for it.
+    """Returns the layout for a transformers model and prepares the model for it.
 
-    `auto` packs where the model permits it. Raises ConfigError naming `trainer.packing` for `on` where it does not.
+    `auto` packs if the model supports it; with `on`, raises ConfigError naming `trainer.packing` if it does not.
     """
     reason = unpackable(model) if packing != "off" else "it is off"
     if packing == "on" and reason:
@@ -163,6 +169,6 @@ def _lengths(rows: Sequence[Int32]) -> _Array:
 
 
 def _ranges(starts: _Array, lengths: _Array) -> _Array:
-    """Returns start, start + 1 … start + length - 1 of each, one after the other."""
+    """Returns start, start + 1 … start + length - 1 for each pair, concatenated."""
     ranges: _Array = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return ranges

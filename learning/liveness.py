@@ -1,11 +1,11 @@
-"""Watches the ranks of a run: when one is lost the others end and name it, instead of waiting for it in a collective.
+"""Watches the ranks of a run: when one is lost, the others exit and name it instead of waiting for it in a collective.
 
     rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …"──► every other rank
 
-A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed connection is a killed
-process, known at once; silence is a node without power or network, or a stopped process. A rank in a long computation still
-beats, as torch releases the interpreter lock in kernels and collectives. A rank that ends by itself sends the reason first.
-ADR 0013 explains why this is not part of rank 0's HTTP server.
+A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed connection means a
+killed process and is noticed at once; silence means a node without power or network, or a stopped process. A rank in a
+long computation still sends beats, because torch releases the interpreter lock in kernels and collectives. A rank that
+ends by itself first sends the reason. ADR 0013 explains why this is not part of rank 0's HTTP server.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
 LOST = 75
-"""Exit status of a rank that ends because another one is lost: EX_TEMPFAIL of sysexits.h, a restart helps."""
+"""Exit status of a rank that ends because another one is lost: EX_TEMPFAIL of sysexits.h, as a restart helps."""
 _BEATS = 9
-"""Beats within the limit."""
+"""Number of beats within the limit of silence."""
 _TICK_S = 0.2
 _OWN_ERROR_S = 5.0
-"""One rank's error is often everyone's: each may report its own before it ends because of another's."""
+"""An error often hits all ranks: each gets this many seconds to report its own before it ends because of another's."""
 _VERDICT_S = 10.0
-"""Seconds that a failed collective waits for the news that a rank is lost."""
+"""Seconds to wait, after a failed collective, for the news that a rank is lost."""
 _SHUTDOWN_S = 1.0
-"""Seconds that a rank that ends waits for the others to read why: closing a socket with unread input discards what was sent."""
+"""Seconds that an ending rank waits for others to read why: closing a socket with unread input discards sent data."""
 _MAX_LINE_BYTES = 4096
 _MAX_UNAUTHENTICATED, _HANDSHAKE_S = 64, 10.0
-"""Connections without a valid token: how many may be open, and for how many seconds."""
+"""Connections that have not sent a valid token yet: how many may be open, and for how many seconds."""
 
 
 class _Departure(NamedTuple):
@@ -63,7 +63,7 @@ class Liveness:
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._unauthenticated: list[asyncio.StreamWriter] = []
         self._listeners: set[asyncio.Task[None]] = set()
-        self._heard: dict[int, float] = {}  # when each rank that this one watches gave its last sign of life
+        self._heard: dict[int, float] = {}  # the last sign of life of each watched rank
         self._gone: dict[int, _Departure] = {}
         self._verdict_wanted = False  # the main thread waits for a verdict: no grace
         self._failed_at = ""
@@ -82,7 +82,7 @@ class Liveness:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._thread is None:
             return
-        if isinstance(value, RuntimeError):  # torch's own: perhaps a collective whose other end is lost
+        if isinstance(value, RuntimeError):  # raised by torch, perhaps by a collective with a lost rank
             log.warning("%s; finding out whether a rank is lost", shorten(str(value).partition("\n")[0]))
             self._failed_at = "".join(traceback.format_tb(trace))
             self._verdict_wanted = True
@@ -98,7 +98,7 @@ class Liveness:
         if not self._ranks.first:
             port, self._token = self._ranks.broadcast(b"").decode().split()
             return socket.create_connection((address, int(port)), timeout=self._lost_after_s)
-        host = address if is_loopback(address) else ""  # the others may reach this node by another address of it
+        host = address if is_loopback(address) else ""  # others may reach this node at another of its addresses
         family = socket.getaddrinfo(address, None)[0][0]
         server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
         self._token = secrets.token_hex(16)
@@ -119,7 +119,7 @@ class Liveness:
         while self._final_message is None:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            if now - before > 2 * beat_s:  # this process itself was stopped or starved: that time proves nothing
+            if now - before > 2 * beat_s:  # this process itself was stopped or starved: the silence proves nothing
                 self._heard = {rank: min(now, heard + now - before) for rank, heard in self._heard.items()}
             before = now
             if now - beaten >= beat_s or self._verdict_wanted:
@@ -161,7 +161,7 @@ class Liveness:
         self._depart(peer, "died", "")
 
     def _depart(self, rank: int, how: str, reason: str) -> None:
-        """Records a rank's end, of which the first message counts; rank 0 relays it."""
+        """Records a rank's end; only the first message about it counts. Rank 0 relays it."""
         if rank not in self._gone:
             self._gone[rank] = _Departure(how, reason, time.monotonic())
             if self._ranks.first:
@@ -169,19 +169,19 @@ class Liveness:
 
     def _broadcast(self, text: str) -> None:
         for writer in self._connections.values():
-            writer.write(text.encode() + b"\n")  # never waits; that the other end is gone shows in `_listen`
+            writer.write(text.encode() + b"\n")  # never waits; `_listen` notices a closed connection
 
     async def _judge(self, now: float) -> None:
         for rank, heard in self._heard.items():
             if now - heard > self._lost_after_s:
                 self._depart(rank, "silent", "")
-        grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}  # a rank that was stopped is often one of all
+        grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}  # often all ranks were stopped
         for rank, (how, reason, at) in self._gone.items():
             if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
                 await self._end(rank, how, reason)
 
     async def _end(self, rank: int, how: str, reason: str) -> None:
-        """Ends this process, as nothing else ends the collective that the main thread is in."""
+        """Ends this process, because nothing else can end the collective in the main thread."""
         what = {
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
             "failed": f"has failed: {reason}",
@@ -199,7 +199,7 @@ class Liveness:
         os._exit(LOST)
 
     async def _close(self) -> None:
-        """Closes every connection once its other end has read the last message, or after a moment."""
+        """Closes every connection once its peer has read the last message, or after a moment."""
         if self._server is not None:
             self._server.close()
         for writer in self._unauthenticated:

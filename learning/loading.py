@@ -1,8 +1,8 @@
-"""Loads models from the hub, a directory or a checkpoint; no rank ever holds the whole of a sharded one.
+"""Loads models from the hub, a directory or a checkpoint; no rank ever holds a whole sharded model.
 
-A sharded model is made on the meta device and sharded, then every rank reads its own slices of the safetensors files. Where
-the other ranks do not see the files, or the tensors in them are not the model's (experts of a mixture), rank 0 reads and sends
-a tensor at a time.
+A sharded model is built on the meta device and sharded; then every rank reads its own slices of the safetensors files.
+If other ranks do not see the files, or the files' tensors differ from the model's (experts of a mixture), rank 0 reads
+and sends one tensor at a time.
 """
 
 import json
@@ -39,9 +39,9 @@ class Reader(Protocol):
 
 
 class SafetensorsReader:
-    """Reads the tensors of all safetensors files in a directory, only as far as they are asked for.
+    """Reads tensors from all safetensors files in a directory, and only the requested parts.
 
-    `names` are those in the files by other names to ask for.
+    `names` maps the names to request to the names in the files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -74,7 +74,7 @@ class MemoryReader:
 
 
 class AddedModules:
-    """Modules that a model gets beside those in its files; by default none."""
+    """Modules that a model gets in addition to those in its files; none by default."""
 
     def change(self, model: Any) -> None:
         """Adds modules to the model, whose parameters may be on the meta device."""
@@ -90,9 +90,9 @@ class AddedModules:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model with float32 weights, by its transformers auto class, from the hub or a directory that every node has.
+    """A model with float32 weights of a transformers auto class, from the hub or a directory that every node has.
 
-    `directory` of a checkpoint, which at least rank 0 sees, replaces `name`; `configure` changes the model's configuration.
+    `directory`, a checkpoint that at least rank 0 sees, replaces `name`; `configure` changes the model's configuration.
     """
 
     auto: Any
@@ -104,7 +104,7 @@ class Pretrained:
 
     @property
     def source(self) -> str:
-        """Name or directory of the model, or at least of its configuration, on this rank."""
+        """Name or directory of the model on this rank, or at least of its configuration."""
         return str(self.directory) if self.directory and self.directory.is_dir() else self.name
 
     def config(self) -> Any:
@@ -126,7 +126,7 @@ class Pretrained:
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
-        """Sets what is not in the files; returns this rank's shares of the other tensors, by their names in the files."""
+        """Initialises tensors that are not in the files; returns this rank's shares of the others by their names there."""
         added, targets = self.added or AddedModules(), {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
@@ -138,7 +138,7 @@ class Pretrained:
         return targets
 
     def empty(self) -> Any:
-        """Builds the modules with parameters on the meta device and initialised buffers."""
+        """Builds the modules, with parameters on the meta device and initialised buffers."""
         with _parameters_on_meta():
             model = self.auto.from_config(self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code)
             if self.added:
@@ -150,7 +150,7 @@ class Pretrained:
         return model.eval()
 
     def files(self, ranks: Ranks) -> Path:
-        """Returns the directory of the files on this node; one process of each node downloads them."""
+        """Returns the directory of the files on this node; one process per node downloads them."""
         if self.directory or Path(self.name).is_dir():
             return self.directory or Path(self.name)
         if ranks.local_rank == 0:
@@ -211,7 +211,7 @@ def load(
 
 
 def _keep_states_low(model: Any) -> None:
-    """Lets embedding and norms return bfloat16, as with FSDP2: autocast alone would keep a copy for every product with them."""
+    """Makes embedding and norms return bfloat16, as FSDP2 does; autocast alone would keep a copy for every product."""
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if module is model.get_input_embeddings() or (own and all(parameter.ndim == 1 for parameter in own)):
@@ -219,7 +219,7 @@ def _keep_states_low(model: Any) -> None:
 
 
 def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:
-    """Opens the files, if they have the model's tensors, by whatever names."""
+    """Opens the files if they have the model's tensors, under any names; else returns None."""
     quantised = getattr(model.config, "quantization_config", None) is not None
     if stacks(model) or quantised or not _shapes_in(directory):
         return None
@@ -230,13 +230,13 @@ def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> Safete
 
 
 def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in the safetensors files of `directory`; nothing where there are none."""
+    """Returns the shapes of the tensors in the safetensors files of `directory`; empty when there are none."""
     names = ("model.safetensors", "model.safetensors.index.json")
     return SafetensorsReader(directory).shapes() if any((directory / name).exists() for name in names) else {}
 
 
 def not_in_files(model: Any, own: Mapping[str, Tensor], name: str) -> str | None:
-    """Returns what of the model's tensors the files of `name` do not have; None too where these are not on this machine."""
+    """Returns a tensor of the model that the files of `name` lack; None if there is none, or the files are not here."""
     try:
         directory = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True))
         shapes = _shapes_in(directory)
@@ -265,7 +265,7 @@ def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, eve
 
 
 def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Allocates parameters of the meta device on `device`, tied ones once; moves buffers to `buffers`."""
+    """Allocates meta-device parameters on `device`, tied ones once; moves buffers to the device `buffers`."""
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -281,7 +281,7 @@ def materialise(root: nn.Module, device: torch.device, buffers: torch.device) ->
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Puts parameters made inside on the meta device. Buffers are computed, as no file has all of them."""
+    """Inside this context, new parameters are on the meta device. Buffers are computed, as no file has all of them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -297,7 +297,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _fingerprint(directory: Path) -> bytes:
-    """Identifies the files that a rank sees: names and sizes, and the small state file of a checkpoint."""
+    """Identifies the files that a rank sees by names, sizes, and the small state file of a checkpoint."""
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _STATE = ("exp_avg", "exp_avg_sq", "step")
 """Tensors that AdamW keeps for a parameter."""
 MAX_SKIPPED_UPDATES = 3
-"""Updates in a row that may be skipped because the gradient is not finite."""
+"""Consecutive updates that may be skipped because the gradient is not finite."""
 
 
 class NonFiniteGradients(ServiceError):
@@ -38,13 +38,13 @@ class Optimizer:
     def step(self, learning_rate: float) -> float:
         """Applies the gradients and returns their norm before clipping.
 
-        A norm that is not finite changes nothing but is returned. Raises NonFiniteGradients after more than
-        `MAX_SKIPPED_UPDATES` of them in a row.
+        If the norm is not finite, it is returned but nothing changes. Raises NonFiniteGradients after more than
+        `MAX_SKIPPED_UPDATES` such norms in a row.
         """
         if all(parameter.grad is None for parameter in self._parameters):
-            for parameter in self._parameters:  # no row has a gradient, but momentum and weight decay go on, as on many ranks
+            for parameter in self._parameters:  # no row: momentum and weight decay still apply, as on many ranks
                 parameter.grad = torch.zeros_like(parameter)
-        norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the one wait for a GPU
+        norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the only GPU sync
         if not math.isfinite(norm):
             self.zero_grad()
             self._skipped_in_a_row += 1
@@ -64,12 +64,15 @@ class Optimizer:
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the optimiser's tensors by "parameter.name"; empty before the first step. Sharded as the parameters are."""
+        """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty before a step."""
         state, named = self._adam.state, self._named.items()
         return {f"{name}.{key}": value for name, parameter in named for key, value in state.get(parameter, {}).items()}
 
     def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Allocates the tensors `names` of a state_dict. Raises ConfigError for another kind of optimiser."""
+        """Allocates the tensors `names` of a state_dict.
+
+        Raises ConfigError if they belong to another kind of optimiser.
+        """
         made: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
             for key in _STATE:
@@ -86,7 +89,7 @@ class Optimizer:
         return made
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets the state from tensors as `empty_state` allocates them."""
+        """Sets the state from tensors allocated by `empty_state`."""
         self._adam.state.clear()
         for name, parameter in self._named.items():
             if state := {key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors}:

@@ -9,14 +9,14 @@ from torch import Tensor, UntypedStorage
 from learning.sharding import local
 
 _BLOCK_BYTES = 64 << 20
-"""Pinned memory comes in powers of two: blocks of this size waste nothing."""
+"""Size of the blocks: a power of two, to which pinned memory is rounded, so that nothing is wasted."""
 
 
 class Parking:
     """Moves the storage of tensors on `device` to host memory and back.
 
-    The tensors stay the same objects, and so do views and shares of them, such as those that FSDP2 keeps. While parked they
-    must not be used. The host memory (pinned for a GPU) is kept for the next time.
+    The tensors stay the same objects, as do their views and shares, such as those that FSDP2 keeps. They must not be
+    used while parked. The host memory (pinned for a GPU) is kept for the next time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Parking:
         return bool(self._parked)
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copies the tensors' storages to host memory and frees them; those elsewhere, or of a fixed size, stay."""
+        """Copies the tensors' storages to host memory and frees them; storages elsewhere or of fixed size stay."""
         self._parked = [(storage, storage.nbytes()) for storage in storages(tensors, self._device)]
         for there, here in self._pieces():
             here.copy_(there, non_blocking=True)
@@ -40,7 +40,7 @@ class Parking:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Brings back what is parked."""
+        """Copies the parked storages back to the device."""
         for storage, size in self._parked:
             storage.resize_(size)
         for there, here in self._pieces():
@@ -49,7 +49,7 @@ class Parking:
         self._parked = []
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the bytes of every storage beside those of their places in the blocks, piece by piece."""
+        """Yields, piece by piece, the bytes of every storage and their place in the blocks."""
         start = 0
         for storage, size in self._parked:
             flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -71,7 +71,7 @@ class Parking:
 
 
 def storages(tensors: Iterable[Tensor], device: torch.device) -> list[UntypedStorage]:
-    """Returns the storages on `device`, each once, whose size may change."""
+    """Returns the resizable storages on `device`, each once."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = local(tensor).untyped_storage()

@@ -14,8 +14,8 @@ def passes(
 ) -> Iterator[tuple[Indices, bool]]:
     """Yields the rows of each pass of this rank, and whether they count; the caller computes their gradient before the next.
 
-    Sharded models need equally many passes of every rank. One without rows of its own gets the first row, and multiplies its
-    loss by 0.
+    Sharded models need equally many passes on every rank. A rank that has run out of rows gets the first row, whose
+    loss it multiplies by 0.
     """
     parts = micro_batches(sizes, rows, ranks, max_tokens, max_rows)
     for number, indices in enumerate(parts, 1):

@@ -27,9 +27,9 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 class Ranks:
     """This process among all trainer processes. A single process needs no process group.
 
-    `device` follows `choose_device`. `shard_size` ranks share one copy of every model, all of them when None; a ConfigError
-    when it does not divide their number. `offload` keeps what is trained in CPU memory, for which even one process on a GPU
-    shards.
+    `device` follows `choose_device`. `shard_size` ranks share one copy of every model; None: all ranks. Raises
+    ConfigError when it does not divide their number. `offload` keeps trained models in CPU memory, for which even a
+    single process with a GPU shards.
     """
 
     rank: int = 0
@@ -57,7 +57,7 @@ class Ranks:
     def from_env(
         cls, timeout_s: float, device_kind: DeviceKind = "auto", shard_size: int | None = None, offload: bool = False
     ) -> "Ranks":
-        """Reads what torchrun sets; a single process without torchrun."""
+        """Reads torchrun's variables; without torchrun this is a single process."""
         rank, world_size, local_rank = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
@@ -87,7 +87,7 @@ class Ranks:
     def sharded(self) -> bool:
         """Whether models are sharded over the ranks, so that every forward and backward pass is a collective.
 
-        A single process does not, which saves copies of all weights and gradients, but on a GPU to offload.
+        A single process does not shard, which saves copies of all weights and gradients, except on a GPU to offload.
         """
         return self.shard_size != 1 and (self.world_size > 1 or (self.offload and self.on_gpu))
 
@@ -103,7 +103,7 @@ class Ranks:
         return self._meshes[kind]
 
     def group(self) -> Any:
-        """Returns a new group of all ranks, for a thread that communicates beside another one. None for one process."""
+        """Returns a new group of all ranks, for a thread that communicates in parallel; None for a single process."""
         timeout = timedelta(seconds=self.timeout_s)
         return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
@@ -148,7 +148,7 @@ class Ranks:
                 dist.broadcast(tensor, 0)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over all ranks, in place."""
+        """Sums `values` over all ranks in place, and returns them."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -156,7 +156,7 @@ class Ranks:
     def sum_gradients(self, model: nn.Module) -> None:
         """Replaces every gradient by its sum over all ranks, in one message; a rank without rows contributes zeros.
 
-        Does nothing for sharded models, whose backward pass has summed them.
+        Does nothing for sharded models, whose backward pass already summed them.
         """
         if self.world_size == 1 or self.sharded:
             return
@@ -176,10 +176,10 @@ class Ranks:
 
 
 def _pin_exactly(environment: MutableMapping[str, str]) -> None:
-    """Lets torch pin large blocks of host memory as they are; it would round them up to powers of two.
+    """Makes torch pin large blocks of host memory at their exact size instead of rounding up to powers of two.
 
-    torch reads this when it first pins memory. Blocks that are not rounded must not be cached either: torch 2.13 would hand
-    out a freed one for a larger request. What the user has set about it stays.
+    torch reads this when it first pins memory. Blocks that are not rounded must not be cached either, because torch
+    2.13 would reuse a freed block for a larger request. The user's own settings are kept.
     """
     name = next((name for name in _ALLOCATOR if environment.get(name)), _ALLOCATOR[0])
     before, size = environment.get(name, ""), PINNED_EXACT_BYTES >> 20
@@ -191,8 +191,8 @@ def _pin_exactly(environment: MutableMapping[str, str]) -> None:
 def end() -> NoReturn:
     """Ends a successful rank at once.
 
-    Otherwise torch's threads now and then abort the process while the interpreter shuts down ("terminate called without an
-    active exception"; 1 of 24 runs on an overloaded CPU), and the rank would count as failed.
+    Otherwise torch's threads sometimes abort the process while the interpreter shuts down ("terminate called without an
+    active exception"; 1 of 24 runs on an overloaded CPU), and the rank counts as failed.
     """
     logging.shutdown()
     sys.stdout.flush()

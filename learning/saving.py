@@ -1,4 +1,4 @@
-"""Saves a model and its optimiser. They are copied to CPU memory first, so that training continues meanwhile."""
+"""Saves a model and its optimiser, after copying them to CPU memory so that training can continue."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 4 << 30
 _STATE = "state"
 _CHUNK_BYTES = 1 << 22
 Files = dict[str, list[int]]
-"""Size and CRC-32 of files by their names in a directory."""
+"""Size and CRC-32 of files, by their names in a directory."""
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process, as intended
 
 
@@ -37,13 +37,13 @@ class Contents:
     """A model directory in memory, without the optimiser."""
 
     tensors: Mapping[str, Tensor]
-    """Sharded as the model is, by its own names."""
+    """Tensors by the model's own names, sharded like the model."""
     files: Mapping[str, str]
-    """The safetensors file of every tensor in the directory."""
+    """The safetensors file of every tensor, by the tensor's name in the directory."""
     texts: Mapping[str, str]
-    """Contents of the other files."""
+    """Contents of the other files, by file name."""
     to_files: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = lambda named: named
-    """Converts whole tensors to those in the directory."""
+    """Converts whole tensors to the form in the directory."""
 
     @classmethod
     def of(cls, model: Any) -> "Contents":
@@ -71,10 +71,11 @@ class Snapshot:
 
     @classmethod
     def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
-        """Copies to CPU memory. A collective, which gathers sharded tensors one after the other.
+        """Copies model and optimiser to CPU memory. A collective, which gathers sharded tensors one after the other.
 
-        A model becomes safetensors files of at most 4 GB in float32; of a sharded one every rank keeps and writes some. The
-        optimiser's state stays sharded. With `alone` rank 0 writes everything, as the others do not see its disk.
+        A model becomes safetensors files of at most 4 GB in float32; if it is sharded, every rank keeps and writes some
+        of them. The optimiser's state stays sharded. With `alone`, rank 0 writes everything, as the others do not see
+        its disk.
         """
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
@@ -100,7 +101,7 @@ class Snapshot:
             (directory / name).write_text(text)
         for name, tensors in self.files.items():
             (path := directory / name).touch()
-            mode = path.stat().st_mode  # as all other files have it: the library makes its own readable for their owner only
+            mode = path.stat().st_mode  # like all other files: the library makes its own readable only for the owner
             save_file(tensors, path, metadata={"format": "pt"})
             path.chmod(mode)
 
@@ -109,7 +110,7 @@ class Snapshot:
         if self.state:
             writer = dcp.FileSystemWriter(
                 directory / _STATE, per_thread_copy_ahead=0
-            )  # 0: no CUDA stream; all is in CPU memory
+            )  # 0: no CUDA stream, as everything is in CPU memory
             dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
 
     def write(self, directory: Path) -> None:
@@ -124,12 +125,12 @@ def checksums(directory: Path) -> Files:
 
 
 def damaged(directory: Path, files: Files) -> str | None:
-    """Returns the first of `files` that is not as it was written."""
+    """Returns the first of `files` that has changed since it was written, or None."""
     return next((name for name, found in _read_all(directory, list(files)) if found != list(files[name])), None)
 
 
 def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int]]]:
-    """Reads files several at a time; CRC-32 is nearly three times as fast as SHA-256, and finds what a disk does."""
+    """Reads several files at a time; CRC-32 is nearly three times as fast as SHA-256 and detects disk errors."""
 
     def read(name: str) -> tuple[str, list[int]]:
         size = crc = 0
@@ -146,9 +147,9 @@ def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
-    """Loads the state that a snapshot left in `directory`, by any number of ranks; at least rank 0 sees it.
+    """Loads the state that a snapshot of any number of ranks left in `directory`, which at least rank 0 sees.
 
-    Raises ConfigError for another kind of optimiser, and whatever a damaged file causes.
+    Raises ConfigError for another kind of optimiser, and other errors for damaged files.
     """
     seen = b"".join(path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists())
     everywhere = ranks.all_say(seen)
@@ -190,7 +191,7 @@ class _StateReader:
 
 
 def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
-    """Returns a tensor in the host's memory, sharded as `like`, of this rank's share."""
+    """Returns this rank's share as a tensor in host memory, sharded like `like`."""
     if not isinstance(like, DTensor):
         return share
     mesh, shape, stride = ranks.mesh("cpu"), like.shape, like.stride()

@@ -1,6 +1,6 @@
 """Shards models over the ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-A decoder layer is the unit that is gathered and freed. Our losses are divided by the tokens of the global batch, so gradients
+The unit of gathering and freeing is a decoder layer. Losses are divided by the tokens of the global batch, so gradients
 are summed over the ranks, where FSDP2 would average them.
 """
 
@@ -44,7 +44,7 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     checkpointing = settings.activation_checkpointing if trained else False
     compiled = has_triton(device.type) if settings.compile == "auto" else settings.compile
     for layer in layers(model) if compiled or checkpointing else ():
-        if checkpointing == "selective":  # inside of what is compiled, which then knows what to keep
+        if checkpointing == "selective":  # inside the compiled module, so that the compiler knows what to keep
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products)
         if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -53,7 +53,7 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
 
 
 def _keep_products() -> Any:
-    """Returns the contexts of a checkpoint that keeps the results of matrix products and attention."""
+    """Returns the contexts of an activation checkpoint that keeps the results of matrix products and attention."""
     return create_selective_checkpoint_contexts(_products())
 
 
@@ -83,9 +83,9 @@ def shard(
 ) -> None:
     """Shards `root`, whose forward runs the transformers model `model` inside it.
 
-    With `low_precision` passes are in bfloat16 and gradients reduced in float32; modules in `exact` compute in float32.
-    `offload` keeps parameters, gradients and optimiser state in CPU memory. A model that is not `trained` is freed after every
-    pass.
+    With `low_precision`, passes run in bfloat16 and gradients are reduced in float32; modules in `exact` compute in
+    float32. `offload` keeps parameters, gradients and optimiser state in CPU memory. The gathered weights of a model
+    that is not `trained` are freed after every pass.
     """
     mesh = ranks.mesh()
     policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
@@ -103,10 +103,10 @@ def shard(
 
 
 def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
-    """Prepares a sharded model for the backward pass of a micro-batch; only the `last` one has to sum gradients over all ranks.
+    """Prepares a sharded model for a micro-batch's backward pass; only the `last` must sum gradients over all ranks.
 
-    The others add to gradients of the whole model where a rank has room for them (`sums_once`). Elsewhere every pass sums them
-    within a copy of the model, and only the last one between the copies.
+    The others accumulate gradients of the whole model if a rank has room for them (`sums_once`). Otherwise every pass
+    sums them within a copy of the model, and only the last one across the copies.
     """
     if not isinstance(root, FSDPModule):
         return
@@ -118,16 +118,16 @@ def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Frees what a sharded model has gathered, so that its parameters are this rank's share."""
+    """Frees the gathered weights of a sharded model, so that its parameters are this rank's share."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers by name; of tied ones only the first.
+    """Returns parameters and persistent buffers by name; of tied tensors only the first.
 
-    Those of a sharded model are DTensors with this rank's share, also between a forward and a backward pass.
+    For a sharded model they are DTensors with this rank's share, even between a forward and a backward pass.
     """
     seen: set[int] = set()
     found = {}
@@ -139,7 +139,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's share of a tensor; all of one that is not sharded."""
+    """Returns this rank's share of a tensor; the whole tensor if it is not sharded."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -150,7 +150,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def region(tensor: Tensor) -> tuple[slice, ...]:
-    """Returns the place of this rank's share in the whole tensor."""
+    """Returns the slices of the whole tensor that this rank's share covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,7 +1,7 @@
-"""Copies between a device and the host's memory through two pinned buffers, on one stream, whatever the sizes.
+"""Copies tensors of any size between a device and host memory through two pinned buffers, on one stream.
 
-A copy to pageable memory stops the thread that asks for it, and pinned memory for a whole model would be taken from the host
-for good. On a CPU the same code runs without streams.
+A copy to pageable memory blocks the calling thread, and pinned memory for a whole model would be lost to the host for
+good. On a CPU the same code runs without streams.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ _BUFFER_BYTES = 64 << 20
 
 
 class Staging:
-    """Copies tensors of `device`, in order, while the caller goes on. For one thread at a time."""
+    """Copies tensors of `device` in order, while the caller continues. Not thread-safe."""
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
         self.device, self._size = device, buffer_bytes
@@ -27,16 +27,16 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._work: list[Future[Any]] = []
         self._buffers: deque[tuple[Tensor, Callable[[], Any]]] = deque()
-        """The pinned buffers, and how to wait until each may be overwritten; the next one first."""
+        """The pinned buffers, each with a function that waits until it may be overwritten; the next one first."""
 
     def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns a copy in the host's memory, `out` if given, which is complete after `wait`.
+        """Returns a copy in host memory (`out` if given), which is complete after `wait`.
 
-        `tensor` must keep its contents until then.
+        `tensor` must not change until then.
         """
         if out is None:
             out = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._stream.wait_stream(self._streams.current_stream())  # which makes the tensor
+        self._stream.wait_stream(self._streams.current_stream())  # it produces the tensor
         for piece, place in zip(self._pieces(tensor.detach().contiguous()), self._pieces(out), strict=True):
             buffer = self._free()
             copied = self._copy(buffer[: len(piece)], piece)
@@ -44,7 +44,7 @@ class Staging:
         return out
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the device, for `on_stream`."""
+        """Returns a copy on the device, for use in `on_stream`."""
         with self._streams.stream(self._stream):
             there = torch.empty_like(tensor, device=self.device)
         for piece, place in zip(self._pieces(tensor), self._pieces(there), strict=True):
@@ -60,7 +60,7 @@ class Staging:
         self._mark().synchronize()
 
     def then(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Calls `work` in another thread after the copies so far, unless one of them failed."""
+        """Calls `work` in another thread after all copies so far, unless one of them failed."""
         before = self._work[-1].result if self._work else _nothing
         self._work.append(self._thread.submit(lambda: (before(), work())))
         return self._work[-1]
@@ -77,19 +77,19 @@ class Staging:
         return flat.split(self._size) if flat.numel() else ()
 
     def _copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copies on the stream; returns the event of its end."""
+        """Copies on the stream; returns the event of the copy's end."""
         with self._streams.stream(self._stream):
             to.copy_(source, non_blocking=True)
         return self._mark()
 
     def _mark(self) -> Any:
-        """Returns the event of the end of what is on the stream."""
+        """Returns an event for the end of the work queued on the stream."""
         event = self._streams.Event()
         event.record(self._stream)
         return event
 
     def _free(self) -> Tensor:
-        """Takes the next buffer, when its last use is over."""
+        """Returns the next buffer, after waiting for its last use to end."""
         if not self._buffers:
             pinned = self.device.type == "cuda"
             self._buffers += [(torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned), _nothing) for _ in range(2)]
@@ -99,7 +99,7 @@ class Staging:
 
 
 def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns tensors by name in the host's memory, contiguous; those that are there are not copied."""
+    """Returns tensors by name, contiguous and in host memory; tensors already there are not copied."""
     copies: dict[torch.device, Staging] = {}
     found = {}
     for name, tensor in named:
@@ -115,7 +115,7 @@ def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _land(_source: Tensor, copied: Any, buffer: Tensor, place: Tensor) -> None:
-    """Copies from a buffer when the copy into it is done; holds its source until then."""
+    """Copies from a buffer once the copy into it is done; holds a reference to the source until then."""
     copied.synchronize()
     place.copy_(buffer[: len(place)])
 

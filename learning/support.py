@@ -1,4 +1,4 @@
-"""What truncated sampling and a shortest length leave of the vocabulary, applied to logits again in the trainer."""
+"""Restricts the trainer's logits to the tokens that truncated sampling and a minimum length allowed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from torch import Tensor
 from common.schemas import Completion, Group, Int32
 
 _NOTHING = -1e30
-"""A logit whose probability is 0 and that no sum turns into NaN, as infinity would."""
+"""A logit with probability 0; unlike infinity, it cannot turn a sum into NaN."""
 _Array = NDArray[np.int64]
 
 
 class Sampled(NamedTuple):
-    """What one completion of L tokens was sampled from."""
+    """The tokens from which one completion of L tokens was sampled."""
 
     kept_tokens: Int32
     kept_counts: Int32
     """As in `Completion`."""
     barred: Int32
-    """Tokens that the first `min_new_tokens` ones were sampled without."""
+    """Tokens excluded while sampling the first `min_new_tokens` tokens."""
     min_new_tokens: int
 
     @classmethod
     def of(cls, group: Group, completion: Completion) -> "Sampled | None":
-        """Returns it for a completion of a group; None where it was sampled from the whole vocabulary."""
+        """Returns it for a completion of a group; None if it was sampled from the whole vocabulary."""
         if len(completion.kept_counts) or (group.min_new_tokens and len(group.barred)):
             return cls(completion.kept_tokens, completion.kept_counts, group.barred, group.min_new_tokens)
         return None
 
     def lists(self, length: int) -> "tuple[_Array, _Array, NDArray[np.bool_]]":
-        """Returns, for completion tokens 0..length-1, the sizes of their lists, these, and whether a list is all there was."""
+        """Returns, for tokens 0..length-1, the list sizes, the lists, and whether each lists the allowed tokens."""
         counts = self.kept_counts.astype(np.int64) if len(self.kept_counts) else np.zeros(length, np.int64)
         only = counts > 0
         barred = ~only & (np.arange(length) < self.min_new_tokens)
@@ -49,8 +49,8 @@ class Sampled(NamedTuple):
 class Support:
     """The tokens from which each of C completion tokens was sampled.
 
-    `rows` and `tokens` [K] are pairs, row after row, and `ends` [C + 1] their number before each row. A row in `only` was
-    sampled from the tokens of its pairs, any other from all but these.
+    `rows` and `tokens` [K] are pairs, sorted by row, and `ends` [C + 1] is the number of pairs before each row. A row
+    in `only` was sampled from the tokens of its pairs, any other row from all tokens except these.
     """
 
     rows: Tensor
@@ -61,7 +61,7 @@ class Support:
 
     @classmethod
     def of(cls, rows: Sequence[Sampled | None], lengths: Sequence[int]) -> "Support | None":
-        """Returns that of completions of `lengths`; None where all were sampled from the whole vocabulary."""
+        """Returns the support of completions of `lengths`; None if all were sampled from the whole vocabulary."""
         if not any(rows):
             return None
         counts, tokens, only = [], [], []
@@ -78,7 +78,7 @@ class Support:
         return cls(joined[0], joined[1], joined[2], ends)
 
     def apply(self, logits: Tensor, first: int) -> Tensor:
-        """Lowers the logits [N, V] of what rows `first` and up could not sample, in place."""
+        """Lowers, in place, the logits [N, V] of tokens that rows `first` and up could not sample."""
         pairs = slice(self.ends[first], self.ends[first + len(logits)])
         rows, tokens, only = self.rows[pairs] - first, self.tokens[pairs], self.only[first : first + len(logits)]
         inside = only[rows]

@@ -21,8 +21,8 @@ from common.schemas import Bucket
 def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Joins the group; returns when every rank has joined.
 
-    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group. The limit holds for every
-    later operation of a gloo group too.
+    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group. The timeout also
+    applies to every later operation of a gloo group.
     """
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
@@ -37,12 +37,12 @@ def join(address: str, port: int, rank: int, world_size: int, name: str, backend
 
 
 def group_device(backend: str) -> torch.device:
-    """Returns the device whose tensors a group carries."""
+    """Returns the device on which tensors must be to be sent through the group."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 def size_of(bucket: Bucket) -> int:
-    """Returns the bytes of a bucket."""
+    """Returns the size of a bucket in bytes."""
     return sum(prod(shape) * dtype_of(name).itemsize for name, shape in zip(bucket.dtypes, bucket.shapes, strict=True))
 
 
@@ -65,9 +65,9 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Returns what SGLang's `/weights_checker` reports of a tensor on a CPU: the first 16 hex digits of its bytes' SHA-256.
+    """Returns the checksum that SGLang's `/weights_checker` reports for a CPU tensor: 16 hex digits of its SHA-256.
 
-    Several tensors count as concatenated, like those that an engine has fused along dimension 0.
+    Several tensors are treated as concatenated, like tensors that an engine fuses along dimension 0.
     """
     found = hashlib.sha256()
     for tensor in tensors:
@@ -76,6 +76,6 @@ def digest(*tensors: Tensor) -> str:
 
 
 def digest_all(checksums: dict[str, str]) -> str:
-    """Returns one checksum of all tensors of a rank, in the order of their names."""
+    """Combines the checksums of all tensors of a rank, in the order of their names, into one."""
     text = "".join(f"{name}{checksums[name]}" for name in sorted(checksums))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: any number are loaded, one at a time is merged into the weights."""
+"""LoRA adapters in PEFT's format. Any number can be loaded; one at a time is merged into the weights."""
 
 import json
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class AdapterRegistry:
 
     def paths(self) -> dict[str, str]:
         """Returns the directories of the adapters that requests may use, by name."""
-        known = tuple(self._known.items())  # other threads read it too
+        known = tuple(self._known.items())  # copied, as other threads read it too
         return {name: str(adapter.path) for name, adapter in known if name not in self.retired}
 
     def load(self, name: str, path: Path) -> None:
@@ -76,7 +76,7 @@ class AdapterRegistry:
         self.retired.discard(name)
 
     def merge(self, name: str | None) -> None:
-        """Merges this adapter into the weights; None restores exactly the base model's."""
+        """Merges this adapter into the weights; None restores the base model's weights exactly."""
         if name == self.active:
             return
         for weight, tensor in self._base.items():

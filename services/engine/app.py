@@ -18,14 +18,17 @@ from services.http.openapi import OBJECT, described
 
 
 def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI:
-    """Returns the app of an engine; the app starts and stops it. `/server_info` shows the process's `arguments`."""
+    """Returns the app of an engine, which starts and stops the engine.
+
+    `/server_info` shows the process's `arguments`.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
         engine.start()
         try:
             yield
-        finally:  # a thread that still computes at interpreter exit aborts the process
+        finally:  # a thread still computing at interpreter exit would abort the process
             await asyncio.to_thread(engine.stop)
 
     app = create_app(

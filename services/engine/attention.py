@@ -15,9 +15,9 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
-    """Makes `module` attend by `_attend`; returns False, and changes nothing, where transformers does not allow that.
+    """Makes `module` use `_attend`; returns False, and changes nothing, if transformers does not allow that.
 
-    Raises ConfigError for attention that the engine does not have.
+    Raises ConfigError for attention that the engine does not support.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds - _KNOWN_LAYERS:
@@ -59,7 +59,7 @@ def _attend(
     heads, length, size = query.shape[1:]
     shared = heads // key.shape[1]
     scale, mask = size**-0.5 if scaling is None else scaling, slots.mask(sliding_window)
-    # One query by plain products takes half the time of the fused kernel on a CPU.
+    # For one query on a CPU, plain products take half the time of the fused kernel.
     if softcap is not None or s_aux is not None or (length == 1 and query.device.type == "cpu"):
         if length > 1 and mask is None:
             mask = slots.causal_mask()
@@ -67,7 +67,7 @@ def _attend(
     if length == 1:
         return _fused(query, key, value, scale, mask), None
     grouped = shared > 1
-    if mask is not None and grouped:  # no kernel of a GPU has both a mask and shared keys
+    if mask is not None and grouped:  # no GPU kernel supports both a mask and shared keys
         key, value, grouped = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), False
     found = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -76,7 +76,10 @@ def _attend(
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Returns [B, 1, heads, D] of one query per row: heads that share a key are queries of one head, which needs no copies."""
+    """Returns [B, 1, heads, D] for one query per row.
+
+    Heads that share a key become queries of one head, without copies.
+    """
     batch, heads, _, size = query.shape
     packed = query.reshape(batch, key.shape[1], -1, size)
     return scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale).reshape(batch, 1, heads, -1)
@@ -95,7 +98,7 @@ def _by_products(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:  # a column that takes weight and gives no value
+    if sinks is not None:  # a column that takes weight but has no value
         scores = torch.cat((scores, sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)), -1)
     weights = torch.softmax(scores, -1)[..., :columns]
     found = weights.reshape(batch, kv_heads, -1, columns) @ value

@@ -39,8 +39,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """The KV of the running rows, for prefills and for decode steps of one token per row.
 
-    Storage doubles as needed in both directions, unless `allocate` has made it once and for all. It is zeroed, since even a
-    masked NaN spreads.
+    Storage doubles as needed in both directions, unless `allocate` fixed its size. It is zeroed, because even a masked
+    NaN would spread.
     """
 
     write: Callable[[_Layer, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,7 +59,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows `first` and up."""
         self.length, self.before = max(lengths), 0
         last, length = first + len(owners), self.length
-        self.longest = max(self.longest, length)  # `move` may come before the next step
+        self.longest = max(self.longest, length)  # `move` may be called before the next step
         self._reserve(last, length)
         owner = torch.tensor(owners, dtype=torch.long, device=self.device)  # a scored prompt has none
 
@@ -130,7 +130,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.values[torch.tensor(rows, device=self.device)] = 0.0
 
     def release(self) -> None:
-        """Frees the memory, or clears it where it is fixed; only when no row is running."""
+        """Frees the memory, or clears it if its size is fixed; only call it when no row is running."""
         if not self.fixed:
             self.__init__(len(self.layers), self.device, self.dtype)  # type: ignore[misc]
         for layer in self._used():
@@ -142,17 +142,17 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return [states for layer in self._used() for states in (layer.keys, layer.values)]
 
     def bytes_per_token(self) -> int:
-        """Returns the size of one token of a row; known after the first pass."""
+        """Returns the bytes per token of a row; known after the first pass."""
         return sum(states.shape[1] * states.shape[3] * states.element_size() for states in self.tensors())
 
     def allocate(self, rows: int, columns: int) -> None:
-        """Makes the storage for so many rows and columns, which then neither moves nor grows."""
+        """Allocates storage for this many rows and columns, which then neither moves nor grows."""
         self.rows, self.columns, self.fixed = rows, columns, True
         for layer in self._used():
             layer.lazy_initialization(layer.keys, layer.values)
 
     def _used(self) -> list[_Layer]:
-        """Returns the layers that have keys of their own."""
+        """Returns the layers that have their own keys."""
         return [layer for layer in self.layers if layer.is_initialized]
 
     def _reserve(self, rows: int, columns: int) -> None:

@@ -16,7 +16,7 @@ from services.engine.scheduler import MemoryKind, PauseMode
 from services.http.openapi import OBJECT, described
 
 _RATE_S = 0.5
-"""Shortest time over which the rate of generation is measured."""
+"""Shortest interval over which the generation rate is measured."""
 
 
 class PauseBody(Body):
@@ -107,19 +107,22 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
 
 def add_memory(app: FastAPI, engine: Engine) -> None:
-    """Adds the calls by which an engine gives its memory to a trainer on the same GPU, and takes it back."""
+    """Adds the calls that release the engine's memory for a trainer on the same GPU, and take it back."""
     answer = {"type": "null"}
 
     @app.post("/release_memory_occupation", **described(MemoryBody, answer))
     async def release_memory_occupation(request: Request) -> Response:
-        """Frees memory while paused or idle; requests wait. Weights are lost: load them after they are resumed."""
+        """Frees memory while paused or idle; requests wait.
+
+        Released weights are lost: load them again after resuming.
+        """
         body = await read_body(request, MemoryBody)
         await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.release_memory(body.kinds)))
         return reply(None)
 
     @app.post("/resume_memory_occupation", **described(MemoryBody, answer))
     async def resume_memory_occupation(request: Request) -> Response:
-        """Takes memory back that was released. A pause goes on."""
+        """Allocates released memory again. The engine stays paused."""
         body = await read_body(request, MemoryBody)
         await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.resume_memory(body.kinds)))
         return reply(None)
@@ -155,7 +158,7 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
     async def unload_lora_adapter(request: Request) -> Response:
-        """Refuses the adapter to new requests, and unloads it when the last one is answered."""
+        """Refuses new requests for the adapter, and unloads it when the last running one is answered."""
         body = await read_body(request, UnloadBody)
         return await answer(unload(body.lora_name))
 
@@ -165,7 +168,7 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """200 when the engine generates, 503 while paused; `/health` stays 200 then, so that routers keep the worker."""
+        """200 when the engine generates, 503 while paused. `/health` stays 200, so that routers keep the worker."""
         if reason := engine.failure or ("generation is paused" if engine.scheduler.paused else None):
             raise NotReady(reason, remedy="POST /continue_generation" if engine.scheduler.paused else None)
         return {"status": "ready"}

@@ -1,6 +1,6 @@
-"""The computing part of a model on one device: prefills, and decode steps of one token for all running rows.
+"""Runs a model on one device: prefills, and decode steps of one token for all running rows.
 
-The state of the rows is on the host. A step uploads it in one copy, and the only wait is for the sampled tokens.
+The state of the rows is on the host. A step uploads it in one copy and waits only for the sampled tokens.
 """
 
 import logging
@@ -21,15 +21,15 @@ from services.engine.sampling import Inputs, sample
 
 log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
-"""Share of a GPU's free memory that the KV cache may take: a trainer in the same memory needs the rest."""
+"""Share of a GPU's free memory that the KV cache may take; a trainer on the same GPU needs the rest."""
 _ALIGNED = 64
-"""Columns are a multiple of this: fused kernels copy a mask that is not aligned."""
+"""Columns are a multiple of this, because fused kernels copy unaligned masks."""
 
 
 class Decoder:
     """A causal language model of transformers with its KV cache, on the device of its weights.
 
-    On a GPU the cache is made once (`reserve`), and decode steps are CUDA graphs.
+    On a GPU the cache is allocated once (`reserve`), and decode steps are CUDA graphs.
     """
 
     def __init__(self, module: Any, max_context_tokens: int) -> None:
@@ -51,9 +51,9 @@ class Decoder:
         return (hidden[torch.arange(len(hidden), device=self.device), self._last][:, None], *rest)
 
     def reserve(self, rows: int) -> int:
-        """Makes the KV cache of a GPU for as many of `rows` rows as fit, and returns their number; on a CPU the cache grows.
+        """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the cache grows later.
 
-        Raises ConfigError when the model does not run, or not one row fits.
+        Raises ConfigError when the model does not run or not even one row fits.
         """
         try:
             with torch.inference_mode():
@@ -79,22 +79,22 @@ class Decoder:
         return fitting
 
     def storages(self, kind: str) -> list[UntypedStorage]:
-        """Returns the storages of the KV cache or of the weights. A cache that grows is empty then, and has none."""
+        """Returns the storages of the KV cache or of the weights. A growing cache is emptied first, and has none."""
         if kind == "weights":
             return storages(self.module.state_dict().values(), self.device)
         self.cache.release()
         return storages(self.cache.tensors(), self.device)
 
     def forget(self) -> None:
-        """Forgets recorded steps, which know addresses, and returns free memory to the device."""
+        """Drops recorded steps, which contain addresses, and returns free memory to the device."""
         if self.graphs is not None:
             self.graphs = StepGraphs(self._step, recorder(), self.device)
             torch.cuda.empty_cache()
 
     def prefill(self, prompts: Sequence[Sequence[int]], owners: Sequence[int], first: int) -> Tensor:
-        """Computes prompts, and fills rows `first` and up with those of `owners`. Returns the logits [owners, V] after them."""
+        """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next logits [owners, V]."""
         lengths = [len(prompt) for prompt in prompts]
-        # Padding is on the right, where causal attention never looks: no mask is needed, which is the fastest kernel.
+        # Padding is on the right, where causal attention never looks: the fastest kernel works, which takes no mask.
         self.cache.begin_prefill(lengths, first, owners)
         self._last = torch.tensor(lengths, device=self.device) - 1
         try:
@@ -104,7 +104,10 @@ class Decoder:
         return logits[torch.tensor(owners, device=self.device)]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-probabilities of the tokens of each prompt but its first, at temperature 1. Running rows stay."""
+        """Returns the log-probabilities, at temperature 1, of each prompt's tokens after the first.
+
+        Running rows stay.
+        """
         cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
         cache.begin_prefill([len(prompt) for prompt in prompts], 0, [])  # nothing is kept
         padded = self._padded(prompts)
@@ -135,7 +138,7 @@ class Decoder:
         return _read(sample(logits, torch.from_numpy(inputs.state).to(self.device), inputs.plain, inputs.kept))
 
     def _step(self, state: Tensor, columns: int, plain: bool, kept: int = 0) -> Tensor:
-        """One step without a wait: the same operations for the same shapes, so that a CUDA graph can replay it."""
+        """One step without synchronisation: equal shapes run the same operations, so a CUDA graph can replay it."""
         tokens, positions = state[0].long(), state[1].long()
         self.cache.begin_decode(positions, columns)
         mask = None if self._exchanged else self.cache.mask(None)
@@ -146,7 +149,7 @@ class Decoder:
 
     def _logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache) -> Tensor:
         slots = {}
-        if self._exchanged:  # a mask of four dimensions stands for a finished one, so that the model makes none
+        if self._exchanged:  # transformers takes a 4-D mask as final and makes none
             mask, slots = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool), {"slots": cache}
         options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         logits: Tensor = self.module(input_ids=tokens, **options, **slots).logits

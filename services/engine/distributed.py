@@ -156,7 +156,7 @@ class WeightUpdates:
 
 
 async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
-    """Returns the result of `work`, run in a thread that is abandoned when the group is left. Raises Refused then."""
+    """Returns the result of `work`, run in a thread. When the group is left, abandons the thread and raises Refused."""
     result: Future[_T] = Future()
 
     def run() -> None:

@@ -25,14 +25,15 @@ from services.engine.scheduler import Scheduler
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _IDLE_GATHER_S, _BUSY_GATHER_S = (0.005, 0.06), (0.002, 0.01)
-"""Seconds to wait for more requests after one arrived: (without a new one, in all), when no row runs and when some do."""
+"""Seconds to wait for more requests after one arrived, as (without a new one, in total): when no row runs, when some
+do."""
 
 
 class Engine:
     """Continuous batching over one model. Public methods may be called from any thread and return at once.
 
-    The engine's thread owns `model` and `scheduler` from `start` on: other threads change them through `call` only. When it
-    ends with an error it calls `on_crash`; a supervisor should then restart the process.
+    After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only through `call`. When
+    the thread ends with an error it calls `on_crash`; a supervisor should then restart the process.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class Engine:
         return self._incoming + self.scheduler.waiting
 
     def submit(self, jobs: list[GenerationJob]) -> None:
-        """Queues all jobs or none; their `done` resolves later. Raises Overloaded when too many sequences wait."""
+        """Queues all jobs or none; their `done` futures resolve later.
+
+        Raises Overloaded when too many sequences wait.
+        """
         size = sum(job.n for job in jobs)
 
         def enqueue() -> None:
@@ -111,8 +115,8 @@ class Engine:
     def call(self, function: Callable[[Scheduler], _T], exclusive: bool = False) -> "Future[_T]":
         """Runs `function` on the engine's thread between two steps; `exclusive` waits until it is paused or no row runs.
 
-        Raises NotReady when the thread has ended. A ServiceError of `function` goes to the future only; any other error
-        also ends the thread.
+        Raises NotReady when the thread has ended. A ServiceError from `function` goes only to the future; any other
+        error also ends the thread.
         """
         done: Future[_T] = Future()
 
@@ -179,7 +183,7 @@ class Engine:
             scheduler.step(admit=not self._exclusive)
 
     def _gather(self) -> None:
-        """Waits for the rest of a burst of requests: one prefill serves all, and no step competes with their parsing."""
+        """Waits for the rest of a burst of requests: one prefill serves all, and no step slows down their parsing."""
         quiet, most = _BUSY_GATHER_S if self.running else _IDLE_GATHER_S
         limit = time.monotonic() + most
         while self._wake.wait(quiet) and time.monotonic() < limit:

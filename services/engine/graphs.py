@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: a model of many small kernels costs one launch instead of hundreds."""
+"""CUDA graphs of the decode step: one launch instead of hundreds of small kernels."""
 
 import logging
 from collections.abc import Callable
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 Step = Callable[[Tensor, int, bool, int], Tensor]
 """(state, columns, plain, kept) -> result, all on the device."""
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Records what a function does, and returns a function that does it again, on the same tensors."""
+"""Records a function, and returns a function that replays it on the same tensors."""
 _LEAST_COLUMNS = 128
 
 
 class StepGraphs:
-    """Replays recorded steps. Rows and columns are rounded up, so that there are few records.
+    """Replays recorded steps. Rows and columns are rounded up to keep the number of recordings small.
 
-    Rows beyond those that run compute on free rows of the cache, at position 0. When a step cannot be recorded (a model that
-    waits for its own numbers), no further one is, and steps run as they are.
+    Padding rows compute on free rows of the cache, at position 0. When a step cannot be recorded (a model that
+    synchronises with the host), no further step is recorded, and all steps run directly.
     """
 
     def __init__(self, step: Step, record: Record, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class StepGraphs:
         self._works = True
 
     def __call__(self, inputs: Inputs, columns: int, capacity: tuple[int, int]) -> Tensor:
-        """Returns the result of the step for at least the rows of `inputs`; `capacity` are the rows and columns there are."""
+        """Returns the step's result for at least the rows of `inputs`; `capacity` is the cache's (rows, columns)."""
         rows = inputs.state.shape[1]
         padded_rows, padded_columns = round_up(rows, 1, capacity[0]), round_up(columns, _LEAST_COLUMNS, capacity[1])
         idle = np.pad(IDLE, ((0, len(inputs.state) - len(IDLE)), (0, 0)), constant_values=-1)
@@ -67,19 +67,19 @@ def round_up(number: int, least: int, most: int) -> int:
 
 
 def recorder() -> Record:
-    """Returns what records steps as CUDA graphs, on one stream and in one memory: a result is read before the next graph runs.
+    """Returns a recorder of CUDA graphs that share one stream and one memory pool.
 
-    Made anew for every set of graphs: torch refuses memory whose graphs are all gone, and two engines of one process must not
-    share it.
+    Sharing works because a result is read before the next graph runs. Every set of graphs needs a new recorder: torch
+    refuses a pool whose graphs are all gone, and two engines in one process must not share a pool.
     """
     return partial(capture, torch.cuda.Stream(), torch.cuda.graph_pool_handle())
 
 
 def capture(stream: Any, pool: Any, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Records a step as a CUDA graph, after running it once: kernels are chosen and loaded by the first run."""
+    """Records a step as a CUDA graph, after running it once so that kernels are chosen and loaded."""
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):  # which is left also where torch does not leave its own, after a record that broke off
+    with torch.cuda.stream(stream):  # restores the stream even after a failed recording, which torch does not
         step()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use the GPU
             found = step()

@@ -21,7 +21,7 @@ class SamplingParams:
         top_k: 0 for all tokens.
         stop_ids: tokens that end a completion, end-of-text included.
         stops: texts that end one.
-        returns_kept: whether the answer shows the tokens that truncation left.
+        returns_kept: whether the answer shows the tokens that truncation kept.
     """
 
     max_new_tokens: int = 128
@@ -41,7 +41,7 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def stop_in(self, last: Callable[[int], str]) -> str | None:
-        """Returns the stop text that a completion has reached; `last` gives the text of so many tokens at its end."""
+        """Returns the stop text that a completion has reached, or None; `last(n)` is the text of its last n tokens."""
         text = last(1 + max(len(stop.encode()) for stop in self.stops)) if self.stops else ""
         return next((stop for stop in self.stops if stop in text), None)
 
@@ -50,14 +50,11 @@ class SamplingParams:
 class Sequence:
     """One completion.
 
-    Attributes:
-        key: seeds its random numbers.
-        tokens, logprobs: current when it has left the batch; the lists are replaced, never changed.
-        kept: for every token, its log-probability among the tokens that truncation left, and these, where they are returned.
-        versions: (weight version, first token from it).
-        cached_tokens: prompt tokens whose KV was copied from another sequence of the job.
-        finish: SGLang's finish_reason; None while it runs.
-        version: weight version at its end.
+    Attributes: key: seeds its random numbers. tokens, logprobs: current when it has left the batch; the lists are
+    replaced, never changed. kept: per token, its log-probability among the tokens that truncation kept, and these
+    tokens, if they are returned. versions: (weight version, first token from it). cached_tokens: prompt tokens whose KV
+    was copied from another sequence of the job. finish: SGLang's finish_reason; None while it runs. version: weight
+    version at its end.
     """
 
     job: "GenerationJob"

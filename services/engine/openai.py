@@ -17,7 +17,7 @@ _REFUSED = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "no_stop_trim"), NOTHING),
     **dict.fromkeys(("regex", "json_schema", "ebnf", "lora_path"), NOTHING),
 }
-"""Fields that would change the answer and that this engine lacks, with the values at which they have no effect."""
+"""Fields that would change the answer but are not supported, with the values at which they have no effect."""
 
 
 class ChatBody(BaseModel):

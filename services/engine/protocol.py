@@ -27,13 +27,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_bias", "custom_params"), ({},)),
     "spaces_between_special_tokens": (True,),
 }
-"""SGLang's sampling parameters that this engine lacks, with the values at which they have no effect."""
+"""SGLang's sampling parameters that this engine does not support, with the values at which they have no effect."""
 _REFUSED = {
     **dict.fromkeys(("stream", "token_ids_logprob", "top_logprobs_num", "return_hidden_states"), NOTHING),
     **dict.fromkeys(("return_routed_experts", "sampling_logprobs_mode", "return_entropy", "custom_logit_processor"), NOTHING),
     **dict.fromkeys(("image_data", "audio_data", "video_data", "input_embeds"), NOTHING),
 }
-"""SGLang's top-level fields that would change the answer and that this engine lacks, likewise."""
+"""Likewise, SGLang's top-level fields that would change the answer but are not supported."""
 
 
 _Stop = Annotated[str, Field(max_length=1000)]
@@ -47,7 +47,7 @@ class BadRequest(ServiceError):
 
 
 def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
-    """Returns the first problem that pydantic found."""
+    """Returns the error for the first problem that pydantic found."""
     first = error.errors()[0]
     name = prefix + str(first["loc"][0]) if first["loc"] else "body"  # what follows names a branch of a union
     if first["type"] == "extra_forbidden":
@@ -78,17 +78,15 @@ class SamplingFields(BaseModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     max_new_tokens: int | None = Field(None, ge=0)
-    """0 only where the log-probabilities of the prompt are asked for."""
+    """0 only when the log-probabilities of the prompt are requested."""
     sampling_seed: int | None = None
 
     def sampling(self, prompt_tokens: int, model: Model, logprobs: bool = False, mask: bool = False) -> SamplingParams:
         """Returns the parameters, checked against the model. The default length is cut to the context, as SGLang does.
 
-        Args:
-            prompt_tokens: length of the prompt.
-            model: that answers.
-            logprobs: whether the answer shows log-probabilities; then it shows what truncation left too, up to a limit.
-            mask: whether it has to show what truncation left.
+        Args: prompt_tokens: length of the prompt. model: the model that answers. logprobs: whether the answer shows
+        log-probabilities, and so also the tokens that truncation kept, up to a limit. mask: whether the answer must
+        show the tokens that truncation kept.
 
         Raises BadRequest.
         """
@@ -145,9 +143,9 @@ class GenerateBody(BaseModel):
 
     input_ids: Annotated[list[Any], AtMost(MAX_JSON_ITEMS)] = []
     text: str | Annotated[list[str], AtMost(MAX_PROMPTS)] | None = None
-    """Tokenised as by the tokenizer's call, special tokens included."""
+    """Tokenised like `tokenizer(text)`, with special tokens."""
     logprob_start_len: int = -1
-    """Position from which on the log-probabilities of the prompt are returned; -1: none."""
+    """Position from which the log-probabilities of the prompt are returned; -1: none."""
     sampling_params: Columns | Annotated[list[Any], AtMost(MAX_PROMPTS)] | None = None
     return_logprob: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
     return_sampling_mask: bool | Annotated[list[bool], AtMost(MAX_PROMPTS)] | None = None
@@ -172,9 +170,9 @@ class GenerateBody(BaseModel):
         return [check_prompt(prompt, model) for prompt in given]
 
     def to_score(self, model: Model) -> list[list[int]] | None:
-        """Returns the prompts whose log-probabilities are asked for; None for a request that generates.
+        """Returns the prompts whose log-probabilities are requested; None for a request that generates.
 
-        Raises BadRequest for one that asks for both.
+        Raises BadRequest when both are requested.
         """
         if self.logprob_start_len < 0:
             return None
@@ -213,7 +211,7 @@ class GenerateBody(BaseModel):
 
 
 def check_prompt(prompt: Any, model: Model) -> list[int]:
-    """Returns the prompt. Raises BadRequest when it is no list of the model's token ids or too long."""
+    """Returns the prompt. Raises BadRequest when it is too long or not a list of the model's token ids."""
     if not isinstance(prompt, list) or not prompt:
         raise BadRequest("a prompt is empty or not a list of token ids", field="input_ids", value=prompt)
     if len(prompt) >= model.max_context_tokens:
@@ -255,7 +253,7 @@ def answer(sequence: Sequence, tokenizer: Any) -> dict[str, Any]:
 
 
 def score_answer(prompt: list[int], logprobs: list[float], start: int, version: str) -> dict[str, Any]:
-    """Returns SGLang's answer for the log-probabilities of a prompt from `start` on; the first of them is null, as there."""
+    """Returns SGLang's answer for a prompt's log-probabilities from `start` on; as in SGLang, the first is null."""
     pairs = list(zip([None, *logprobs[start:]], prompt[start:], strict=True))
     meta = {
         "id": uuid.uuid4().hex,

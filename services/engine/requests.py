@@ -22,7 +22,7 @@ from services.http.app import SMALL_BYTES, read_json
 from services.http.disconnect import cancel_on_disconnect
 
 SCORED_LOGITS = 1 << 27
-"""Logits that are in memory at once where prompts are scored, unless one prompt has more."""
+"""Maximum logits in memory when prompts are scored, unless a single prompt has more."""
 _B = TypeVar("_B", bound=BaseModel)
 _T = TypeVar("_T")
 
@@ -44,14 +44,14 @@ async def read_body(request: Request, kind: type[_B]) -> _B:
 
 
 async def make_jobs(request: Request, jobs: Callable[[Model], _T], model: Model) -> _T:
-    """Returns the `jobs` of a body, which tokenizes and checks prompts: in a thread when the body is large."""
+    """Returns the `jobs` of a body; large bodies are tokenised and checked in a thread."""
     if len(await request.body()) < SMALL_BYTES:
         return jobs(model)
     return await asyncio.to_thread(jobs, model)
 
 
 def reply(content: object, status: int = 200) -> Response:
-    """Returns a JSON response, by orjson because answers hold tens of thousands of numbers."""
+    """Returns a JSON response, encoded by orjson because answers hold tens of thousands of numbers."""
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
@@ -73,9 +73,9 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
 
 
 async def score(request: Request, engine: Engine, prompts: list[list[int]], start: int) -> list[dict[str, Any]]:
-    """Returns the answers for the log-probabilities of prompts, in parts between which running rows are decoded.
+    """Returns the answers for the log-probabilities of prompts, computed in parts so that running rows continue.
 
-    Raises BadRequest when `start` is behind a prompt, or ClientGone.
+    Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
     """
     if (shortest := min(map(len, prompts))) <= start:
         reason = f"there is a prompt of {shortest} tokens"

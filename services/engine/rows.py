@@ -1,4 +1,4 @@
-"""The state of the running rows, on the host: a step takes as many operations for one row as for 256."""
+"""The state of the running rows, on the host, vectorised: a step takes as many operations for one row as for 256."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class Rows:
         return [int(count) for count in self.state["count"][: len(self)]]
 
     def inputs(self, first: int) -> Inputs:
-        """Returns what a step needs to know of rows `first` and up."""
+        """Returns the inputs of a step for rows `first` and up."""
         new = {name: self.state[name][first : len(self)] for name in _FIELDS}
         new["uniform"] = uniforms(new["key"], new["count"])
         state = np.stack([new[name] for name in FIELDS], dtype=np.float64)
@@ -50,11 +50,11 @@ class Rows:
         return Inputs(state, plain, int(new["kept"].max(initial=0)))
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
-        """Adds sequences whose first `lengths` tokens are computed."""
+        """Adds sequences whose first `lengths` tokens have been computed."""
         first, last = len(self), len(self) + len(sequences)
         chosen = [sequence.job.sampling for sequence in sequences]
         state = self.state
-        # `append` counts the position on: the token that it samples is at `lengths`.
+        # `append` increments the position: the token that it adds is at `lengths`.
         state["position"][first:last] = np.array(lengths) - 1
         state["count"][first:last] = [len(sequence.tokens) for sequence in sequences]
         state["key"][first:last] = [sequence.key for sequence in sequences]

@@ -1,4 +1,4 @@
-"""Sampling of one token per row, vectorised, with random numbers that do not depend on what else is in the batch."""
+"""Vectorised sampling of one token per row, with random numbers that do not depend on the rest of the batch."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,23 @@ _INDEX_STRIDE = 0xD1B54A32D192ED03
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy."""
 FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_p")
-"""Fields of a row's state; `uniform` is the random number of its next token. Below are tokens that it may not sample, or -1."""
+"""Fields of a row's state; `uniform` is the random number for its next token. Barred tokens (or -1) follow them."""
 IDLE = np.array([[0.0], [0.0], [1.0], [1.0], [0.0], [np.inf], [0.0]])
 """The state of a row that is not in use."""
 MAX_KEPT = 4096
-"""Limit of tokens that truncation may leave where they are to be returned, as in SGLang."""
+"""Most tokens that truncation may keep if they are to be returned, as in SGLang."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step needs to know of its rows."""
+    """The inputs of a step, for its rows."""
 
     state: NDArray[np.float64]
-    """[F + barred, B]: `FIELDS`, and tokens that may not be sampled; in one array for one copy."""
+    """[F + barred, B]: `FIELDS`, then tokens that must not be sampled; one array, so that one copy suffices."""
     plain: bool
     """No row is greedy or truncated."""
     kept: int = 0
-    """Most tokens that truncation leaves to a row which returns them; 0: no row does."""
+    """Most tokens that truncation keeps in a row that returns them; 0: no row returns them."""
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -58,12 +58,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
-    """Samples one token per row of `logits` [B, V] for `state` as in `Inputs`, on their device and without waiting for it.
+    """Samples one token per row of `logits` [B, V], with `state` as in `Inputs`, on their device and without waiting.
 
-    Returns tokens and log-probabilities, float64 [2, B]. A log-probability is log_softmax(logits / temperature) before any
-    truncation, and log_softmax(logits) where greedy (`temperature` below `GREEDY_BELOW`); NaN where the row's logits are not
-    finite. With `kept` there are 2 + kept rows more: the log-probability among the tokens that truncation leaves, their
-    number, and the first `kept` of them.
+    Returns tokens and log-probabilities, float64 [2, B]. A log-probability is log_softmax(logits / temperature) before
+    any truncation, and log_softmax(logits) if greedy (`temperature` below `GREEDY_BELOW`); NaN if the row's logits are
+    not finite. With `kept` there are 2 + kept further rows: the log-probability among the tokens that truncation keeps,
+    their number, and the first `kept` of them.
     """
     _, _, temperature, top_p, uniform, top_k, min_p = state[: len(FIELDS)]
     finite = torch.isfinite(logits.sum(-1))
@@ -97,7 +97,7 @@ def _barred(logits: Tensor, barred: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverts the cumulative distribution in two levels, block and token, because a sum along all of V is slow.
+    """Inverts the cumulative distribution in two levels, block and token, as a cumulative sum over all of V is slow.
 
     Sums are float64, so that unlikely tokens of a large vocabulary keep their share.
     """
@@ -116,12 +116,12 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns which tokens [B, V] truncation leaves, all tokens by falling probability, and how many of these are left [B].
+    """Returns which tokens [B, V] truncation keeps, all tokens by falling probability, and how many are kept [B].
 
     As in SGLang, each bound refers to the whole distribution.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before, place = ordered.cumsum(-1) - ordered, torch.arange(probs.shape[-1], device=probs.device)
-    left = (before <= top_p[:, None]) | (top_p >= 1)[:, None]  # a sum of all may be rounded to above 1
+    left = (before <= top_p[:, None]) | (top_p >= 1)[:, None]  # rounding may lift the full sum above 1
     left &= (place < top_k[:, None]) & (ordered >= min_p[:, None] * ordered[:, :1])
     return torch.zeros_like(left).scatter_(1, order, left), order, left.sum(-1)

@@ -22,7 +22,7 @@ from services.engine.weights import copy_tensors, load_into
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryKind = Literal["kv_cache", "weights"]
 PREFILL_TOKENS = 16_384
-"""Padded tokens of one prefill: bounds its memory and how long running rows wait for it."""
+"""Maximum padded tokens of one prefill: bounds its memory and how long running rows wait for it."""
 
 
 class LogitsNotFinite(ServiceError):
@@ -46,7 +46,7 @@ class Scheduler:
         self.generated, self.prefilled = generated, prefilled
         self.paused = False
         self.released: dict[str, list[tuple[UntypedStorage, int]]] = {}
-        """Storages and sizes of the memory that is released, by kind."""
+        """Storages and sizes of released memory, by kind."""
         self._no_weights = False
         self.waiting = 0
         self.rows = Rows(self.max_running)
@@ -206,7 +206,7 @@ class Scheduler:
             self.waiting += len(sequences)
 
     def resume(self) -> None:
-        """Ends a pause. Raises Refused while memory is released, or came back without weights."""
+        """Ends a pause. Raises Refused while memory is released, or while resumed weights are not loaded yet."""
         self._refuse_without_memory()
         self.paused = False
 
@@ -216,7 +216,10 @@ class Scheduler:
             raise Refused("the engine has released memory that it needs", field="tags", value=kind, remedy=remedy)
 
     def release_memory(self, kinds: list[MemoryKind]) -> None:
-        """Frees the KV cache, the weights or both, and pauses. Weights are lost. Raises Refused, and changes nothing then."""
+        """Frees the KV cache, the weights or both, and pauses.
+
+        Weights are lost. Changes nothing when it raises Refused.
+        """
         if again := sorted(self.released.keys() & set(kinds)):
             remedy = "POST /resume_memory_occupation first"
             raise Refused("this memory is released already", field="tags", value=again[0], remedy=remedy)
@@ -235,7 +238,7 @@ class Scheduler:
         self.model.forget()
 
     def resume_memory(self, kinds: list[MemoryKind]) -> None:
-        """Allocates memory that was released; weights have no values before the next update. Raises Refused."""
+        """Allocates released memory again; weights have no values until the next update. Raises Refused."""
         if other := sorted(set(kinds) - self.released.keys()):
             raise Refused("this memory was not released", field="tags", value=other[0], remedy="leave it out")
         for kind in kinds:
@@ -249,8 +252,8 @@ class Scheduler:
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
         """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
 
-        Raises BadWeights or Refused, and changes nothing then: rows frozen by an in-place pause need their cache, so
-        unlike SGLang nothing is loaded when it cannot be flushed.
+        Changes nothing when it raises BadWeights or Refused. Rows frozen by an in-place pause need their cache, so,
+        unlike SGLang, it loads nothing when the cache cannot be flushed.
         """
         if "weights" in self.released:
             remedy = "POST /resume_memory_occupation"
@@ -272,7 +275,7 @@ class Scheduler:
         return self.waiting + len(self.rows) if self.paused else 0
 
     def retire_adapter(self, name: str) -> None:
-        """Refuses the adapter to new requests. Raises BadAdapter when it is not loaded."""
+        """Refuses new requests for the adapter. Raises BadAdapter when it is not loaded."""
         if name not in self.adapters.paths():
             known = sorted(self.adapters.paths())
             raise BadAdapter(f"LoRA with name {name} does not exist. Loaded LoRAs: {known}", field="lora_name", value=name)

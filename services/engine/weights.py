@@ -1,4 +1,4 @@
-"""New weights, from safetensors files or from memory, checked before anything is copied: a bad update changes nothing."""
+"""Loads weights from safetensors files or memory, checked before anything is copied: a bad update changes nothing."""
 
 import json
 from collections.abc import Iterator
@@ -57,7 +57,10 @@ def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
-    """Copies checked tensors into the model in place. Raises BadWeights for a part of what the model has as one tensor."""
+    """Copies checked tensors into the model in place.
+
+    Raises BadWeights for only part of a fused tensor of the model.
+    """
     own, everything = from_hub(module, tensors), module.state_dict()
     for name, tensor in own.items():
         if tensor.shape != everything[name].shape:

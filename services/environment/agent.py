@@ -1,7 +1,8 @@
-"""Episodes of programs: a command that is started, or a URL that is asked, for each; the model is behind its session.
+"""Episodes played by programs: each starts a command or posts to a URL; the program reaches the model via its session.
 
-The program gets the task as JSON, on its standard input or as the body of the request, and the addresses of its session. Its
-reward is what it writes to a file or answers, what it sends to the session, or the run's reward functions' for its last answer.
+The program gets the task as JSON, on standard input or as the request body, with the addresses of its session. The
+reward is what the program writes to a file or returns, or what it sends to the session; otherwise the run's reward
+functions grade its last answer.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from services.environment.threads import Threads
 
 FIELD = "environment.name"
 GRACE_S = 10.0
-"""Time that a program has to end by itself after its reward call."""
+"""Time in which a program must end by itself after its reward call."""
 _MAX_REWARD_BYTES = 1 << 20
 _SIGNAL = 128
 _SHOWN_CHARS = 1000
@@ -35,14 +36,14 @@ class Agent:
     """A command or URL that plays episodes.
 
     Args:
-        name: of the environment.
+        name: name of the environment.
         target: the command line, or the URL.
-        slots: programs that run at once; others wait, and their deadline with them.
+        slots: maximum concurrent programs; others wait, and their deadline starts later.
         gateway: URL at which programs reach this server.
-        has_reward: whether it gives a reward in every episode; None where that is known once it gave one.
+        has_reward: whether every episode gives a reward; None: known once an episode gave one.
 
     Raises:
-        ConfigError: the command does not exist here, or the URL is none.
+        ConfigError: the command does not exist here, or the URL is invalid.
     """
 
     def __init__(self, name: str, target: str, slots: int, gateway: str, has_reward: bool | None = None) -> None:
@@ -58,7 +59,7 @@ class Agent:
         self._slots = asyncio.Semaphore(slots)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Returns how the episode ended; never raises, except when it is cancelled."""
+        """Plays an episode and returns its outcome; never raises, except when cancelled."""
         outcome = Outcome()
         async with self._slots:
             await settle(outcome, session, limits, self._play(task, session, outcome))
@@ -74,14 +75,14 @@ class Agent:
 
     async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
         given = await (self._asked if self._url else self._started)(task, session)
-        session.close()  # nothing is sampled any more when it is graded
+        session.close()  # no more sampling once it is graded
         if session.graded.is_set():
             given = session.reward
         if given is not None:
             outcome.reward, outcome.components = parse_reward(given, "the program's reward is")
 
     async def _started(self, task: EpisodeTask, session: Session) -> Any:
-        """Runs the command; returns the reward that it wrote, None without one."""
+        """Runs the command; returns the reward that it wrote, or None."""
         home = Path(tempfile.mkdtemp(prefix="episode-"))
         try:
             reward_file, content = home / "reward.json", self._task(task, session)
@@ -100,7 +101,7 @@ class Agent:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
     async def _asked(self, task: EpisodeTask, session: Session) -> Any:
-        """Sends the task to the URL; returns the reward that it answers, None without one."""
+        """Posts the task to the URL; returns the reward in the response, or None."""
         asking = asyncio.create_task(_post(self._url, orjson.dumps(self._task(task, session))))
         graded = asyncio.create_task(session.graded.wait())
         try:
@@ -123,7 +124,7 @@ class Agent:
         return _json(text, f"the answer of {self._url}")
 
     def _task(self, task: EpisodeTask, session: Session) -> dict[str, Any]:
-        """Returns what the program is told."""
+        """Returns the task as sent to the program."""
         base = f"{self._gateway}/sessions/{session.id}"
         users = [message.get("content") for message in task.messages if message.get("role") == "user"]
         prompt = task.prompt or next((content for content in reversed(users) if isinstance(content, str)), "")
@@ -138,7 +139,7 @@ class Agent:
 
 
 def _variables(session: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables by which client libraries find the session."""
+    """Returns the environment variables through which client libraries find the session."""
     return {
         "OPENAI_BASE_URL": session["openai_base_url"],
         "OPENAI_API_BASE": session["openai_base_url"],
@@ -150,7 +151,7 @@ def _variables(session: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _end_of(program: Program, session: Session) -> int:
-    """Returns the status with which a program ended, 0 for one that lingers after its reward call."""
+    """Returns a program's exit status; 0 for a program that is still running some time after its reward call."""
     ended = asyncio.create_task(program.wait())
     graded = asyncio.create_task(session.graded.wait())
     try:
@@ -174,7 +175,7 @@ def _failed(program: str, status: int, output: str, session: Session) -> Excepti
 
 
 def _read_reward(path: Path) -> Any:
-    """Returns the content of a reward file, None where there is none. Raises EpisodeFailed."""
+    """Returns the content of a reward file; None when there is none. Raises EpisodeFailed."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_REWARD_BYTES)
@@ -186,7 +187,7 @@ def _read_reward(path: Path) -> Any:
 
 
 def _json(text: str, what: str, empty: bool = True) -> Any:
-    """Returns the JSON of a reward; None for an empty text where it may be empty. Raises EpisodeFailed."""
+    """Parses a reward as JSON; returns None for an empty text if `empty`. Raises EpisodeFailed."""
     if not text and empty:
         return None
     try:
@@ -196,7 +197,7 @@ def _json(text: str, what: str, empty: bool = True) -> Any:
 
 
 async def _post(url: str, content: bytes) -> tuple[int, bytes]:
-    """Returns status and body of an answer. Raises httpx.HTTPError."""
+    """Posts `content` as JSON; returns status and body. Raises httpx.HTTPError, or EpisodeFailed for a large body."""
     headers = {"content-type": "application/json"}
     async with (
         httpx.AsyncClient(timeout=None, trust_env=False, verify=trusted()) as client,  # noqa: S113 - the episode has a deadline

@@ -24,13 +24,13 @@ EVENTS = "text/event-stream"
 _NUMBER = {"type": "number"}
 _REWARD = {"anyOf": [_NUMBER, OBJECT | {"additionalProperties": _NUMBER, "minProperties": 1}]}
 MAX_CALLS = 4096
-"""Calls of the gateway at once."""
+"""Maximum concurrent calls of the gateway."""
 
 
 def create_environment_app(
     service: EpisodeService, max_body_bytes: int = 256 << 20, metrics: Any = None, nodes: int = 1
 ) -> FastAPI:
-    """Creates the environment-server over `service`, which ends with it. It is one of so many nodes."""
+    """Creates the app of the environment-server, one of several nodes; the app closes `service` when it ends."""
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -51,7 +51,10 @@ def create_environment_app(
 
     @app.post("/episodes", **described(answer=struct_schema(Episodes), writes=(JSON, wire.MSGPACK), fails=(409,)))
     async def episodes(body: EpisodeRequest, request: Request) -> Response:
-        """Runs n episodes of a task; a request sent again gets the same ones. In msgpack with `Accept: application/msgpack`."""
+        """Runs n episodes of a task; a repeated request gets the same episodes.
+
+        `Accept: application/msgpack` for msgpack.
+        """
         found = Episodes(await service.episodes(body))
         if wire.MSGPACK in request.headers.get("accept", ""):
             return Response(wire.encode(found), media_type=wire.MSGPACK)
@@ -65,12 +68,12 @@ def create_environment_app(
 
     @app.get("/environments")
     async def environments() -> list[dict[str, Any]]:
-        """The environments that are served, and their tools."""
+        """The served environments and their tools."""
         return service.environments()
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Episodes so far by status, what runs now, calls that hang, and how many nodes the environment-server has."""
+        """Episodes so far by status, running episodes, hung calls, and the server's number of nodes."""
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
     for dialect in DIALECTS:
@@ -78,7 +81,7 @@ def create_environment_app(
 
     @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
     async def reward(session: str, request: Request) -> Response:
-        """Takes the reward of the program whose episode this is, a number or a mapping of its parts, and ends the session."""
+        """Takes the reward of this episode's program, a number or a mapping of its parts, and ends the session."""
         _check_key(session, request)
         found, given = service.session(session), await read_json(request)
         try:
@@ -92,10 +95,10 @@ def create_environment_app(
 
 
 def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
-    """Adds the route of one API that a session speaks."""
+    """Adds the route of one of the session APIs."""
 
     async def call(session: str, request: Request) -> Response:
-        """Answers a call of the program whose episode this is. The session's key is its name."""
+        """Answers a call of this episode's program. The session's key is its name."""
         _check_key(session, request)
         found = service.session(session)
         body = await read_json(request)
@@ -114,16 +117,16 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
 
 
 def _key(body: Any, dialect: Dialect) -> str:
-    """Returns what equal requests have in common. Raises InvalidInput."""
+    """Returns a key that is the same for equal requests. Raises InvalidInput."""
     try:
         content = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # orjson writes less than it reads
+    except TypeError:  # orjson can parse deeper nesting than it can write
         raise InvalidInput("the body is nested too deeply", field="body", remedy="at most 250 levels") from None
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
 
 
 def _check_key(session: str, request: Request) -> None:
-    """Raises Unauthorized unless the caller has the session's key, as OpenAI's or Anthropic's clients send it."""
+    """Raises Unauthorized unless the request has the session's key, in OpenAI's or Anthropic's header."""
     bearer = request.headers.get("authorization", "").partition(" ")[2]
     sent = request.headers.get("x-api-key") or bearer
     if not hmac.compare_digest(sent.encode(), session.encode()):

@@ -1,7 +1,7 @@
-"""The three APIs that programs speak to models: OpenAI's chat completions and responses, Anthropic's messages.
+"""The three model APIs for programs: OpenAI's chat completions and responses, and Anthropic's messages.
 
-Each reads a request as messages and tools, and writes a complete answer as one body or as events. What a request says about
-sampling has no effect: it is the run's.
+Each reads a request as messages and tools, and writes a complete answer as one body or as events. Sampling parameters
+in a request have no effect: the run determines them.
 """
 
 import json
@@ -30,7 +30,7 @@ class Dialect(NamedTuple):
 
     path: str
     body: Json
-    """JSON schema of what is read of a request; the rest is ignored."""
+    """JSON schema of the fields that are read; all other fields are ignored."""
     read: Callable[[Json], Call]
     write: Callable[[Answer, Call, str], Json]
     events: Callable[[Json], Iterator[str]]
@@ -51,7 +51,7 @@ def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
 
 
 def _listed(body: Json, name: str) -> list[Any]:
-    """Returns a list of the body, empty where it has none. Raises InvalidInput for anything else."""
+    """Returns a list of the body; empty when missing. Raises InvalidInput for anything else."""
     found = body.get(name)
     if found is not None and not isinstance(found, list):
         raise InvalidInput(f"{name} are a list", field=name, value=found)
@@ -144,7 +144,7 @@ def _read_responses(body: Json) -> Call:
 
 
 def _add_item(chat: list[Json], item: Any, where: str) -> None:
-    """Adds an item of `input`; the thoughts and tool calls of one answer are one message."""
+    """Adds an item of `input`; the thoughts and tool calls of one answer become one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role, text = item.get("role"), text_of(item.get("content"), f"{where}.content")
@@ -271,7 +271,7 @@ def _read_messages(body: Json) -> Call:
 
 
 def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
-    """Returns the messages of one message of Anthropic's: results of tools are messages of their own."""
+    """Converts one Anthropic message to messages in OpenAI's format, where tool results are separate messages."""
     results: list[Json] = []
     message: Json = {"role": role, "content": []}
     for i, block in enumerate(blocks):
@@ -332,7 +332,7 @@ def _messages_events(body: Json) -> Iterator[str]:
 
 
 def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = False) -> Json:
-    """Returns the schema of a request whose conversation is the list `field`, or a text."""
+    """Returns the schema of a request whose conversation is the list `field`, or also a text if `text` is set."""
     conversation: Json = {"type": "array", "items": items, "minItems": 1}
     properties = {
         field: {"anyOf": [{"type": "string"}, conversation]} if text else conversation,

@@ -1,13 +1,12 @@
-"""Environments: classes of the user's, as TRL's `environment_factory` takes them, or with a form of several turns.
+"""Environments: the user's classes, as for TRL's `environment_factory`, optionally with `step` for several turns.
 
-    reset(**columns) -> str | None      begins; the text is added to the last message of the user
-    any other public method             is a tool, with a type and a description of every argument
-    step(messages) -> ... | None        called when an answer has no tool call: a text or messages to go on with, None to end
-    get_reward() -> float | dict        at the end; a mapping holds the parts, whose sum is the reward
-    get_turn_rewards() -> list          at the end: a number for every answer of the model, added to the reward
-    close()                             always called
+    reset(**columns) -> str | None      begins; the text is appended to the user's last message any other public method
+    is a tool; every argument needs a type and a description step(messages) -> ... | None        called when an answer
+    has no tool call; a text or messages to continue, None to end get_reward() -> float | dict        called at the end;
+    a mapping holds the parts, whose sum is the reward get_turn_rewards() -> list          called at the end; a number
+    for every answer of the model, added to the reward close()                             always called
 
-All but `reset` are optional. Without `get_reward` the last answer is graded by the run's reward functions.
+All but `reset` are optional. Without `get_reward` the run's reward functions grade the last answer.
 """
 
 import inspect
@@ -26,19 +25,19 @@ _RESERVED = frozenset({"reset", "step", "get_reward", "get_turn_rewards", "close
 
 @dataclass(frozen=True)
 class Environment:
-    """A class of environments, checked."""
+    """A checked environment class."""
 
     name: str
     make: Callable[[], Any]
     columns: frozenset[str] | None
-    """Columns that `reset` takes; None for all."""
+    """Columns that `reset` accepts; None for all."""
     tools: dict[str, Any] = field(default_factory=dict)
     """The functions offered to the model in OpenAI's format, by name."""
     has_steps: bool = False
     has_reward: bool | None = False
-    """None: it may have none, and the answer is then graded by the run's reward functions."""
+    """None: it may have no reward; then the run's reward functions grade the answer."""
     tool: Callable[[Any, str], Callable[..., Any]] = getattr
-    """Returns the function of a tool, from what `make` returned and its name."""
+    """Returns a tool's function, given the object that `make` returned and the tool's name."""
     is_done: Callable[[Any], bool] = lambda _: False
     """Whether a tool has ended the episode."""
 
@@ -46,7 +45,7 @@ class Environment:
     def load(cls, name: str) -> "Environment":
         """Imports the environment of a setting: `python` or `python:package.module:Class`.
 
-        Raises ConfigError for one that does not exist or does not keep the contract.
+        Raises ConfigError when it does not exist or violates the interface.
         """
         path = name.partition(":")[2]
         if path and ":" not in path:
@@ -75,25 +74,25 @@ class Environment:
 
     @classmethod
     def of_functions(cls, functions: Iterable[Callable[..., Any]], name: str) -> "Environment":
-        """Returns an environment whose tools are functions without a state. Raises ConfigError."""
+        """Returns an environment whose tools are stateless functions. Raises ConfigError."""
         tools = {function.__name__: function for function in functions}
         schemas = {key: _schema(function, name) for key, function in tools.items()}
         return cls(name, _Stateless, frozenset(), schemas, tool=lambda _, key: tools[key])
 
     def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the columns of a row that `reset` takes."""
+        """Returns the columns of a row that `reset` accepts."""
         return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
 
 
 class _Stateless:
-    """The environment of tools that are functions."""
+    """The environment for tools that are plain functions."""
 
     def reset(self) -> None:
         """Nothing begins."""
 
 
 def _schema(method: Callable[..., Any], name: str) -> Any:
-    """Returns what a model is told about a tool, from its types and docstring. Raises ConfigError."""
+    """Returns a tool's description for the model, from its types and docstring. Raises ConfigError."""
     from transformers.utils import get_json_schema  # slow to import
 
     try:

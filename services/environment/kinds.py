@@ -1,4 +1,4 @@
-"""What an episode can be: the kinds of `environment.name`."""
+"""The kinds of episodes that `environment.name` can select."""
 
 import shlex
 from pathlib import Path
@@ -26,18 +26,18 @@ class Kind(Protocol):
 
     name: str
     tools: dict[str, Any]
-    """The functions offered to the model, as far as they are known before an episode."""
+    """The functions offered to the model, as far as known before an episode."""
     has_steps: bool
     has_reward: bool | None
-    """None: known once an episode had one."""
+    """Whether episodes give a reward; None: known once an episode gave one."""
     threads: Threads | None
-    """What may hang in this process; None for episodes that run in processes of their own."""
+    """The threads whose calls may hang; None for episodes that run in their own processes."""
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Returns how an episode ended; never raises, except when it is cancelled."""
+        """Plays an episode and returns its outcome; never raises, except when cancelled."""
 
     async def close(self) -> None:
-        """Ends what runs between episodes."""
+        """Stops whatever keeps running between episodes."""
 
 
 def needs_gateway(config: EnvironmentSection) -> bool:
@@ -46,12 +46,15 @@ def needs_gateway(config: EnvironmentSection) -> bool:
 
 
 def of_class(environment: Environment, config: EnvironmentSection) -> Kind:
-    """Returns what plays the episodes of a class."""
+    """Returns the kind that plays episodes of a class."""
     return ClassEpisodes(environment, config.workers or _THREADS)
 
 
 def load_kind(config: EnvironmentSection, gateway: str) -> Kind:
-    """Returns what the settings name; programs reach this server at `gateway`. Raises ConfigError when it cannot work here."""
+    """Returns the kind that the settings name; programs reach this server at the URL `gateway`.
+
+    Raises ConfigError when it cannot work here.
+    """
     kind, _, target = config.name.partition(":")
     if kind == "python":
         return of_class(Environment.load(config.name), config)

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's chat format, as the chat template gets them and as the gateway compares them."""
+"""Messages in OpenAI's chat format, as passed to the chat template and compared by the gateway."""
 
 import json
 import math
@@ -17,7 +17,7 @@ _REASONING = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True)
 class Message:
-    """One message. `fields` is what the chat template gets; arguments of tool calls are mappings there."""
+    """One message. `fields` is passed to the chat template; in it, arguments of tool calls are mappings."""
 
     fields: dict[str, Any]
 
@@ -41,14 +41,14 @@ class Message:
 
     @property
     def chars(self) -> int:
-        """Characters of all it says."""
+        """Number of characters in the whole message."""
         return sum(len(str(value)) for value in self.fields.values())
 
     @cached_property
     def key(self) -> str:
-        """What two records of one message have in common.
+        """A key that is equal for two records of the same message.
 
-        Ids are left out, since programs make their own, and so are thoughts, which most programs do not send back.
+        It leaves out ids, since programs make their own, and thoughts, which most programs do not send back.
         """
         calls = [call["function"] for call in self.calls]
         compared = {"role": self.role, "content": self.content, "name": self.fields.get("name"), "calls": calls}
@@ -65,7 +65,7 @@ class Message:
 
 
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:
-    """Returns the messages of a request. Raises InvalidInput that names the first field that is wrong."""
+    """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
     if not isinstance(content, list) or not content:
         raise InvalidInput("a conversation is a list of messages", field=where, value=content, remedy="send at least one")
     return [_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
@@ -98,7 +98,10 @@ def _message(content: Any, where: str) -> Message:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Returns the text of a content: a text, or a list of parts that are texts. Raises InvalidInput for anything else."""
+    """Returns the text of a message's content: a text or a list of text parts.
+
+    Raises InvalidInput for anything else.
+    """
     if content is None:
         return ""
     if isinstance(content, list):
@@ -129,7 +132,7 @@ def _call(content: Any, where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Returns the arguments of a tool call as a mapping; as they are where they are not JSON."""
+    """Parses the arguments of a tool call; returns them unchanged when they are not JSON."""
     if isinstance(arguments, str):
         try:
             return json.loads(arguments, parse_constant=_not_json) if arguments.strip() else {}
@@ -143,7 +146,7 @@ def _not_json(constant: str) -> None:
 
 
 def _numbers(value: Any) -> Any:
-    """Writes whole numbers one way: JavaScript sends 1.0 back as 1."""
+    """Normalises whole numbers, because JavaScript sends 1.0 back as 1."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -167,10 +170,10 @@ def parse_tools(content: Any, where: str = "tools") -> list[dict[str, Any]]:
 
 
 def tools_key(tools: Sequence[dict[str, Any]]) -> bytes:
-    """Returns bytes that are the same for the same tools, whatever the order of their keys."""
+    """Returns bytes that are equal for equal tools, whatever the order of their keys."""
     if not tools:
         return b""
     try:
         return orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # it has no integers of more than 64 bits
+    except TypeError:  # orjson does not support integers of more than 64 bits
         return json.dumps(list(tools), sort_keys=True).encode()

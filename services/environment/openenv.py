@@ -1,7 +1,8 @@
 """Episodes of an OpenEnv server, over its WebSocket: one connection is one episode.
 
-An environment with MCP tools offers them to the model. One without takes the model's answer as its action where an action is
-one text, and is otherwise a tool `step` with the fields of its action. The reward is the sum of those that its steps gave.
+An environment with MCP tools offers them to the model. Without MCP tools, the model's answer is the action if an action
+is a single text; otherwise the model gets a tool `step` with the fields of the action. The reward is the sum over all
+steps.
 """
 
 import asyncio
@@ -35,15 +36,15 @@ _RESERVED = {"type": "object", "properties": {}}
 
 
 class OpenEnv:
-    """The environment of a server at a URL, or of one that this one starts and keeps alive.
+    """The environment of an OpenEnv server at a URL, or of one that this process starts and keeps alive.
 
     Args:
-        name: of the environment.
+        name: name of the environment.
         target: the URL, or the command line, in which `{port}` is the port to listen on.
-        calls: episodes at once.
+        calls: maximum concurrent episodes.
 
     Raises:
-        ConfigError: the command does not exist here, or has no place for its port.
+        ConfigError: the command does not exist here, or has no `{port}`.
     """
 
     def __init__(self, name: str, target: str, calls: int) -> None:
@@ -65,7 +66,7 @@ class OpenEnv:
         self._known: tuple[bool, str] | None = None
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Returns how an episode ended; never raises, except when it is cancelled."""
+        """Plays an episode and returns its outcome; never raises, except when cancelled."""
         try:
             async with asyncio.timeout(limits.deadline_s), self._starting:
                 await self._start()
@@ -98,7 +99,7 @@ class OpenEnv:
         return outcome
 
     async def close(self) -> None:
-        """Ends the server, if it is this one's."""
+        """Stops the server if this process started it."""
         if self._http is not None:
             await self._http.close()
         if self._server is not None:
@@ -107,7 +108,7 @@ class OpenEnv:
             shutil.rmtree(self._home, ignore_errors=True)
 
     async def _start(self) -> None:
-        """Starts the command unless it runs, and waits until it answers."""
+        """Starts the command unless it is running, and waits until it answers."""
         if self._http is None:
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trusted()))
         if not self._words:
@@ -130,7 +131,10 @@ class OpenEnv:
                 await asyncio.sleep(_LOOK_S)
 
     async def _end_if_lost(self, server: Program) -> None:
-        """Kills the server, which is then started again, unless it answers. It may be ending without having ended."""
+        """Kills a server that does not answer, so that it is started again.
+
+        It may be shutting down but not have ended.
+        """
         if server is not self._server or server.ended:
             return
         try:
@@ -140,7 +144,7 @@ class OpenEnv:
             await server.kill()
 
     async def _get(self, path: str) -> Any:
-        """Returns the JSON of a page of the server. Raises EnvironmentLost."""
+        """Returns the JSON at a path of the server. Raises EnvironmentLost."""
         assert self._http is not None
         try:
             async with self._http.get(f"{self._url}{path}") as answer:
@@ -151,7 +155,7 @@ class OpenEnv:
             raise EnvironmentLost(f"the OpenEnv server {self._url} does not answer: {error}") from error
 
     async def _describe(self) -> tuple[bool, str]:
-        """Returns whether the environment has MCP tools, and the field of its action that an answer fills."""
+        """Returns whether the environment has MCP tools, and the action's field for the model's answer, if any."""
         schema = await self._get("/schema")
         connection = Connection(self._connect)
         try:
@@ -180,8 +184,8 @@ class Connection:
 
     Args:
         connect: opens the WebSocket.
-        mcp: whether its tools are MCP's; else `step` is the one tool.
-        text: the field of the action that the model's answer fills; empty where it fills none.
+        mcp: whether it has MCP tools; otherwise `step` is the only tool.
+        text: the action's field for the model's answer; empty if there is none.
     """
 
     def __init__(self, connect: Callable[[], Any], mcp: bool = False, text: str = "") -> None:
@@ -191,18 +195,18 @@ class Connection:
         self.done = False
 
     async def reset(self, **row: Any) -> str:
-        """Begins, with the columns of the row and the ground truth."""
+        """Begins the episode with the columns of the row and the ground truth."""
         data = {name: value for name, value in row.items() if name != "prompt"}
         shown = _shown(await self._observation("reset", data))
         return f"\n\n{shown}" if shown else ""
 
     async def step(self, messages: list[dict[str, Any]]) -> str | None:
-        """Takes the answer as an action; None when the episode is over."""
+        """Sends the answer as an action; returns None when the episode is over."""
         shown = _shown(await self._observation("step", {self._text: messages[-1]["content"]}))
         return None if self.done else shown or "(nothing)"
 
     async def get_reward(self) -> float | None:
-        """Returns the sum of the rewards; None when no step gave one."""
+        """Returns the sum of the steps' rewards; None when no step gave one."""
         return sum(self._rewards) if self._rewards else None
 
     async def close(self) -> None:
@@ -214,7 +218,7 @@ class Connection:
                 await socket.close()
 
     async def list_tools(self) -> dict[str, Any]:
-        """Returns the MCP tools in OpenAI's format, by name; none where the environment has none."""
+        """Returns the MCP tools in OpenAI's format, by name; empty when the environment has none."""
         answer = await self._ask({"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}})
         found = answer.get("data", {})
         tools = (found.get("result") or {}).get("tools", []) if isinstance(found, dict) else []
@@ -230,7 +234,7 @@ class Connection:
         return call
 
     async def _observation(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the observation that answers it."""
+        """Sends a message and returns the observation in the response."""
         answer = await self._ask({"type": kind, "data": data})
         found = answer.get("data")
         if answer.get("type") != "observation" or not isinstance(found, dict) or not isinstance(found.get("observation"), dict):
@@ -245,9 +249,9 @@ class Connection:
         return observation
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns its answer; waits while the server has no room for another session.
+        """Sends a message and returns the response; waits while the server has no room for another session.
 
-        Raises EnvironmentLost, EpisodeFailed, and Refused for what the environment does not do.
+        Raises EnvironmentLost, EpisodeFailed, or Refused when the environment rejects the message.
         """
         while True:
             try:
@@ -281,7 +285,7 @@ class _Full(Exception):
 
 
 class Refused(Exception):
-    """The server refused a message; after an action the model may do better."""
+    """The server refused a message; if it was an action, the model may do better next time."""
 
 
 def _refusal(data: Any) -> Exception:
@@ -301,7 +305,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the one text field of an action, or else the tool `step` with its fields."""
+    """Returns the action's only text field, or otherwise the tool `step` with the action's fields."""
     if not isinstance(schema, dict):
         raise EpisodeFailed(f"the OpenEnv server describes its action with {shorten(schema)}")
     fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
@@ -314,7 +318,7 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _shown(observation: dict[str, Any]) -> str:
-    """Returns what the model is told of an observation."""
+    """Returns the text of an observation as shown to the model."""
     fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
     if "tool_name" in fields and (result := fields.get("result", fields.get("error"))) is not None:
         content = result.get("data", result.get("structured_content")) if isinstance(result, dict) else result

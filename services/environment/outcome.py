@@ -1,4 +1,4 @@
-"""How an episode ends, whatever runs it."""
+"""The outcome of an episode, whatever runs it."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ from services.environment.session import Session
 
 @dataclass
 class Outcome:
-    """How an episode ended."""
+    """The outcome of an episode."""
 
     status: EpisodeStatus = "ok"
     stop_reason: StopReason = "done"
@@ -25,19 +25,19 @@ class Outcome:
     tool_errors: int = 0
     tool_seconds: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
-    """One for every answer; empty where the environment gives none."""
+    """One reward for every answer; empty when the environment gives none."""
 
 
 class EpisodeFailed(Exception):
-    """The environment or the program raised, or returned what it must not."""
+    """The environment or the program raised an error or returned something invalid."""
 
 
 class EnvironmentLost(Exception):
-    """What an environment runs on was lost: its episode is tried again, and has no reward."""
+    """The process, server or machine behind an environment was lost: the episode has no reward and is tried again."""
 
 
 async def settle(outcome: Outcome, session: Session, limits: EpisodeLimits, playing: Awaitable[None]) -> None:
-    """Waits for an episode and writes how it ended into `outcome`; never raises, except when it is cancelled."""
+    """Waits for an episode and records its end in `outcome`; never raises, except when cancelled."""
     try:
         async with asyncio.timeout(limits.deadline_s):
             await playing
@@ -55,7 +55,7 @@ async def settle(outcome: Outcome, session: Session, limits: EpisodeLimits, play
 
 
 def parse_reward(found: Any, where: str) -> tuple[float, dict[str, float | None]]:
-    """Returns a reward and its parts. Raises EpisodeFailed for what is no finite number, and no mapping of such."""
+    """Returns a reward and its parts. Raises EpisodeFailed unless `found` is a finite number or a mapping of them."""
     parts = found if isinstance(found, dict) else {"reward": found}
     try:
         numbers = {str(name): float(value) for name, value in parts.items()}

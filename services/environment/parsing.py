@@ -1,4 +1,4 @@
-"""Reads thoughts and tool calls out of an answer: `<think>…</think>` and `<tool_call>{…}</tool_call>` (Hermes, Qwen)."""
+"""Extracts thoughts and tool calls from answers: `<think>…</think>`, `<tool_call>{…}</tool_call>` (Hermes, Qwen)."""
 
 import json
 import re
@@ -12,16 +12,16 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Parsed(NamedTuple):
-    """An answer as a message, and why a tool call in it cannot be read; empty where all can."""
+    """An answer as a message, and why a tool call in it cannot be read; empty when all can."""
 
     message: Message
     problem: str
 
 
 def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
-    """Returns the answer as a message; without `tools` no tool call is looked for.
+    """Returns the answer as a message; looks for tool calls only with `tools`.
 
-    A tool call that is not JSON stays in the content, all others with it, so that nothing that was sampled is lost.
+    If one tool call is not JSON, all of them stay in the content, so that nothing that was sampled is lost.
     """
     fields: dict[str, Any] = {"role": "assistant"}
     thought, content = _split(text)
@@ -42,7 +42,7 @@ def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
 
 
 def _split(text: str) -> tuple[str | None, str]:
-    """Parts the thoughts from the rest. Thoughts that never end are all there is."""
+    """Separates the thoughts from the rest; if the thoughts never end, there is no rest."""
     if match := _THOUGHT.match(text):
         return match[1], text[match.end() :]
     if text.lstrip().startswith("<think>"):
@@ -51,7 +51,7 @@ def _split(text: str) -> tuple[str | None, str]:
 
 
 def _call(text: str) -> tuple[str, Any, str]:
-    """Returns name and arguments of a tool call, and what is wrong with it."""
+    """Returns the name and arguments of a tool call, and what is wrong with it."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

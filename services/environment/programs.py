@@ -1,4 +1,4 @@
-"""Programs that this server starts: without its secrets, each in a process group that ends with it."""
+"""Programs that this server starts, without its secrets and each in a process group that ends with the server."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ from common.security import SecretRedactor, tls
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
-"""What a program gets of this server's variables: the others may be secrets."""
+"""The server's environment variables that programs get; the others may be secrets."""
 _SCARCE = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 _TAIL_BYTES = 4000
 _SCANS = 20
 
 
 def words_of(command: str, field: str) -> list[str]:
-    """Returns the words of a command line. Raises ConfigError when it is no command that can be run here."""
+    """Returns the words of a command line. Raises ConfigError when it cannot be run here."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -39,14 +39,14 @@ def words_of(command: str, field: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Returns a port of this machine on which nothing listens now."""
+    """Returns a port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Program:
-    """A process group, made by `start`. `mark` is a text that its environment variables alone have."""
+    """A process group, made by `start`. `mark` is a text that only its environment variables contain."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
         self._process, self._mark, self._tail = process, mark.encode(), b""
@@ -56,7 +56,7 @@ class Program:
     async def start(cls, words: Sequence[str], env: Mapping[str, str], mark: str, home: Path, stdin: bytes = b"") -> "Program":
         """Starts a program in the server's working directory, with `home` for its own files.
 
-        Raises EpisodeFailed for one that cannot be run, EnvironmentLost when this machine has no room for it.
+        Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the resources.
         """
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         if authority := tls().authority:
@@ -88,16 +88,16 @@ class Program:
         return self._process.returncode is not None
 
     async def wait(self) -> int:
-        """Returns the exit status, 128 + n when signal n ended it.
+        """Waits for the program and returns its exit status, 128 + n when signal n ended it.
 
-        It polls, because asyncio's own `wait` may last until the last grandchild has closed the output.
+        It polls, because asyncio's own `wait` may block until the last grandchild has closed the output.
         """
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return status if status >= 0 else 128 - status
 
     async def kill(self) -> str:
-        """Kills what is left of it, also what left its group; returns the end of its output."""
+        """Kills its remaining processes, including those that left the group; returns the end of the output."""
         self._kill_group()
         await asyncio.shield(asyncio.to_thread(_kill_marked, self._mark))
         await self.wait()
@@ -116,16 +116,16 @@ class Program:
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kills the processes with `mark` among their variables, such as those that began a session of their own (Linux only)."""
+    """Kills all processes with `mark` in their environment, also those that left the session (Linux only)."""
     if sys.platform != "linux":
         return
-    for _ in range(_SCANS):  # one that is found may have started another meanwhile
+    for _ in range(_SCANS):  # a process may start another one meanwhile
         found = False
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes():  # empty for one that has ended
+                if mark in (entry / "environ").read_bytes():  # empty for an ended process
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
         if not found:

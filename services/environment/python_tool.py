@@ -12,7 +12,7 @@ TIMEOUT_S, MEMORY_MB, OUTPUT_KB = 5.0, 512, 16
 
 
 class _Printed(Case):
-    """A run of a program whose result is what it printed."""
+    """Runs a program; its result is its printed output."""
 
     def verdict(self, done: dict[str, Any]) -> CaseResult:
         if done["status"] != "done":

@@ -17,7 +17,7 @@ from services.environment.threads import Threads
 
 
 class Runner:
-    """One episode. `threads` run the methods of the environment that are no coroutines; None: there are none that may hang."""
+    """One episode. `threads` run the environment's methods that are not coroutines; None: no method can hang."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class Runner:
         self.outcome = Outcome()
 
     async def run(self) -> Outcome:
-        """Returns how the episode ended; never raises, except when it is cancelled."""
+        """Plays the episode and returns its outcome; never raises, except when cancelled."""
         outcome = self.outcome
         await settle(outcome, self._session, self._limits, self._graded())
         if outcome.status == "timeout" or self._made is None or not hasattr(self._made, "close"):
             return outcome
-        try:  # after a time-out a method may still run
+        try:  # after a timeout a method may still be running
             async with asyncio.timeout(self._limits.deadline_s):
                 await self._method("close")
         except (TimeoutError, EnvironmentLost, EpisodeFailed) as error:
@@ -49,7 +49,7 @@ class Runner:
 
     async def _graded(self) -> None:
         await self._play()
-        self._session.close()  # nothing is sampled any more when it is graded
+        self._session.close()  # no more sampling once it is graded
         self.outcome.turn_rewards = await self._turn_rewards()
         if self._environment.has_reward is False:
             return
@@ -91,7 +91,7 @@ class Runner:
                 return
 
     async def _turn_rewards(self) -> list[float]:
-        """Returns what the environment gives for single answers; empty where it gives nothing."""
+        """Returns the environment's rewards for single answers; empty when it gives none."""
         if not hasattr(self._made, "get_turn_rewards"):
             return []
         found, turns = await self._method("get_turn_rewards"), len(self._session.tree.nodes)
@@ -100,7 +100,7 @@ class Runner:
         return [parse_reward(each, "get_turn_rewards returned")[0] for each in found]
 
     async def _begin(self) -> list[Message]:
-        """Makes the environment; returns the conversation that it begins with."""
+        """Creates the environment; returns the initial conversation."""
         task = self._task
         chat = parse_messages(task.messages or [{"role": "user", "content": task.prompt}], "task.messages")
         self._made = await self._call(self._environment.make, "the constructor")
@@ -119,7 +119,7 @@ class Runner:
         return chat
 
     async def _step(self) -> list[Message]:
-        """Returns the messages that follow an answer; none where the environment ends."""
+        """Returns the messages that follow an answer; none when the environment ends the episode."""
         found = await self._method("step", [message.fields for message in self._chat])
         if found is None or found == "":
             return []
@@ -137,7 +137,7 @@ class Runner:
         return found
 
     async def _tool(self, call: dict[str, Any]) -> Message:
-        """Calls a tool; whatever is wrong with the call is told to the model."""
+        """Calls a tool and returns its result, or an error message for the model."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         self.outcome.tool_calls += 1
         started = time.monotonic()
@@ -153,7 +153,7 @@ class Runner:
             text = _shown(await self._in_thread(method, **arguments))
         except (EnvironmentLost, asyncio.CancelledError):
             raise
-        except Exception as error:  # of the tool: its caller may do better
+        except Exception as error:  # raised by the tool: the model may correct its call
             self.outcome.tool_errors += 1
             text = f"error: {error}" if isinstance(error, _ToolRefused) else f"error: {type(error).__name__}: {error}"
         finally:
@@ -182,7 +182,7 @@ class Runner:
 
 
 class ClassEpisodes:
-    """Runs the episodes of an environment; `threads` of its calls at once."""
+    """Runs the episodes of an environment, with at most `threads` concurrent calls."""
 
     def __init__(self, environment: Environment, threads: int) -> None:
         self.name, self.tools = environment.name, environment.tools
@@ -193,11 +193,11 @@ class ClassEpisodes:
         self.threads: Threads | None = Threads(threads)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Returns how an episode ended; never raises, except when it is cancelled."""
+        """Plays an episode and returns its outcome; never raises, except when cancelled."""
         return await Runner(self._environment, task, session, limits, self.threads).run()
 
     async def close(self) -> None:
-        """Gives up the threads that do not hang."""
+        """Ends the threads that do not hang."""
         if self.threads is not None:
             self.threads.close()
 

@@ -1,4 +1,4 @@
-"""The episodes and sessions of an environment-server. Knows nothing of HTTP."""
+"""The episodes and sessions of an environment-server, independent of HTTP."""
 
 import asyncio
 import secrets
@@ -18,26 +18,26 @@ from services.environment.session import Session, SessionSettings, session_close
 from services.environment.template import Template
 
 MAX_EPISODES = 4096
-"""Episodes that run at once; more are refused with 503."""
+"""Maximum concurrent episodes; more are refused with 503."""
 _MAX_REMEMBERED = 1024
-"""Finished requests whose answer is kept for a retry."""
+"""Finished requests whose episodes are kept for a retry."""
 _MAX_ENDED = 65_536
-"""Sessions that ended of which the name is kept, to say so."""
+"""Ended sessions whose names are kept, so that late calls get the right error."""
 _TRIES = 3
-"""Runs of an episode that died."""
+"""Maximum attempts to run an episode that dies."""
 
 
 class EpisodeService:
-    """Runs episodes, each once for every request id, and holds their sessions.
+    """Runs episodes, once per request id, and holds their sessions.
 
     Args:
-        config: names the environment.
-        template: of the model.
-        router: of the engines; closed by the caller.
+        config: the settings that name the environment.
+        template: the model's chat template.
+        router: client of the engines' router; closed by the caller.
         stop_token_ids: tokens that end an answer.
         metrics: Prometheus metrics; a new set when None.
         gateway: URL at which programs reach this server.
-        own: the caller's environment, in the place of the one that `config` names.
+        own: the caller's environment, instead of the one named by `config`.
 
     Raises:
         ConfigError: the environment does not exist or cannot work here.
@@ -81,9 +81,10 @@ class EpisodeService:
         limit.set(self._hung()["hung_calls_limit"])
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
-        """Runs the episodes of a request, or returns those that the same request got before.
+        """Runs the episodes of a request; a repeated request gets the same episodes.
 
-        Raises Conflict for another request with this id, InvalidInput for an environment that is not served, Overloaded.
+        Raises Conflict for another request with this id, InvalidInput for an environment that is not served, or
+        Overloaded.
         """
         known = self._requests.get(request.request_id)
         if known and known[0] != request:
@@ -111,7 +112,10 @@ class EpisodeService:
         self._requests.pop(request_id)[1].cancel()
 
     def session(self, identifier: str) -> Session:
-        """Returns the session of an episode that runs. Raises SessionClosed after its end, NotFound for one that never was."""
+        """Returns the session of a running episode.
+
+        Raises SessionClosed after its end, NotFound for an unknown name.
+        """
         if identifier in self._ended:
             raise session_closed(identifier)
         if identifier not in self._sessions:
@@ -119,7 +123,7 @@ class EpisodeService:
         return self._sessions[identifier]
 
     def open_session(self, request: EpisodeRequest, index: int = 0, attempt: int = 0) -> Session:
-        """Opens a session under a name that cannot be guessed: it is its key too."""
+        """Opens a session with an unguessable name, which is also its key."""
         sampling, policy = request.sampling, request.policy
 
         async def sample(tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
@@ -142,7 +146,7 @@ class EpisodeService:
         return session
 
     def close_session(self, session: Session) -> None:
-        """Ends a session; calls that come later are told so."""
+        """Ends a session; later calls get SessionClosed."""
         session.close()
         self._sessions.pop(session.id, None)
         self._ended[session.id] = None
@@ -150,7 +154,7 @@ class EpisodeService:
             self._ended.popitem(last=False)
 
     def environments(self) -> list[dict[str, Any]]:
-        """Returns what is served, with the functions that the model is offered."""
+        """Returns the served environments, with the functions offered to the model."""
         served = self.environment
         return [
             {
@@ -162,7 +166,7 @@ class EpisodeService:
         ]
 
     def stats(self) -> dict[str, Any]:
-        """Returns the episodes so far by status, and what runs now."""
+        """Returns the episodes so far by status, and what is running now."""
         return {
             "episodes": {status: self._counts[status] for status in get_args(EpisodeStatus)},
             "running": self._running,
@@ -197,7 +201,7 @@ class EpisodeService:
             raise Overloaded(reason, field="n", value=request.n, remedy="try again later, or add nodes of environment-server")
 
     def _forget_oldest(self) -> None:
-        """Forgets the oldest answers beyond those that are kept."""
+        """Drops the oldest kept answers beyond the limit."""
         done = [name for name, (_, task) in self._requests.items() if task.done()]
         for name in done[: max(0, len(done) - _MAX_REMEMBERED)]:
             del self._requests[name]
@@ -211,9 +215,9 @@ class EpisodeService:
             self._running -= request.n
 
     def _counted(self, episodes: list[Episode]) -> list[Episode]:
-        """Counts episodes, and returns them; those without a reward have failed if others of this environment had one.
+        """Counts and returns episodes; those without a reward have failed if others of this environment had one.
 
-        The reward functions of the run would grade them on another scale.
+        Otherwise the run's reward functions would grade them on another scale.
         """
         ended = [episode for episode in episodes if episode.status == "ok"]
         self._rewards = self._rewards or any(episode.reward is not None for episode in ended)
@@ -229,7 +233,7 @@ class EpisodeService:
         return episodes
 
     async def _run(self, request: EpisodeRequest, index: int) -> Episode:
-        """Runs one episode, again where it died."""
+        """Runs one episode, again if it died."""
         for attempt in range(_TRIES):
             episode = await self._run_once(request, index, attempt)
             if episode.status != "died":

@@ -14,18 +14,18 @@ from services.environment.template import Template
 from services.environment.tree import Node, SessionTree
 
 MAX_CHARS_PER_TOKEN = 64
-"""Longer new messages than this many characters for each token of the context cannot fit, and are not tokenised."""
+"""New messages with more characters than this per token of the context cannot fit and are not tokenised."""
 
 
 class SessionClosed(ServiceError):
-    """The session has ended: its episode is graded, and nothing is sampled for it any more (410)."""
+    """The session has ended: its episode is graded and gets no more samples (410)."""
 
     status = 410
     code = "session_closed"
 
 
 class LimitReached(ServiceError):
-    """The episode has reached one of its limits (400, which client libraries do not try again)."""
+    """The episode has reached one of its limits (400, which client libraries do not retry)."""
 
     status = 400
     code = "limit_reached"
@@ -42,19 +42,19 @@ Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 
 
 class Answer(NamedTuple):
-    """What a call is answered with."""
+    """The answer to a call."""
 
     message: Message
     finish_reason: FinishReason
     prompt_tokens: int
     sampled_tokens: int
     problem: str
-    """Why a tool call in it cannot be read; empty where all can."""
+    """Why a tool call in it cannot be read; empty when all can."""
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What every call of a session has in common, whatever it asks for."""
+    """The settings of every call of a session, whatever the call requests."""
 
     max_new_tokens: int
     limits: EpisodeLimits
@@ -64,19 +64,20 @@ class SessionSettings:
 class Session:
     """The calls of one episode, recorded with their exact tokens.
 
-    A call that is the same as an earlier one gets the same answer, also while that is still sampled: it is taken for a retry.
+    A call identical to an earlier one counts as a retry and gets the same answer, even while that is still being
+    sampled.
     """
 
     def __init__(self, identifier: str, template: Template, sample: Sample, settings: SessionSettings) -> None:
         self.id, self.tree = identifier, SessionTree()
         self.closed = False
         self.stop_reason: StopReason = ""
-        """The limit that was reached."""
+        """The limit that was reached, if any."""
         self.failure: ServiceError | None = None
-        """Why the newest call was not answered by the engines, if it was not."""
+        """Why the engines did not answer the newest call, if they did not."""
         self.turns = self.sampled_tokens = 0
         self.reward: Any = None
-        """What the program gave in its reward call."""
+        """The reward from the program's reward call."""
         self.graded = asyncio.Event()
         """Whether there was a reward call."""
         self._template, self._sample, self._settings = template, sample, settings
@@ -86,8 +87,8 @@ class Session:
     async def call(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> Answer:
         """Answers a call; `key` is the same for the same request.
 
-        Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be answered, and what the
-        engines raise; a call that failed may be made again.
+        Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be answered, and the
+        errors of the engines. A failed call may be repeated.
         """
         if self.closed:
             raise session_closed(self.id)
@@ -99,14 +100,14 @@ class Session:
             task.add_done_callback(lambda done: self._forget_failed(key, done))
         task = self._calls[key]
         try:
-            return await asyncio.shield(task)  # a client that went away may come back for the answer
+            return await asyncio.shield(task)  # a disconnected client may retry for the answer
         except asyncio.CancelledError:
             if self.closed and task.cancelled():
                 raise session_closed(self.id) from None
             raise
 
     def grade(self, reward: Any) -> None:
-        """Takes the program's reward, and ends the session. Raises Conflict for a second, other one."""
+        """Takes the program's reward and ends the session. Raises Conflict for a second, different reward."""
         if self.graded.is_set() and reward != self.reward:
             remedy = "give one reward, at the end"
             raise Conflict("the episode has a reward already", field="reward", value=reward, remedy=remedy)
@@ -115,13 +116,13 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Ends the session: calls under way are cancelled, later ones fail."""
+        """Ends the session: calls in flight are cancelled, later calls fail."""
         self.closed = True
         for task in self._calls.values():
             task.cancel()
 
     def sequences(self, rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
-        """Returns the sequences to train on. For a session that is closed; `rewards` are those of its calls."""
+        """Returns the sequences to train on; the session must be closed. `rewards` are the rewards of its calls."""
         found = self.tree.sequences(rewards)
         for sequence in found:
             sequence.text = self._template.text(sequence.token_ids.tolist())
@@ -198,6 +199,6 @@ class Session:
 
 
 def request_key(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-    """Returns the key of a call that a runner makes itself."""
+    """Returns the key of a call made by a runner itself."""
     keys = "\n".join(message.key for message in messages).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(tools_key(tools) + b"\n" + keys, digest_size=16).hexdigest()

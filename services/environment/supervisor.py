@@ -1,7 +1,7 @@
-"""Keeps the server of one node of several alive.
+"""Keeps the server of one node alive in a task with several nodes.
 
-A job group restarts all nodes of a task when a process of one has failed. Started again by its own node, a server that crashed
-costs the episodes of that node alone.
+A job group restarts all nodes of a task when a process on one node fails. If the node itself restarts a crashed server,
+only the episodes of that node are lost.
 """
 
 import logging
@@ -16,13 +16,14 @@ from common.topology import WRONG_SETTING
 log = logging.getLogger(__name__)
 VARIABLE = "ENVIRONMENT_SUPERVISED"
 _STABLE_S, _MAX_FAILURES = 60.0, 5
-"""After so long alive a failure counts as the first again; after so many in a row the node fails."""
+"""After this many seconds alive, a failure counts as the first again; after this many failures in a row the node
+fails."""
 
 
 def keep_alive(command: list[str]) -> int:
-    """Runs `command`, again whenever it fails; returns its exit status when it ends well, is ended, or fails too often.
+    """Runs `command` and restarts it when it fails; returns its exit status.
 
-    SIGTERM and SIGINT go to the command, once.
+    It returns when the command succeeds, is stopped, or fails too often. SIGTERM and SIGINT are forwarded to it once.
     """
     failures, stopping, current = 0, False, list[subprocess.Popen[bytes]]()
 
@@ -46,9 +47,9 @@ def keep_alive(command: list[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """Ends this process when the one that keeps it alive has ended in any way."""
+    """Ends this process when its supervisor has ended, however that ended."""
     pipe, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # what this process starts reads nothing from the pipe
+    os.dup2(nothing, 0)  # so that child processes do not read from the pipe
     os.close(nothing)
 
     def watch() -> None:

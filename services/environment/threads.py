@@ -1,4 +1,4 @@
-"""Threads for methods of environments, which may hang: Python cannot end a thread, but another one can take its place."""
+"""Threads for environment methods, which may hang: Python cannot end a thread, but another thread can replace it."""
 
 import asyncio
 import logging
@@ -18,21 +18,21 @@ _WARN_EVERY_S = 60.0
 
 @dataclass(eq=False)
 class _Call:
-    """A call, and the future of who waits for it."""
+    """A call, and the future of its caller."""
 
     function: Callable[[], Any]
     future: "asyncio.Future[Any]"
     name: str
     is_left: bool = False
-    """Whether nobody waits for it any more."""
+    """Whether the caller has stopped waiting."""
     is_over: bool = False
 
 
 class Threads:
-    """Runs calls in threads, `limit` at once; further ones wait.
+    """Runs calls in threads, at most `limit` at once; further calls wait.
 
-    A call whose caller has given up keeps its thread until it ends, and no place: it counts as `hung`, up to `limit` as well.
-    Then no more calls are taken. The threads end with the process, whatever they do.
+    A call whose caller has given up keeps its thread until it ends, but frees its slot and counts as `hung`. At `limit`
+    hung calls, no more calls are accepted. The threads end with the process, whatever they do.
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,7 +43,7 @@ class Threads:
 
     @property
     def problem(self) -> str | None:
-        """Why no more calls are taken, or None."""
+        """Why no more calls are accepted, or None."""
         if self.hung < self.limit:
             return None
         return (
@@ -51,7 +51,7 @@ class Threads:
         )
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
-        """Returns what `function` returns, or raises what it raises; EnvironmentLost when too many calls hang."""
+        """Returns or raises what `function` does. Raises EnvironmentLost when too many calls hang."""
         async with self._places:
             if reason := self.problem:
                 raise EnvironmentLost(reason)
@@ -82,7 +82,7 @@ class Threads:
             error: Exception | None = None
             try:
                 result = call.function()
-            except StopIteration as stop:  # a future takes none
+            except StopIteration as stop:  # a future does not accept it
                 error = RuntimeError(f"StopIteration: {stop}")
             except Exception as raised:
                 error = raised

@@ -12,7 +12,7 @@ from services.environment.template import Template
 def load_template(config: ModelSection) -> tuple[Template, list[int]]:
     """Returns the template of `config.name`, and the tokens that end an answer. Raises ConfigError.
 
-    Never loads torch's libraries for the model: the tokenizer needs none.
+    Never imports torch: the tokenizer does not need it.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer, GenerationConfig  # slow to import

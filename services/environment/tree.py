@@ -1,8 +1,8 @@
 """The recorded calls of a session, as a tree of exact tokens.
 
-A node is one call: the messages that were new in it, the tokens that were added to its parent's (written by the chat template)
-and the tokens that the model sampled. A path from a root to a leaf is one sequence to train on. Nothing is ever rendered or
-tokenised again, so every trained token is the sampled one.
+A node is one call: its new messages, the tokens that the chat template added to the parent's, and the tokens that the
+model sampled. A path from a root to a leaf is one sequence to train on. Nothing is ever rendered or tokenised again, so
+every trained token is exactly the sampled one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ class Node:
 
     parent: "Node | None"
     messages: list[Message]
-    """The messages of the request that its parent does not have, then the answer."""
+    """The request's messages that the parent does not have, then the answer."""
     added: list[int]
     """Tokens of those messages, up to the answer."""
     sampled: Completion
@@ -56,7 +56,7 @@ class SessionTree:
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Node | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.
 
-        A history with an answer that was not recorded after that node was rewritten: it continues no node.
+        If an answer in the history was not recorded there, the history was rewritten and continues no node.
         """
         best: tuple[int, int, Node | None] = (0, 0, None)
         open_nodes = [(0, 0, node) for node in reversed(self._roots.get(tools_key(tools), []))]
@@ -83,16 +83,16 @@ class SessionTree:
         added: list[int],
         sampled: Completion,
     ) -> Node:
-        """Records a call; `messages` are the new ones and the answer."""
+        """Records a call; `messages` are the new messages and the answer."""
         node = Node(parent, list(messages), added, sampled)
         (parent.children if parent else self._roots.setdefault(tools_key(tools), [])).append(node)
         self.nodes.append(node)
         return node
 
     def sequences(self, rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
-        """Returns a sequence for every leaf. A sampled token that several of them share is trained in the first alone.
+        """Returns a sequence for every leaf. A sampled token shared by several sequences is trained only in the first.
 
-        `rewards` are those of the calls, in the order of their answers; empty where they have none.
+        `rewards` are the rewards of the calls, in the order of their answers; empty when they have none.
         """
         owned: set[int] = set()
         of_nodes = {id(node): reward for node, reward in zip(self.nodes, rewards, strict=False)}
@@ -103,12 +103,12 @@ class SessionTree:
 
 
 def _same_ids(recorded: Message, sent: Message) -> int:
-    """Returns how many ids of tool calls agree: they tell two equal answers of one prompt apart."""
+    """Returns how many tool-call ids agree; this tells two equal answers to one prompt apart."""
     return sum(a["id"] == b["id"] for a, b in zip(recorded.calls, sent.calls, strict=True))
 
 
 def _sequence(path: list[Node], owned: set[int], rewards: Mapping[int, float]) -> EpisodeSequence:
-    """Returns the sequence of a path. What precedes its first token of its own is its prompt."""
+    """Returns the sequence of a path. Everything before its first own token is its prompt."""
     first = next(i for i, node in enumerate(path) if id(node) not in owned)
     owned.update(id(node) for node in path)
     before = path[first].parent
@@ -123,7 +123,7 @@ def _sequence(path: list[Node], owned: set[int], rewards: Mapping[int, float]) -
         tokens += added
         logprobs += [0.0] * len(added)
         mask += [0] * len(added)
-        if added:  # they count as of the version before them
+        if added:  # added tokens count to the version before them
             spans[-1] = (spans[-1][0], spans[-1][1], len(tokens))
         start = len(tokens)
         tokens += node.sampled.token_ids.tolist()

@@ -1,6 +1,6 @@
-"""One episode of a verifiers environment: `python verifiers_program.py ID`, started by the runner of agents.
+"""One episode of a verifiers environment: `python verifiers_program.py ID`, started by the agent runner.
 
-It runs in an environment of its own, which has verifiers and the package ID, and imports nothing of this project.
+It runs in its own virtual environment, with verifiers and the package ID, and imports nothing from this project.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 
 def task_of(environment: Any, task: dict[str, Any]) -> vf.Task:
-    """Returns the task that the row names by its column `index`. Exits with the reason where there is none."""
+    """Returns the task that the row names in its column `index`. Exits with the reason if there is none."""
     index = task["columns"].get("index")
     if not str(index).isdecimal():
         sys.exit(f"the row names no task of the taskset: column index is {index!r}; put the position of the task there")

@@ -37,7 +37,7 @@ from services.replay.worker import Worker
 
 log = logging.getLogger(__name__)
 _KINDS = (JSON, wire.MSGPACK)
-"""In msgpack the arrays of numbers are raw bytes, little-endian, 4 bytes a number."""
+"""In msgpack, arrays of numbers are raw little-endian bytes, 4 bytes per number."""
 _EXAMPLE = {
     "id": "run-1-000017",
     "prompt_id": "gsm8k-17",
@@ -80,10 +80,10 @@ class SampleExperiences(Wire):
 
 
 def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: int = 256 << 20) -> FastAPI:
-    """Creates the service over the store in `state_dir/replay`.
+    """Creates the app for the store in `state_dir/replay`.
 
-    It works in process without its lifespan, which closes the store at the end. Raises ConfigError when the store cannot be
-    used.
+    Without its lifespan the app still works in process, but nothing closes the store. Raises ConfigError when the store
+    cannot be used.
     """
     buffer = ReplayBuffer(config, state_dir / "replay" / "replay.db")
     worker = Worker(buffer)
@@ -117,7 +117,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups", **described(_GROUPS, reads=_KINDS, fails=(415,)))
     async def add(request: Request) -> dict[str, int]:
-        """Stores groups (msgpack, or JSON with arrays as lists); durable when this answers, idempotent by id."""
+        """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers; idempotent by id."""
         added = await worker.add(await _read_groups(request))
         request.app.state.run = logs.run_id()
         return {"added": added.added, "duplicates": added.duplicates}
@@ -132,7 +132,7 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
-        """Marks groups as trained on. Repeating it changes nothing; with an unknown id it is a 404 and changes nothing."""
+        """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id, which gives a 404."""
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
@@ -141,9 +141,9 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
         step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
     ) -> dict[str, int]:
-        """Drops all groups that were not acknowledged, and with `from_position` all from there on in the prompt stream.
+        """Drops all unacknowledged groups and, with `from_position`, all groups from that prompt-stream position on.
 
-        With `step`, what was sampled in later steps no longer counts as sampled.
+        With `step`, samples drawn in that step or later no longer count.
         """
         dropped = await worker.call(buffer.reset_fresh, from_position, step)
         if dropped:
@@ -175,7 +175,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
         offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
         state: Literal["fresh", "leased", "consumed"] | None = None,
     ) -> dict[str, Any]:
-        """Lists the stored groups without their contents, optionally those in one state."""
+        """Lists the stored groups without their contents, optionally only those in one state."""
         return {"groups": await worker.call(buffer.store.listing, limit, offset, state)}
 
     @app.get("/groups/{group_id:path}", **described(answer=struct_schema(Group), fails=(404,)))
@@ -203,19 +203,19 @@ def _experience_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/add")
     async def add_experiences(body: AddExperiences) -> dict[str, int]:
-        """Stores answers without tokens. They can be read and sampled here, and are never handed out for training."""
+        """Stores completions without tokens. They can be read and sampled here but are never used for training."""
         size = await worker.call(buffer.add_experiences, body.experiences)
         return {"added": len(body.experiences), "buffer_size": size}
 
     @app.post("/sample")
     async def sample_experiences(body: SampleExperiences) -> Experiences:
-        """Up to `batch_size` different answers, those of groups included; `prioritized` prefers higher rewards."""
+        """Up to `batch_size` distinct completions, those of groups included; `prioritized` prefers higher rewards."""
         found = await worker.call(buffer.sample_experiences, body.batch_size, body.prioritized, body.seed)
         return Experiences(experiences=found)
 
 
 def _note(request: Request, what: str) -> None:
-    """Logs a call that changes what a run finds here, as a warning when it is not of the run that stores groups."""
+    """Logs a call that changes the stored groups; a warning when another run than the one storing groups made it."""
     run, peer = logs.run_id(), request.client
     storing = request.app.state.run
     level = logging.DEBUG if run == storing else logging.WARNING if storing else logging.INFO
@@ -224,7 +224,7 @@ def _note(request: Request, what: str) -> None:
 
 
 async def _read_groups(request: Request) -> list[Group]:
-    """Returns the groups of a body. Raises ServiceError (415) for another content type and InvalidInput for a bad body."""
+    """Decodes the groups of a body. Raises ServiceError (415) for other content types, InvalidInput for a bad body."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in _KINDS:
         raise ServiceError(
@@ -252,7 +252,7 @@ def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
 
 
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
-    """Adds the gauges of the buffer, which are read when /metrics is requested."""
+    """Adds the gauges of the buffer; each is computed when /metrics is requested."""
     groups = metrics.gauge("replay_groups", "Groups stored", ["state"])
     completions = metrics.gauge("replay_completions", "Completions stored; lone: experiences without tokens", ["state"])
 

@@ -1,10 +1,10 @@
-"""The replay buffer: a queue of fresh groups and prioritised reuse of consumed ones, over the durable store.
+"""The replay buffer: a queue of fresh groups and prioritised reuse of consumed groups, backed by the durable store.
 
     add ──► fresh ──take──► leased ──ack──► consumed ──sample──► (again and again, by priority)
               ▲ ▲               │
       evicted │ └─lease expired─┘          the oldest consumed are removed when capacity is reached
 
-Groups are sent as the msgpack bytes in which they are stored. All methods are synchronous and belong to one thread
+Groups are sent as the msgpack bytes that are stored. All methods are synchronous and must run in one thread
 (`services.replay.worker`).
 """
 
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as float32."""
 _MAX_UNSEEN = 10_000
-"""Groups that may be added until the index of answers is updated, though nobody samples."""
+"""Added groups after which the index of completions is updated even if nobody samples."""
 
 
 class Experience(Wire):
-    """One answer without tokens: for reading, never for training."""
+    """One completion without tokens: for reading, never for training."""
 
     prompt: Text
     response: Text
@@ -48,14 +48,14 @@ class Experience(Wire):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Groups in stored form, and the importance weight of each."""
+    """Encoded groups and the importance weight of each."""
 
     blobs: list[bytes]
     weights: Float32
 
 
 def join(blobs: list[bytes], **extra: object) -> bytes:
-    """Returns the msgpack document of encoded groups and further fields, without decoding the groups."""
+    """Returns a msgpack document with the encoded groups, which are not decoded, and the extra fields."""
     return wire.encode({"groups": [Raw(blob) for blob in blobs], **extra})
 
 
@@ -65,12 +65,12 @@ def unpack_groups(blobs: list[bytes]) -> list[Group]:
 
 
 class ReplayBuffer:
-    """The buffer over the file `path`.
+    """The buffer stored in the file `path`.
 
     Args:
-        config: capacity and length of leases.
-        path: the file.
-        clock: monotonic seconds.
+        config: capacity and lease length.
+        path: the SQLite file.
+        clock: monotonic clock in seconds.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -79,8 +79,8 @@ class ReplayBuffer:
     def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity, self.lease_s = config.capacity, config.lease_s
         self.store = Store(path)
-        # The monotonic clock starts anew with every process: ours goes on where every lease has its full length again. Writing
-        # the leases instead would fail on a full disk.
+        # The monotonic clock does not survive a restart, so it is shifted to give every stored lease its full length
+        # again. Rewriting the leases instead would fail on a full disk.
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
@@ -88,7 +88,7 @@ class ReplayBuffer:
         self._answers, self._added = sampling.AnswerIndex(self.store.rewards()), 0
 
     def close(self) -> None:
-        """Moves everything into one file and closes it; what does not fit there stays in the log beside it."""
+        """Moves everything into one file and closes it; on a full disk the rest stays in the log beside it."""
         try:
             self.store.checkpoint()
         except StorageFailed as error:
@@ -102,11 +102,11 @@ class ReplayBuffer:
     # ------------------------------------------------------------ the queue
 
     def add(self, groups: list[Group]) -> AddResult:
-        """Stores groups; durable when this returns. A known id changes nothing and is counted.
+        """Stores groups; they are durable when this returns. A known id is only counted.
 
         Raises:
             InvalidInput: a group cannot be stored.
-            TooLarge: there are more completions than the capacity.
+            TooLarge: the completions exceed the capacity.
             Full: there is no room now.
         """
         if not groups:
@@ -121,9 +121,10 @@ class ReplayBuffer:
         return added
 
     def take(self, request: TakeRequest) -> Lease | None:
-        """Leases `count` fresh groups by (weight version, position, id) for `lease_s`; returns None when there are fewer.
+        """Leases the first `count` fresh groups, ordered by (weight version, position, id), for `lease_s` seconds.
 
-        A retry with the same request id gets the same groups. Fresh groups older than `min_version` are evicted.
+        Returns None when there are fewer. A retry with the same request id gets the same groups. Fresh groups older
+        than `min_version` are evicted.
         """
         if request.count > self.capacity:
             raise InvalidInput(
@@ -135,16 +136,16 @@ class ReplayBuffer:
         return self.store.take(request, self.clock(), self.lease_s)
 
     def end_take(self, request_id: str) -> Lease:
-        """Returns the answer to a request whose wait has ended without groups."""
+        """Returns the empty lease for a request whose wait ended without groups."""
         return Lease([], self.store.evicted_for(request_id))
 
     def next_expiry_s(self) -> float | None:
-        """Returns the seconds until the first lease ends, None without leases."""
+        """Returns the seconds until the first lease ends; None without leases."""
         until = self.store.next_expiry()
         return None if until is None else max(0.0, until - self.clock())
 
     def ack(self, ids: list[str]) -> int:
-        """Marks groups as trained on; they may now be reused, with the largest priority seen. Returns how many are new.
+        """Marks groups as trained on, for reuse with the largest priority seen. Returns how many were newly marked.
 
         Raises NotFound for an unknown id.
         """
@@ -153,9 +154,9 @@ class ReplayBuffer:
         return len(consumed)
 
     def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
-        """Drops every group that is not consumed, and all from `from_position` of the prompt stream on; returns how many.
+        """Drops all unconsumed groups, and all groups from `from_position` in the prompt stream on; returns how many.
 
-        Draws for reuse after `step` no longer count.
+        Reuse draws from `step` on no longer count.
         """
         dropped = self.store.reset_fresh(from_position, step)
         self._index = ReuseIndex(self.store.consumed_rows())
@@ -164,10 +165,10 @@ class ReplayBuffer:
     # ------------------------------------------------------------ reuse
 
     def sample(self, request: SampleRequest) -> Sampled:
-        """Returns different consumed groups by priority (`services.replay.sampling`), each with its importance weight.
+        """Draws distinct consumed groups by priority (`services.replay.sampling`), each with its importance weight.
 
-        There are fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the same
-        groups.
+        Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the
+        same groups.
         """
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
             return Sampled(before[0], np.array(before[1], np.float32))
@@ -181,7 +182,7 @@ class ReplayBuffer:
         return Sampled(blobs, weights)
 
     def set_priorities(self, update: PriorityUpdate) -> int:
-        """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups have changed."""
+        """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups changed."""
         if len(update.ids) != len(update.priorities):
             raise InvalidInput(
                 f"{len(update.ids)} ids need as many priorities",
@@ -200,24 +201,24 @@ class ReplayBuffer:
         return unpack_groups([self.store.blob(group_id)])[0]
 
     def stats(self) -> dict[str, Any]:
-        with suppress(StorageFailed):  # on a full disk leases stay, and the rest can be read
+        with suppress(StorageFailed):  # on a full disk leases cannot expire, but everything can be read
             self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 
     def clear(self) -> None:
-        """Forgets all groups and experiences; the counters stay."""
+        """Deletes all groups and experiences; the counters stay."""
         self.store.clear()
         self._index = ReuseIndex([])
 
     def add_experiences(self, experiences: list[Experience]) -> int:
-        """Stores experiences; returns the size of the buffer."""
+        """Stores experiences. Returns the size of the buffer."""
         self._check_size(len(experiences), "experiences")
         rows = [(item.prompt, item.response, item.reward, item.ground_truth) for item in experiences]
         self._index.drop_until(self.store.add_experiences(rows, self.capacity))
         return sum(completions for _, completions in self.store.totals().values())
 
     def sample_experiences(self, count: int, prioritized: bool, seed: int | None) -> list[Experience]:
-        """Returns up to `count` different answers, the completions of groups included (`sampling.draw_by_reward`)."""
+        """Returns up to `count` distinct completions, those of groups included (`sampling.draw_by_reward`)."""
         self._update_answers()
         found = []
         for slot in sampling.draw_by_reward(self._answers.rewards, count, prioritized, np.random.default_rng(seed)).tolist():
@@ -250,7 +251,7 @@ class ReplayBuffer:
 
 
 def _row(group: Group, where: str) -> GroupRow:
-    """Returns the row of a group. Raises InvalidInput for one that cannot be stored or shown again."""
+    """Returns the row of a group. Raises InvalidInput when the group cannot be stored or returned as JSON."""
     for i, completion in enumerate(group.completions):
         if abs(completion.reward) > MAX_REWARD:
             raise InvalidInput(
@@ -284,7 +285,7 @@ def _row(group: Group, where: str) -> GroupRow:
         rewards=rewards.astype("<f4").tobytes(),
         reward_sum=float(rewards.sum(dtype=np.float64)),
         positive=int((rewards > 0).sum()),
-        correct=sum(c.correct for c in group.completions) if all(c.verified for c in group.completions) else -1,  # not known
+        correct=sum(c.correct for c in group.completions) if all(c.verified for c in group.completions) else -1,  # unknown
         created=group.created_at,
         data=data,
     )

@@ -1,7 +1,7 @@
-"""The SQLite file of the replay buffer: its layout, its opening, and transactions that are on disk when they end.
+"""The SQLite file of the replay buffer: its layout, how it is opened, and transactions that are on disk when they end.
 
-SQLite reads its log up to the first damaged page and forgets the rest without a word. So a file beside it, `replay.db.count`,
-holds how many changes and groups were acknowledged. A store that has fewer is not opened.
+SQLite reads its log up to the first damaged page and silently drops the rest. So a separate file, `replay.db.count`,
+records how many changes and groups were acknowledged. A store that has fewer is not opened.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ from common.storing import StorageFailed, cure, damage
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
-"""Groups since the file was made: stored; added again; too old when taken; removed to make room; dropped by reset_fresh."""
+"""Groups since the file was created: stored; added again; too old when taken; removed for space; dropped by
+reset_fresh."""
 _CHANGES = "changes"
-"""The counter of transactions that changed something."""
+"""Name of the counter of transactions that changed something."""
 _COUNT_BYTES = 128
-"""Size of the file of counts, always the same: writing it again needs no space on a full disk."""
+"""Fixed size of the count file, so that overwriting it needs no space on a full disk."""
 _LAYOUT = 2
 _WAL_PAGES = 8192
 
@@ -78,7 +79,7 @@ END;
 
 
 _SAMPLES = "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, answer TEXT NOT NULL)"
-"""Also created in older files, which lack it."""
+"""Also run on older files, which lack the table."""
 
 _SUMS = """
 PRAGMA temp_store = MEMORY;
@@ -100,7 +101,7 @@ CREATE TEMP TRIGGER lone_sum_out AFTER DELETE ON main.experiences BEGIN
         positive = positive - (OLD.reward > 0) WHERE kind = 'lone';
 END;
 """
-"""Sums for `/stats`, in memory: in the file they would be summed up at every call."""
+"""Running sums for `/stats`, kept in memory so that no call has to scan the file."""
 _CHANGES = """
 CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);
 CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (NEW.key); END;
@@ -108,26 +109,26 @@ CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNOR
 CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-NEW.key); END;
 CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-OLD.key); END;
 """
-"""Keys of what was added or removed since the index of `/sample` was last updated; those of lone experiences negative."""
+"""Keys added or removed since the index of `/sample` was last updated; keys of lone experiences are negative."""
 
 
 class Full(ServiceError):
-    """Groups that wait for training fill the buffer; nothing was stored (503: the client retries)."""
+    """Groups waiting for training fill the buffer; nothing was stored (503: the client retries)."""
 
     status = 503
     code = "full"
 
 
 class Database:
-    """The file, which one process opens and one thread uses at a time.
+    """The file. One process may open it, and one thread may use it at a time.
 
-    Raises ConfigError when it is damaged, of another layout, in use, or cannot be created.
+    Raises ConfigError when the file is damaged, has another layout, is in use, or cannot be created.
     """
 
     committed: dict[str, tuple[int, int]]
     """`totals()` after the last transaction; any thread may read it."""
     _count_file: int | None = None
-    """Descriptor of the file of acknowledged changes."""
+    """Descriptor of the count file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,7 +136,7 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 self._create()
-                self._count_path.unlink(missing_ok=True)  # that of a store which was moved away
+                self._count_path.unlink(missing_ok=True)  # it belongs to a store that was moved away
             self.db = _connect(path)
             try:
                 self._check()
@@ -152,7 +153,7 @@ class Database:
             raise self._unusable(str(error)) from None
 
     def _create(self) -> None:
-        """Creates the file under another name, then renames it, so that it is never incomplete."""
+        """Creates the file under a temporary name and renames it, so that it is never incomplete."""
         log = self.path.with_name(f"{self.path.name}-wal")
         if log.exists():
             raise self._unusable(f"the file is gone but its log {log.name} is there")
@@ -197,7 +198,7 @@ class Database:
         return self.path.with_name(f"{self.path.name}.count")
 
     def _compare_counts(self) -> None:
-        """Raises ConfigError when the store has fewer changes than were acknowledged; counts them from now on."""
+        """Raises ConfigError when the store has fewer changes than were acknowledged; else starts counting them."""
         if not self.db.execute("SELECT 1 FROM counters WHERE name = ?", (_CHANGES,)).fetchone():
             self.db.execute("INSERT INTO counters VALUES (?, 0)", (_CHANGES,))
         try:
@@ -207,19 +208,19 @@ class Database:
             raise self._unusable(f"{self._count_path.name} is damaged; without that file nothing is compared") from None
         if (lost := changes - int(self.counter(_CHANGES))) > 0:
             groups = added - int(self.counter("added"))
-            with contextlib.suppress(OSError):  # closing a store removes its log
+            with contextlib.suppress(OSError):  # keep the log, which closing the store removes
                 wal = self.path.with_name(f"{self.path.name}-wal")
                 wal.with_suffix(".db-wal-damaged").hardlink_to(wal)
             raise self._unusable(
                 f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of {added} groups: its log was "
                 f"damaged or cut, or the file is an older copy; remove {self._count_path.name} to go on without them"
             )
-        with contextlib.suppress(OSError):  # a full disk: what was stored can be read
+        with contextlib.suppress(OSError):  # on a full disk the store can still be read
             self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)
         self._keep_counts()
 
     def _keep_counts(self) -> None:
-        """Writes down what is acknowledged. It is not synced: after a power failure it may say too little, never too much."""
+        """Records the acknowledged counts, unsynced: after a power failure they may be too low, never too high."""
         if self._count_file is None:
             return
         counts = {_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))}
@@ -235,18 +236,18 @@ class Database:
         self.db.close()
 
     def checkpoint(self) -> None:
-        """Moves everything from the write-ahead log into the file."""
+        """Moves all changes from the write-ahead log into the file."""
         with self.errors():
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def size(self) -> int:
-        """Returns the bytes on disk, log included; any thread may call it."""
+        """Returns the size on disk in bytes, log included; any thread may call it."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return sum(file.stat().st_size for file in files if file.exists())
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turns SQLite's errors into StorageFailed, and values it cannot hold into InvalidInput."""
+        """Turns SQLite errors into StorageFailed, and values that SQLite cannot store into InvalidInput."""
         try:
             yield
         except UnicodeEncodeError as error:
@@ -267,7 +268,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Runs a transaction, which is on disk when it ends. Raises StorageFailed, with nothing changed."""
+        """Runs a transaction, which is on disk when it ends. Raises StorageFailed and then changes nothing."""
         with self.errors():
             try:
                 before = self.db.total_changes
@@ -293,7 +294,7 @@ class Database:
         self.db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (more, name))
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Returns (groups, completions) by state; `lone` experiences count as completions of no group."""
+        """Returns (groups, completions) by state; `lone` experiences count as completions without a group."""
         rows = self.db.execute("SELECT state, groups, completions FROM totals")
         return {state: (groups, completions) for state, groups, completions in rows}
 
@@ -301,7 +302,7 @@ class Database:
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
     try:
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # the in-memory index is right only while nobody else writes
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # the in-memory index requires that nobody else writes
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")

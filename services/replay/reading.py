@@ -13,7 +13,7 @@ class Reading(Database):
     """Queries; each sees the state after the last transaction."""
 
     def blob(self, group_id: str) -> bytes:
-        """Returns a stored group. Raises NotFound."""
+        """Returns the msgpack bytes of a group. Raises NotFound."""
         query = "SELECT data FROM groups JOIN blobs USING (key) WHERE id = ?"
         row = self.db.execute(query, (group_id,)).fetchone()
         if row is None:
@@ -21,7 +21,7 @@ class Reading(Database):
         return bytes(row[0])
 
     def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
-        """Returns the groups without contents, in the order they were added, optionally only those in one state."""
+        """Returns the groups without their contents, in insertion order, optionally only those in one state."""
         query = (
             "SELECT id, prompt_id, state, version, position, completions, NULLIF(correct, -1) AS correct, "
             "reward_sum / completions AS mean_reward, priority, times_sampled, created FROM groups "
@@ -35,7 +35,7 @@ class Reading(Database):
         return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts and means over everything stored; means of nothing are 0."""
+        """Returns counts and means over everything stored; means are 0 when nothing is stored."""
         totals = self.totals()
         reward, positive = self.db.execute("SELECT TOTAL(reward), SUM(positive) FROM sums").fetchone()
         size = sum(completions for _, completions in totals.values())
@@ -52,13 +52,13 @@ class Reading(Database):
         }
 
     def rewards(self) -> list[tuple[int, bytes]]:
-        """Returns (key, float32 rewards of its answers) of every group and lone experience, whose keys are negative."""
+        """Returns (key, float32 rewards) of every group and lone experience; keys of lone experiences are negative."""
         lone = self.db.execute("SELECT -key, reward FROM experiences ORDER BY key").fetchall()
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups + [(key, _FLOAT32.pack(reward)) for key, reward in lone]
 
     def changed_rewards(self) -> tuple[list[int], list[tuple[int, bytes]]]:
-        """Returns the keys that `changes` has, and what of them is there now as `rewards` does; empties `changes`."""
+        """Returns the keys in `changes`, and `rewards()` of those that still exist. Empties `changes`."""
         keys = [key for (key,) in self.db.execute("SELECT key FROM changes")]
         groups = self.db.execute("SELECT key, rewards FROM changes JOIN groups USING (key) ORDER BY key").fetchall()
         query = "SELECT changes.key, reward FROM changes JOIN experiences ON experiences.key = -changes.key ORDER BY 1 DESC"

@@ -1,8 +1,8 @@
-"""The consumed groups, drawn by priority in a time that grows with the logarithm of their number.
+"""Draws consumed groups by priority, in time logarithmic in their number.
 
-A sample is that of `services.replay.sampling`: every group is in it with the same probability, and weighs the same. Where many
-groups may be drawn they are not shuffled: points at equal distances fall on a tree of sums whose branches change places at
-random in every draw. So, as with the strata of Schaul et al., close neighbours are hardly ever drawn together.
+Inclusion probabilities and importance weights are those of `services.replay.sampling`. With many eligible groups,
+shuffling them would be too slow: instead, equally spaced points are looked up in a sum tree whose branches are swapped
+at random in every draw. So, as with the strata of Schaul et al., close neighbours are hardly ever drawn together.
 """
 
 import math
@@ -14,20 +14,20 @@ from services.replay import sampling
 from services.replay.sampling import Float64, Int64
 
 _FEW = 64
-"""With fewer groups than this many times the wanted ones, all are looked at."""
+"""All groups are scanned when there are at most this many times the requested count."""
 _LARGER = 100.0
-"""A power whose logarithm is larger needs another scale: none must overflow."""
+"""Largest logarithm of a power relative to the scale; above it the scale is recomputed, to avoid overflow."""
 _LEAST = 1e-150
-"""With a smaller sum of powers some may have become 0, for lack of a larger scale."""
+"""Below this sum of powers the scale is recomputed, because powers may have underflowed to 0."""
 _UNLIMITED = np.iinfo(np.int32).max
 _Rows = list[tuple[int, int, float, int]]
 
 
 class ReuseIndex:
-    """In-memory fields of the consumed groups that sampling needs.
+    """In-memory index of the consumed groups, with the fields that sampling needs.
 
-    Consumed groups are numbered in the order in which they were consumed: `order` identifies a group in the store. Its place
-    in the arrays is `order` modulo their size.
+    Groups are numbered in the order they were consumed; this `order` identifies a group in the store. Its place in the
+    arrays is `order` modulo their size.
     """
 
     def __init__(self, rows: _Rows) -> None:
@@ -38,16 +38,16 @@ class ReuseIndex:
 
     def _make(self, size: int) -> None:
         self._size = size
-        self._version = np.full(size, -1)  # there is no group
+        self._version = np.full(size, -1)  # -1: no group
         self._priority, self._sampled = np.zeros(size), np.zeros(size, np.int32)
         self._tree: _Tree | None = None
         self._scale = self._exponent = 0.0
         self._min_version, self._max_times = 0, _UNLIMITED
         self._by_version: dict[int, list[Int64]] = {}
-        """Orders of the groups in the tree."""
+        """Orders of the groups in the tree, by weight version."""
 
     def rows(self) -> _Rows:
-        """Returns what the index would be built from now."""
+        """Returns the rows from which the index could be rebuilt."""
         orders = np.arange(self._first, self._next)
         places = orders % self._size
         columns = orders, self._version[places], self._priority[places], self._sampled[places]
@@ -70,7 +70,7 @@ class ReuseIndex:
             self._update(places)
 
     def drop_until(self, order: int) -> None:
-        """Forgets the groups consumed up to and including `order`."""
+        """Removes the groups up to and including `order`."""
         end = min(order + 1, self._next)
         if end > self._first:
             places = np.arange(self._first, end) % self._size
@@ -78,7 +78,7 @@ class ReuseIndex:
             self._update(places)
 
     def set_priorities(self, updates: list[tuple[int, float]]) -> None:
-        """Sets priorities by order; the last one counts for a repeated group."""
+        """Sets priorities by order; the last one wins for a repeated group."""
         for order, priority in updates:
             self._priority[order % self._size] = priority
         self._update(np.array([order for order, _ in updates], np.int64) % self._size)
@@ -86,7 +86,7 @@ class ReuseIndex:
     def draw(
         self, count: int, seed: int, min_version: int, max_times: int | None, exponent: float, correction: float
     ) -> tuple[list[int], Float64]:
-        """Draws up to `count` different groups of `min_version` or newer that were drawn less than `max_times` times.
+        """Draws up to `count` distinct groups of `min_version` or newer that were drawn fewer than `max_times` times.
 
         Returns the orders and the importance weights.
         """
@@ -102,16 +102,16 @@ class ReuseIndex:
         return (self._first + (places - self._first) % self._size).tolist(), weights
 
     def drawn(self, orders: list[int]) -> None:
-        """Counts a draw of different groups."""
+        """Counts one draw of each of these distinct groups."""
         places = np.array(orders) % self._size
         self._sampled[places] += 1
         self._update(places)
 
     def _prepared(self, min_version: int, max_times: int, exponent: float) -> "_Tree":
-        """Returns the powers of the groups that may be drawn now.
+        """Returns the tree of the groups that may be drawn now.
 
-        They are computed anew for another scale and for other conditions, but not for a higher `min_version`: a group becomes
-        too old once.
+        A new scale or new conditions rebuild it. A higher `min_version` does not: it only removes the groups that
+        became too old.
         """
         changed = (max_times, exponent) != (self._max_times, self._exponent) or min_version < self._min_version
         self._max_times, self._exponent, self._min_version = max_times, exponent, min_version
@@ -139,12 +139,12 @@ class ReuseIndex:
         return (versions >= 0) & (versions >= self._min_version) & (self._sampled[places] < self._max_times)
 
     def _powers(self, places: Int64) -> Float64:
-        """Returns priority^exponent, relative to the scale, and 0 for groups that may not be drawn."""
+        """Returns (priority / scale)^exponent, and 0 for groups that may not be drawn."""
         allowed = self._allowed(places)
         return np.where(allowed, (self._priority[places] * allowed / (self._scale or 1.0)) ** self._exponent, 0.0)
 
     def _update(self, places: Int64) -> None:
-        """Follows a change of these groups."""
+        """Updates the tree after a change of these groups."""
         if self._tree is None or len(places) == 0:
             return
         largest = float(self._priority[places][self._allowed(places)].max(initial=0.0))
@@ -158,8 +158,8 @@ class ReuseIndex:
 
 
 def _draw(tree: "_Tree", count: int, rng: np.random.Generator, correction: float) -> tuple[Int64, Float64]:
-    """Returns `count` places in random order, fewer than have a power, and their importance weights."""
-    certain: list[tuple[Int64, Float64]] = []  # what count·P(i) > 1 has
+    """Returns `count` places in random order, and their importance weights; more places must have a positive power."""
+    certain: list[tuple[Int64, Float64]] = []  # places with count·P(i) >= 1
     left = count
     while left and len(found := tree.leaves(tree.total / left)):
         certain.append((found, tree.powers(found)))
@@ -179,25 +179,25 @@ def _draw(tree: "_Tree", count: int, rng: np.random.Generator, correction: float
 
 
 class _Tree:
-    """Powers of places, sums of them in a binary tree, and how many are of about the same size."""
+    """Powers of places, with a binary tree of their sums and a histogram of their logarithms."""
 
     _WIDTH = 1 / 64
-    """Width of a class of powers, in their logarithm."""
+    """Width of a histogram class, in the logarithm of the power."""
     _FIRST = -750.0
-    """The logarithm of no positive number is smaller."""
+    """Below the logarithm of the smallest positive float64."""
     _CLASSES = int(1500 / _WIDTH)
 
     def __init__(self, powers: Float64) -> None:
         self._size = len(powers)
         self._nodes = np.concatenate([np.zeros(self._size), powers])
         self._moments = np.zeros((3, self._CLASSES))
-        """Powers per class, and the sums of their logarithms relative to the middle and of the squares of these."""
+        """Per class: the count, and the sums of the logarithms' offsets from the middle and of the squared offsets."""
         width = self._size // 2
         while width:
             self._nodes[width : 2 * width] = self._nodes[2 * width : 4 * width].reshape(-1, 2).sum(1)
             width //= 2
         self.positive = 0
-        """Places with a power."""
+        """Number of places with a positive power."""
         self._count(powers, 1)
 
     @property
@@ -208,7 +208,7 @@ class _Tree:
         return np.asarray(self._nodes[self._size + places])
 
     def set(self, places: Int64, powers: Float64) -> None:
-        """Sets the powers of different places."""
+        """Sets the powers of distinct places."""
         self._count(self.powers(places), -1)
         self._count(powers, 1)
         nodes = self._size + places
@@ -228,7 +228,7 @@ class _Tree:
         return np.asarray(self._FIRST + (classes + 0.5) * self._WIDTH)
 
     def leaves(self, least: float) -> Int64:
-        """Returns the places whose power is at least `least`, which is above 0: a time by their number, not that of all."""
+        """Returns the places whose power is at least `least` (> 0); the time depends on their number, not on all."""
         nodes = np.ones(1, np.int64)
         while nodes.size and nodes[0] < self._size:
             nodes = (2 * nodes[:, None] + np.arange(2)).ravel()
@@ -236,7 +236,7 @@ class _Tree:
         return nodes[self._nodes[nodes] >= least] - self._size
 
     def find(self, points: Float64, rng: np.random.Generator) -> Int64:
-        """Returns the different places at these points of the sum of all powers, with the branches in random order."""
+        """Returns the distinct places at these points of the cumulative sum, with branches in random order."""
         nodes, salt = np.ones(len(points), np.int64), rng.integers(1 << 62)
         for _ in range(self._size.bit_length() - 1):
             first = 2 * nodes + _bits(nodes + salt)
@@ -244,10 +244,10 @@ class _Tree:
             beyond = (points >= before) & (after > 0)
             points = np.where(beyond, points - before, points)
             nodes = first ^ beyond
-        return np.unique(nodes) - self._size  # unique: two points in one place can only come from rounding
+        return np.unique(nodes) - self._size  # only rounding can put two points in one place
 
     def sum_of_powers(self, exponent: float) -> float:
-        """Returns the sum of power^exponent, for an exponent from 0 to 1; its relative error is below 1e-7."""
+        """Returns the sum of power^exponent for an exponent from 0 to 1, with a relative error below 1e-7."""
         classes = np.flatnonzero(self._moments[0])
         count, first, second = self._moments[:, classes]
         near = count + exponent * first + exponent**2 / 2 * second
@@ -255,7 +255,7 @@ class _Tree:
 
 
 def _bits(numbers: Int64) -> Int64:
-    """Returns a bit of each number, as good as random."""
+    """Returns one pseudorandom bit (0 or 1) per number."""
     mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
     return (mixed >> np.uint64(63)).astype(np.int64)

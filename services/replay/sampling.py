@@ -1,10 +1,11 @@
 """Mathematics of prioritised reuse (Schaul et al. 2016), as pure functions over arrays.
 
-A sample of k groups holds k different groups. PER as published draws with replacement, so that E[draws of i] = k·P(i);
-here every group is drawn at most once and its chance to be in the sample is π(i) = k·P(i), which is the same expectation.
-Where k·P(i) would exceed 1 the group is certain and the others share the rest of k in proportion to their P (fixed-size
-sampling with unequal probabilities, systematic design). The importance weights use the actual probability P(i) = π(i)/k, so
-they stay correct in that case: a sample of all groups has weights of 1. A group of priority 0 is never drawn.
+A sample of k groups holds k distinct groups. PER as published draws with replacement, so that E[draws of i] = k·P(i);
+here every group is drawn at most once and is in the sample with probability π(i) = k·P(i), which is the same
+expectation. Where k·P(i) would exceed 1, the group is always drawn and the others share the rest of k in proportion to
+their P (fixed-size sampling with unequal probabilities, systematic design). The importance weights use the actual
+probability P(i) = π(i)/k, so they stay correct in that case: a sample of all groups has weights of 1. A group with
+priority 0 is never drawn.
 """
 
 import numpy as np
@@ -15,13 +16,13 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 LOWEST_WEIGHT = 0.1
 _FEW = 64
-"""With fewer answers than this many times the wanted ones, all are looked at."""
+"""All completions are scanned when there are fewer than this many times the requested count."""
 
 
 def probabilities(priorities: Float64, exponent: float) -> Float64:
-    """Returns P(i) ∝ priority^exponent [N], which sums to 1; exponent 0 is uniform.
+    """Returns P(i) ∝ priority^exponent [N], summing to 1; exponent 0 is uniform.
 
-    With any other exponent a priority of 0 excludes a group; all are 0 when no priority is positive.
+    With any other exponent, priority 0 excludes a group; all P are 0 when no priority is positive.
     """
     largest = priorities.max(initial=0.0)
     # Scaled first: a large priority to a large power must not overflow.
@@ -31,7 +32,7 @@ def probabilities(priorities: Float64, exponent: float) -> Float64:
 
 
 def inclusion(chances: Float64, count: int) -> Float64:
-    """Returns the probability [N] that each group is in a sample of `count` different ones: count·P(i), capped at 1."""
+    """Returns each group's probability [N] to be in a sample of `count` distinct groups: count·P(i), capped at 1."""
     positive = chances > 0
     if count >= np.count_nonzero(positive):
         return positive.astype(np.float64)
@@ -45,9 +46,9 @@ def inclusion(chances: Float64, count: int) -> Float64:
 
 
 def draw(included: Float64, rng: np.random.Generator) -> Int64:
-    """Returns the indices of a sample, in random order, that contains group i once with probability `included[i]`.
+    """Returns the indices of a sample, in random order; it contains group i once with probability `included[i]`.
 
-    `included` sums to a whole number: the size of the sample.
+    `included` must sum to a whole number, the size of the sample.
     """
     candidates = rng.permutation(np.flatnonzero(included > 0))
     if len(candidates) == 0:
@@ -56,25 +57,26 @@ def draw(included: Float64, rng: np.random.Generator) -> Int64:
     size = round(edges[-1])
     points = (rng.random() + np.arange(size)) * (edges[-1] / size)
     slots = np.minimum(np.searchsorted(edges, points, side="right"), len(candidates) - 1)
-    return np.asarray(candidates[np.unique(slots)])  # unique: two points in one slot can only come from rounding
+    return np.asarray(candidates[np.unique(slots)])  # only rounding can put two points in one slot
 
 
 def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Float64:
     """Returns (N·P(i))^-exponent [len(chosen)], divided by its expectation over draws: P(i)^-exponent / Σ P(j)^(1-exponent).
 
-    So the weights of a sample are 1 on average for every exponent, as those of fresh groups are, and a group that is hardly
-    ever drawn changes no other group's weight. Schaul et al. divide by the largest weight instead, by which one such group in
-    the buffer takes all others' weight (docs/explanation/off-policy.md).
+    So for every exponent the weights of a sample average 1, like those of fresh groups, and a rarely drawn group does
+    not change the other weights. Schaul et al. divide by the largest weight instead, where one rare group in the buffer
+    shrinks all other weights towards 0 (docs/explanation/off-policy.md).
     """
     chances = included / included.sum()
     return np.asarray(chances[chosen] ** -exponent / (chances[chances > 0] ** (1 - exponent)).sum())
 
 
 def draw_by_reward(rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator) -> Int64:
-    """Returns the indices of up to `count` different answers.
+    """Returns the indices of up to `count` distinct completions.
 
-    `prioritized` draws higher rewards more often: the weight of an answer rises linearly from 0.1 at the lowest reward to 1.1
-    at the highest. A few of many are drawn one by one, by rejection, so that the time hardly depends on how many there are.
+    `prioritized` draws higher rewards more often: the weight of a completion rises linearly from 0.1 at the lowest
+    reward to 1.1 at the highest. A few of many are drawn one by one, by rejection, so the time hardly depends on the
+    total number.
     """
     low, high = (float(rewards.min()), float(rewards.max())) if len(rewards) else (0.0, 0.0)
 
@@ -94,7 +96,7 @@ def draw_by_reward(rewards: Float32, count: int, prioritized: bool, rng: np.rand
 
 
 class AnswerIndex:
-    """Rewards of all answers in memory, those of one group beside one another."""
+    """Rewards of all completions, in memory; those of one group are adjacent."""
 
     def __init__(self, rows: list[tuple[int, bytes]]) -> None:
         """Builds the index from the key and the float32 rewards of each group."""
@@ -112,7 +114,7 @@ class AnswerIndex:
         self.rewards = np.concatenate([self.rewards, rewards])
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Returns the key of the group that has this answer, and the number of the answer in it."""
+        """Returns the key of the group with this completion, and the completion's index in the group."""
         place = int(np.searchsorted(self._starts, slot, side="right")) - 1
         return int(self._keys[place]), slot - int(self._starts[place])
 

@@ -1,8 +1,8 @@
-"""The durable side of the replay buffer: one SQLite file, every change one transaction, synced before it returns.
+"""The durable store of the replay buffer: one SQLite file. Every change is one transaction, synced before it returns.
 
-A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as msgpack; separate, so that a
-change of state does not rewrite it). Lone experiences, which have no tokens, are in another table: no method that hands out
-groups can reach them. All methods are synchronous and belong to one thread.
+A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as msgpack; separate, so
+that a change of state does not rewrite it). Lone experiences, which have no tokens, are in another table, so no method
+that hands out groups can return them. All methods are synchronous and must run in one thread.
 """
 
 import json
@@ -17,9 +17,9 @@ from services.replay.reading import Reading, unknown
 
 log = logging.getLogger(__name__)
 _REMEMBERED_REQUESTS = 1000
-"""Answers that are kept for a late retry."""
+"""Responses kept for late retries."""
 _REMEMBERED_IDS = 100_000
-"""Ids of removed groups: a late retry of an add must not bring them back."""
+"""Ids of removed groups that are kept, so that a late retry of an add does not bring them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class GroupRow:
     positive: int
     """Completions with a reward above zero."""
     correct: int
-    """Completions with a right answer."""
+    """Completions with a correct answer; -1 when unknown."""
     created: float
     data: bytes
 
@@ -49,12 +49,12 @@ class AddResult:
     added: int
     duplicates: int
     removed_until: int
-    """Largest `consumed` number that was removed to make room; 0 when none was."""
+    """Largest `consumed` number removed to make room; 0 when none was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Groups in stored form, leased to one request."""
+    """Encoded groups leased to one request."""
 
     blobs: list[bytes]
     evicted: int
@@ -71,7 +71,7 @@ class Store(Reading):
     # ------------------------------------------------------------ adding
 
     def add(self, rows: Iterable[GroupRow], capacity: int) -> AddResult:
-        """Stores the groups whose ids are new. Raises Full when there is no room even without the consumed ones."""
+        """Stores the groups with new ids. Raises Full when they do not fit even after removing all consumed groups."""
         with self.transaction():
             new: dict[str, GroupRow] = {}
             duplicates = 0
@@ -138,9 +138,9 @@ class Store(Reading):
     # ------------------------------------------------------------ the queue
 
     def take(self, request: TakeRequest, now: float, lease_s: float) -> Lease | None:
-        """Leases the first `count` fresh groups, or finds those this request has leased; returns None when there are too few.
+        """Leases the first `count` fresh groups, or returns those this request has leased; None when there are too few.
 
-        Raises InvalidInput when the request id belongs to a lease of another count or version.
+        Raises InvalidInput when the request id already has a lease with another count or version.
         """
         with self.transaction():
             self._expire(now)
@@ -171,17 +171,17 @@ class Store(Reading):
             return Lease(blobs, self.evicted_for(request.request_id))
 
     def expire(self, now: float) -> None:
-        """Returns groups whose lease has ended to the fresh ones."""
+        """Makes groups whose lease has ended fresh again."""
         with self.transaction():
             self._expire(now)
 
     def evicted_for(self, request_id: str) -> int:
-        """Returns how many groups were too old for this request. It is stored, since an answer may be lost."""
+        """Returns how many groups were too old for this request. The number is stored, since a response may be lost."""
         row = self.db.execute("SELECT evicted FROM takes WHERE request_id = ?", (request_id,)).fetchone()
         return int(row[0]) if row else 0
 
     def next_expiry(self) -> float | None:
-        """Returns when the first lease ends, on the clock of `take`; None without leases."""
+        """Returns the time at which the first lease ends, on the clock of `take`; None without leases."""
         (until,) = self.db.execute("SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL").fetchone()
         return None if until is None else float(until)
 
@@ -215,10 +215,10 @@ class Store(Reading):
             )
 
     def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:
-        """Marks groups as consumed; consumed and removed ones stay unchanged.
+        """Marks groups as consumed; already consumed and removed ones stay unchanged.
 
-        Returns (order, version, priority, times_sampled) of the newly consumed. Raises NotFound for an unknown id and
-        then changes nothing.
+        Returns (order, version, priority, times_sampled) of the newly consumed groups. Raises NotFound for an unknown
+        id and then changes nothing.
         """
         consumed = []
         with self.transaction():
@@ -242,9 +242,10 @@ class Store(Reading):
         return consumed
 
     def reset_fresh(self, from_position: int | None, step: int | None) -> int:
-        """Drops every group that was not consumed, and with `from_position` every one from there on in the prompt stream.
+        """Drops all unconsumed groups and, with `from_position`, all groups from that prompt-stream position on.
 
-        Their ids may be added again. With `step`, takes back what `reuse` counted in later steps.
+        Their ids may be added again. With `step`, undoes what `reuse` counted in that step and later. Returns how many
+        groups were dropped.
         """
         with self.transaction():
             query = "DELETE FROM groups WHERE state != 'consumed' OR position >= ?"  # nothing is >= NULL
@@ -271,7 +272,7 @@ class Store(Reading):
         return self.db.execute(query).fetchall()
 
     def reuse(self, orders: list[int], weights: list[float], request_id: str | None, step: int | None) -> list[bytes]:
-        """Returns the consumed groups with these numbers, counts one more sampling of each, and remembers them by request."""
+        """Returns the consumed groups with these orders, counts one draw of each, and stores the draw by request id."""
         with self.transaction():
             query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
             self.db.executemany(query, [(order,) for order in orders])
@@ -283,7 +284,7 @@ class Store(Reading):
             return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
 
     def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
-        """Returns the groups and weights of this request, without groups removed since; None for a new request."""
+        """Returns the groups and weights drawn for this request, without groups removed since; None if it is new."""
         row = self.db.execute("SELECT answer FROM samples WHERE request_id = ?", (request_id,)).fetchone()
         if row is None:
             return None
@@ -309,7 +310,7 @@ class Store(Reading):
         return changed
 
     def clear(self) -> None:
-        """Forgets everything but the counters."""
+        """Deletes everything except the counters."""
         with self.transaction():
             for table in ("groups", "experiences", "takes", "samples", "gone"):
                 self.db.execute(f"DELETE FROM {table}")  # noqa: S608

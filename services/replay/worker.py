@@ -1,4 +1,4 @@
-"""Runs the buffer in one thread, and lets requests wait for groups without occupying it."""
+"""Runs the buffer in one thread, and lets requests wait for groups without blocking that thread."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Worker:
-    """Runs the buffer's calls one after the other in a thread, so that the event loop stays free while disks sync."""
+    """Runs the buffer's calls one after the other in a thread, so that disk syncs do not block the event loop."""
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
@@ -25,12 +25,15 @@ class Worker:
         self._arrived = asyncio.Condition()
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function(*args, **kwargs)` in the thread. Once begun it ends, even when the caller is cancelled."""
-        run = contextvars.copy_context().run  # its log lines carry the id of this request
+        """Runs `function(*args, **kwargs)` in the thread.
+
+        Once started it completes, even if its caller is cancelled.
+        """
+        run = contextvars.copy_context().run  # for the request id in its log lines
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(function, *args, **kwargs))
 
     async def add(self, groups: list[Group]) -> AddResult:
-        """Calls `ReplayBuffer.add`, then wakes waiting takes."""
+        """Calls `ReplayBuffer.add`, then wakes the waiting `take` calls."""
         added = await self.call(self.buffer.add, groups)
         async with self._arrived:
             self._arrivals += 1
@@ -38,7 +41,7 @@ class Worker:
         return added
 
     async def take(self, request: TakeRequest) -> Lease:
-        """Calls `ReplayBuffer.take`, waiting up to `wait_s` for `count` groups; returns none when there are fewer then.
+        """Calls `ReplayBuffer.take`, waiting up to `wait_s` seconds; the lease is empty if fewer than `count` came.
 
         Nothing is leased while it waits, so a cancelled take holds no group.
         """
@@ -56,12 +59,12 @@ class Worker:
             await self._arrival(seen, left if expiry is None else min(left, expiry + 0.001))
 
     async def _arrival(self, seen: int, timeout_s: float) -> None:
-        """Returns when groups have arrived since `seen` was read, or after `timeout_s` seconds."""
+        """Waits until groups have arrived since `seen` was read, at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._arrived:
                 await self._arrived.wait_for(lambda: self._arrivals != seen)
 
     async def close(self) -> None:
-        """Closes the buffer and ends the thread."""
+        """Closes the buffer and stops the thread."""
         await self.call(self.buffer.close)
         self._thread.shutdown()

@@ -1,7 +1,7 @@
 """`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until SIGTERM.
 
-Exit status `setting_status()` means a wrong setting, also one that the engine refuses, 1 an engine that failed to start
-several times in a row.
+Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means that the engine
+failed to start several times in a row.
 """
 
 from common.config import Config, fail, main
@@ -21,7 +21,7 @@ def run(config: Config) -> None:
     topology = Topology.from_env()
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
     if config.rollout.engine == "sglang":
-        text_config(config.model.name, ask_hub=True)  # which the command depends on
+        text_config(config.model.name, ask_hub=True)  # the command depends on it
     engine_command(config, topology, config.model.name, "default")  # checks the settings before anything starts
     if topology.node_rank == 0:
         router_command(config, topology)

@@ -1,7 +1,7 @@
-"""The agent of a rollout node: supervises the engine, updates its weights, and registers it in the router.
+"""The agent of a rollout node: supervises the engine, updates its weights, and registers it with the router.
 
-Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and reports to the trainer. On node
-0 a fifth supervises the router.
+Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and reports to the trainer.
+On node 0 a fifth loop supervises the router.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class AgentStatus(BaseModel):
     """Id of the process group."""
     engine_starts: int
     router_pid: int | None
-    """Id of the process group, on node 0."""
+    """Id of the process group; set only on node 0."""
 
 
 class Agent:
@@ -154,14 +154,14 @@ class Agent:
         )
 
     def _changed(self) -> None:
-        """Updates trainer and router after a change of state."""
+        """Tells the trainer and the router about a change of state."""
         self._version.set(-1 if self.state.serves is None else self.state.serves.version)
         self._wake_report.set()
         self._wake_router.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the node inside the context; at the end removes it from the router, then stops engine and router."""
+        """Runs the node inside the context; on exit removes it from the router, then stops engine and router."""
         background = [self._start(loop) for loop in (self._report(), self._reconcile(), self._end_pauses())]
         routers = [] if self.router is None else [self._start(self.router.run())]
         engine = [self._start(self._run_engine())]
@@ -177,7 +177,7 @@ class Agent:
                 await client.close()
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a loop in a task; its error ends the agent."""
+        """Runs a loop in a task; an error in it ends the agent."""
 
         async def guarded() -> None:
             try:
@@ -200,7 +200,7 @@ class Agent:
             await _stop([follow])
 
     async def _deregister(self) -> None:
-        """Removes the engine from the router, within seconds, as the router may be stopping too."""
+        """Removes the engine from the router, but gives up after a few seconds, as the router may be stopping too."""
         try:
             async with asyncio.timeout(3):
                 while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110 - it has no event
@@ -210,10 +210,10 @@ class Agent:
 
     async def _launch_engine(self) -> list[str]:
         await self._follower.turn()
-        # Fails when another process listens on the port, which would answer in the engine's place.
+        # Fails when another process listens on the port: it would answer instead of the engine.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
         newest = self._follower.newest
-        if newest is not None:  # but not the trainer's directory, which it may remove at any time
+        if newest is not None:  # not from the trainer's directory, which the trainer may remove at any time
             newest = newest if self._store.hold(newest[1]) and await self._store.verify(*newest) else None
         self._started_with = newest
         model, label = self._config.model.name, BASE_VERSION
@@ -256,7 +256,7 @@ class Agent:
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
 
     async def _end_pauses(self) -> None:
-        """Resumes an engine that somebody else has paused: its requests would wait without end."""
+        """Resumes an engine that somebody else paused, because its requests would wait forever."""
         while True:
             await asyncio.sleep(_PAUSE_CHECK_S)
             async with self._engine_api.changing:
@@ -280,7 +280,7 @@ class Agent:
 
 
 def _gpus(rollout: RolloutSection) -> int:
-    """Returns the number of GPUs of an engine. The embedded one takes one where this node was given any."""
+    """Returns the number of GPUs of an engine. The embedded engine uses one if this node has any."""
     if rollout.engine == "embedded":
         return int(rollout.device == "cuda" or (rollout.device == "auto" and assigned_gpus() is not None))
     return rollout.tensor_parallel_size if rollout.device != "cpu" else 0

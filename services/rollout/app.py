@@ -8,7 +8,7 @@ from services.rollout.agent import Agent, AgentStatus
 
 
 def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:
-    """Returns the agent's app; the node runs as long as the app.
+    """Returns the agent's app; the node runs while the app runs.
 
     `/health` is 200 when the engine is up, serves the newest known weights, and is listed by the router.
     """

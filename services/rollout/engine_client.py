@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _ENV = {
     # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    # In a log a progress bar would be one endless line.
+    # In a log, a progress bar would be one endless line.
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
@@ -45,7 +45,7 @@ _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
 
 
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Kinds of model whose attention windows SGLang 0.5.21 does not have: every token attends to all before it."""
+"""Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier tokens."""
 
 
 class LoadFailed(ServiceError):
@@ -109,15 +109,15 @@ def engine_env(config: Config) -> dict[str, str]:
         return _ENV
     if config.rollout.device != "cpu":
         return _ENV | config.rollout.nccl_env() | toolkit_env(Path(config.rollout.engine_python), os.environ)
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # it asks the hub even for local models
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # else it asks the hub anyway
     return _ENV | _CPU_ENV | offline
 
 
 def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables by which SGLang finds what it compiles kernels with: ninja and nvcc of its own environment.
+    """Returns the variables that point SGLang to ninja and nvcc in its own environment, which it compiles kernels with.
 
-    A toolkit that `env` names is kept. Without one it is that of the wheels, which `jobgroup/setup.sh` completes; without them
-    SGLang looks for the system's.
+    A CUDA toolkit named by `env` is kept. Otherwise the toolkit of the wheels is used, which `jobgroup/setup.sh`
+    completes; without these wheels SGLang looks for the system's toolkit.
     """
     programs, named = python.absolute().parent, env.get("CUDA_HOME") or env.get("CUDA_PATH")
     wheels = sorted(programs.parent.glob("lib/python3*/site-packages/nvidia/cu*/bin/nvcc"))
@@ -131,7 +131,7 @@ def _sglang_python(rollout: RolloutSection) -> Path:
         reason = "an engine on a CPU has one process"
         remedy = "set it to 1, or rollout.device=cuda"
         raise ConfigError(reason, field="rollout.tensor_parallel_size", value=rollout.tensor_parallel_size, remedy=remedy)
-    python = Path(rollout.engine_python).absolute()  # not resolved: a virtual environment is found by its link
+    python = Path(rollout.engine_python).absolute()  # not resolved: the symlink identifies the virtual environment
     if not python.is_file():
         install = "run make sglang-cpu" if rollout.device == "cpu" else "install sglang in a separate environment"
         remedy = f"{install} and name its Python here, or set rollout.engine=embedded"
@@ -140,14 +140,14 @@ def _sglang_python(rollout: RolloutSection) -> Path:
 
 
 def _unknown_window(model_path: str) -> int | None:
-    """Returns the attention window of a model that SGLang computes without it; within so many tokens it makes no difference."""
+    """Returns the attention window of a model if SGLang ignores it, else None. Shorter contexts are not affected."""
     shape = text_config(model_path)
     windowed = shape.get("use_sliding_window", True) and shape.get("model_type") in _WITHOUT_WINDOWS
     return shape.get("sliding_window") if windowed else None
 
 
 def _lora_options(config: Config) -> list[str]:
-    """Returns the options by which SGLang serves adapters of the configured size."""
+    """Returns the SGLang options for serving adapters of the configured size."""
     if not config.lora.publishes_adapter:
         return []
     options = {
@@ -160,14 +160,15 @@ def _lora_options(config: Config) -> list[str]:
 
 
 def adapters_kept(config: Config) -> int:
-    """Returns the number of adapters on an engine: the newest, and those that requests within `max_staleness` may name."""
+    """Returns the number of adapters to keep on an engine: the newest, and those that requests may still name."""
     return config.trainer.max_staleness + 2
 
 
 def released_memory(config: Config) -> list[str]:
-    """Returns the kinds of memory (SGLang's tags) that a sleeping engine releases; none when it has GPUs of its own.
+    """Returns the kinds of memory (SGLang's tags) that a sleeping engine releases; none when it has its own GPUs.
 
-    Weights come back without their values, which the next version brings. An adapter does not, so its base model stays.
+    Released weights lose their values, which the next version restores. An adapter cannot restore its base model, so
+    with adapters the weights stay.
     """
     if not config.rollout.colocate:
         return []
@@ -175,14 +176,14 @@ def released_memory(config: Config) -> list[str]:
 
 
 def to_options(options: dict[str, object]) -> list[str]:
-    """Returns the words `--name value` of a command line."""
+    """Returns the options as command-line words `--name value`."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 class EngineClient(Client):
-    """The control calls of one engine, sent directly because the router does not forward them.
+    """Client for the control calls of one engine, sent directly because the router does not forward them.
 
-    `changing` is held while the agent loads weights, and so may have paused the engine.
+    `changing` is held while the agent loads weights and may therefore have paused the engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -195,10 +196,10 @@ class EngineClient(Client):
         return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
 
     async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
-        """Replaces the weights; running requests pause and continue with the new ones. A sleeping engine wakes up.
+        """Replaces the weights; running requests pause and continue with the new weights. A sleeping engine wakes up.
 
-        Raises LoadFailed or ServiceError when the engine does not confirm the version. It resumes with the old weights
-        first, unless it holds no whole version (`whole` false), or was asleep.
+        Raises LoadFailed or ServiceError when the engine does not confirm the version. Before that it resumes with the
+        old weights, unless it holds only part of a version (`whole` false) or was asleep.
         """
         try:
             if not self.asleep:
@@ -208,7 +209,7 @@ class EngineClient(Client):
             response = await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
             if _field(response, "success") is not True:
                 raise LoadFailed(f"the engine did not load weights {version}: {shorten(response.text)}")
-            await self._wake("kv_cache", timeout_s)  # after the loading, which needs memory of its own
+            await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
                 await self.resume()
@@ -220,19 +221,22 @@ class EngineClient(Client):
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def sleep(self, memory: list[str], timeout_s: float) -> None:
-        """Pauses and releases these kinds of memory; requests wait. Raises ServiceError when the engine may still hold it."""
+        """Pauses the engine and releases these kinds of memory; requests wait.
+
+        Raises ServiceError when the engine may still hold the memory.
+        """
         await self.pause()
         await self._once("/release_memory_occupation", {"tags": memory}, timeout_s)
         self.asleep = list(memory)
 
     async def _wake(self, memory: str, timeout_s: float) -> None:
-        """Has the engine take back one kind of memory, if it has released it: asked twice SGLang ends."""
+        """Makes the engine allocate one kind of memory again, if released: SGLang would crash if asked twice."""
         if memory in self.asleep:
             await self._once("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
             self.asleep.remove(memory)
 
     async def is_paused(self) -> bool:
-        """Whether an engine that answers is not ready to generate: both kinds of engine say 503 while paused."""
+        """Whether the engine answers but is not ready to generate: both engines return 503 while paused."""
         try:
             return (await self.http.get("/ready", timeout=5)).status_code == 503
         except (httpx.TransportError, OSError):
@@ -242,7 +246,7 @@ class EngineClient(Client):
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Sends one call without retries: a second broadcast would have no sender.
+        """Sends one call without retries, because a second broadcast would have no sender.
 
         Raises LoadFailed when the engine refuses or does not answer.
         """
@@ -260,7 +264,7 @@ class EngineClient(Client):
         return response
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
-        """Returns for each GPU the checksums of all tensors by their names in the engine. Raises ServiceError."""
+        """Returns, for each GPU, the checksums of all tensors by their names in the engine. Raises ServiceError."""
         response = await self.request("POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s)
         try:
             return [dict(rank["checksums"]) for rank in response.json()["ranks"]]
@@ -268,7 +272,7 @@ class EngineClient(Client):
             raise LoadFailed(f"the engine's answer has no checksums: {shorten(response.text)}") from None
 
     async def confirm(self, version: str) -> None:
-        """Raises LoadFailed when the engine serves another version."""
+        """Raises LoadFailed unless the engine serves this version."""
         served = await self.weight_version()
         if served != version:
             raise LoadFailed(f"the engine serves weights {served} instead of {version}", field="weight_version", value=served)
@@ -276,9 +280,10 @@ class EngineClient(Client):
     async def load_adapter(self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float) -> None:
         """Loads the adapter in `directory` without a pause, and unloads all but the newest `keep` of its run.
 
-        An adapter's name is its run and version, so it never means other weights: a request keeps its adapter to the end, and
-        one that names an unloaded adapter is refused (400). The engine's version label stays that of the model it started
-        with. Unloading waits for the requests that use an adapter. Raises LoadFailed or ServiceError when the engine refuses.
+        An adapter's name contains its run and version, so it never refers to other weights: a request keeps its adapter
+        to the end, and a request for an unloaded adapter is refused (400). The engine's version label stays that of the
+        model it started with. Unloading waits for requests that use the adapter. Raises LoadFailed or ServiceError when
+        the engine refuses.
         """
         if self.asleep:
             await self._wake("kv_cache", timeout_s)
@@ -295,7 +300,10 @@ class EngineClient(Client):
             await self._change_adapters("/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False)
 
     async def _change_adapters(self, path: str, body: dict[str, str], timeout_s: float, wanted: bool) -> dict[str, str]:
-        """Returns the adapters after a call. A refusal is no error when an attempt with a lost answer has done the work."""
+        """Returns the adapters after a call.
+
+        A refusal is not an error if an earlier attempt, whose response was lost, worked.
+        """
         try:
             await self.request("POST", path, json=body, deadline_s=timeout_s)
         except ServiceError:

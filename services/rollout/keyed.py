@@ -1,7 +1,8 @@
 """Runs a server with `--api-key`, without the key on its command line, which all users can read (`ps`).
 
-`python keyed.py MODULE ARGUMENT…` runs the module as `python -m` does, and appends `--api-key` with the value of API_TOKEN to
-its arguments: neither SGLang nor its router reads the environment. Standard library only, because SGLang's Python runs it too.
+`python keyed.py MODULE ARGUMENT…` runs the module like `python -m` and appends `--api-key` with the value of API_TOKEN
+to its arguments, because neither SGLang nor its router reads the environment. Uses only the standard library, because
+SGLang's Python runs it too.
 """
 
 import os
@@ -10,12 +11,12 @@ import sys
 
 
 def run_module(python: str, module: str) -> list[str]:
-    """Returns the start of the command that runs `module`, with API_TOKEN as its key if there is one."""
+    """Returns the first words of the command that runs `module`, with API_TOKEN as its key if it is set."""
     return [python, __file__, module] if os.environ.get("API_TOKEN") else [python, "-m", module]
 
 
 def main() -> None:
-    """Runs the module of the command line."""
+    """Runs the module named on the command line."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()  # noqa: PTH109 - as with -m, instead of the folder of this file
     module = sys.argv.pop(1)

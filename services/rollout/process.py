@@ -1,4 +1,4 @@
-"""Supervised child processes: each is a process group, logs to a file and to stderr, and ends with this process."""
+"""Supervised child processes. Each is a process group, logs to a file and to stderr, and ends with this process."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ class Child:
         while not ended:
             data = await self._process.stdout.read(65536)
             ended = not data
-            # SGLang logs its arguments, the key among them.
+            # SGLang logs its arguments, including the key.
             chunk = redactor.feed(data) if data else redactor.end()
             self._append(chunk)
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
@@ -77,7 +77,7 @@ class Child:
                 print(*(self._shown(line.decode("utf-8", "replace")) for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def _shown(self, line: str) -> str:
-        """Formats a line of output as a line of this process's log; JSON lines are unchanged."""
+        """Formats a line of output like this process's log; JSON lines are unchanged."""
         formatter = structured()
         if formatter is None:
             return f"{self.name} | {line}"
@@ -87,7 +87,7 @@ class Child:
         return formatter.line(self.name, _COLOURS.sub("", line))
 
     def _append(self, chunk: bytes) -> None:
-        """Writes to the log file. A full disk must not stop the reading: the child would block on its output."""
+        """Writes to the log file. A full disk must not stop the reading, or the child would block on its output."""
         try:
             self._log.write(chunk)
             self._log.flush()
@@ -97,9 +97,9 @@ class Child:
             self._log_failed = True
 
     async def wait(self) -> int:
-        """Returns the command's exit status, 128 + n when signal n ended it.
+        """Waits for the command and returns its exit status, 128 + n when signal n ended it.
 
-        It polls, because asyncio's own `wait` may last until the last grandchild has closed the output.
+        It polls, because asyncio's own `wait` may block until the last grandchild has closed the output.
         """
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -109,7 +109,7 @@ class Child:
         return self._tail.decode("utf-8", "replace")
 
     async def end(self, grace_s: float) -> None:
-        """Ends the group: SIGTERM to the command, and SIGKILL to the rest after `grace_s` seconds."""
+        """Ends the group: sends SIGTERM to the command, and SIGKILL to what is left after `grace_s` seconds."""
         if grace_s > 0 and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -126,15 +126,15 @@ class Child:
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of the supervision of a child, in seconds."""
+    """Timing of a child's supervision, in seconds."""
 
     probe_s: float = 1.0
     hang_s: float = 30.0
-    """A child that stays unhealthy for so long after it was healthy is restarted."""
+    """A child that was healthy is restarted after being unhealthy for this long."""
     startup_s: float = 60.0
-    """A child that is not healthy so long after its start is restarted."""
+    """A child that is not healthy this long after its start is restarted."""
     stable_s: float = 60.0
-    """After so long in health a crash counts as the first again."""
+    """After this long in good health, the next crash counts as the first again."""
     max_backoff_s: float = 30.0
     first_backoff_s: float = 0.5
     max_failed_starts: int = 5
@@ -144,8 +144,8 @@ class Timing:
 class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
-    `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error of `on_up`
-    counts as a failed start; `on_down` gets the reason. The output is also `shown` on stderr.
+    `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error in
+    `on_up` counts as a failed start; `on_down` gets the reason for the end. If `shown`, the output also goes to stderr.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class Supervised:
         self._restart_reason: str | None = None
 
     def restart(self, reason: str) -> None:
-        """Kills the child and starts it again, soon."""
+        """Has the child killed and started again soon."""
         self._restart_reason = reason
 
     async def run(self) -> None:
-        """Keeps the child alive until cancelled; then sends SIGTERM, and SIGKILL after 10 seconds.
+        """Keeps the child running until cancelled; then sends SIGTERM, and SIGKILL after 10 seconds.
 
         Raises ChildFailed, with the end of the output, after several failed starts in a row, and ConfigError at once when the
         child ends with `WRONG_SETTING`.
@@ -238,7 +238,7 @@ class Supervised:
                 if self._restart_reason is not None:
                     return self._restart_reason
                 problem, now = await self._probe(), time.monotonic()
-                # In a longer round this process was stopped or starved, which says nothing about the child.
+                # If a round took longer, this process was stopped or starved, which says nothing about the child.
                 silent_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
                 before = now
                 if problem is None:

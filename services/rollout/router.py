@@ -14,12 +14,12 @@ from services.rollout.keyed import run_module
 
 _MODULES = {"sglang-router": "sglang_router", "smg": "smg"}
 _SMG_OPTIONS = [
-    # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch of groups is hundreds of
-    # requests at once, each as long as its longest completion, and all of them pause in an update.
+    # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch of groups is
+    # hundreds of requests at once, each as long as its longest completion, and weight updates pause all of them.
     "--disable-worker-overload-protection",
     "--worker-wedge-secs=1000000",
-    "--disable-tokenizer-autoload",  # it would look on the hub, and requests hold token ids
-    "--disable-load-monitoring",  # policies that need loads still get them
+    "--disable-tokenizer-autoload",  # it would query the hub; requests contain token ids anyway
+    "--disable-load-monitoring",  # policies that need load data still get it
     "--load-monitor-interval=1",
 ]
 
@@ -27,8 +27,8 @@ _SMG_OPTIONS = [
 def router_command(config: Config, topology: Topology) -> list[str]:
     """Returns the command line of a router without workers: agents register their engines.
 
-    The circuit breaker is off: sglang-router's keeps traffic from a worker for a minute after it came back on the same URL.
-    Raises ConfigError when the router is not installed.
+    The circuit breaker is off: sglang-router's would withhold traffic for a minute from a worker that is back on its
+    URL. Raises ConfigError when the router is not installed.
     """
     name = config.rollout.router
     if importlib.util.find_spec(_MODULES[name]) is None:
@@ -70,12 +70,12 @@ def router_env() -> dict[str, str]:
 
 
 class RouterClient(Client):
-    """The router's list of workers."""
+    """Client for the router's list of workers."""
 
     async def reconcile(self, url: str, wanted: bool) -> bool:
         """Adds or removes the engine at `url`. Returns True once it is listed as healthy, or removed.
 
-        The router needs a moment: call again until then. Raises ServiceError for an unexpected answer.
+        The router needs a moment, so call it again until then. Raises ServiceError for an unexpected response.
         """
         try:
             workers = (await self.request("GET", "/workers", deadline_s=3)).json()["workers"]
@@ -84,12 +84,12 @@ class RouterClient(Client):
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(f"{self.service}: unexpected answer to /workers: {error!r}") from None
         if not wanted:
-            for worker_id in mine:  # 404: an attempt whose answer was lost has removed it
+            for worker_id in mine:  # 404: already removed by an attempt whose response was lost
                 await self._send("DELETE", f"/workers/{worker_id}", accepted=404)
             return not mine
         if not mine:
             key = {"api_key": value} if (value := token()) else {}  # for the router's health checks
-            # 409: smg answers so to a second call until the worker has answered
+            # 409: smg's response to a repeated call until the worker has answered
             await self._send("POST", "/workers", accepted=409, json={"url": url} | key)
         return any(mine.values())
 

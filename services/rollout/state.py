@@ -14,8 +14,8 @@ _MAX_BACKOFF_S = 30.0
 class NodeState:
     """The engine, the weights it serves, and the weights it should serve.
 
-    An engine that has (re)started, or failed an update, gets no traffic until it serves the newest known weights. An
-    updating engine keeps its traffic: the requests wait.
+    An engine that (re)started or failed an update gets no traffic until it serves the newest known weights. An updating
+    engine keeps its traffic; the requests wait.
     """
 
     engine: Literal["starting", "up", "failed"] = "starting"
@@ -28,11 +28,12 @@ class NodeState:
     failures: int = 0
     """Failed attempts in a row to reach `wanted`."""
     failed_loads: int = 0
-    """Attempts since the engine's start that the engine failed."""
+    """Loads that failed in the engine since its start."""
     detail: str = ""
     draining: bool = False
     asleep: bool = False
-    """Whether it is the trainer's turn on the GPUs, and the engine holds no memory there: it sleeps, or waits to be started."""
+    """Whether the trainer has the shared GPUs and the engine holds no memory there: it sleeps or waits to be
+    started."""
 
     def engine_up(self, serves: WeightId | None) -> None:
         self.engine, self.serves, self.failed_loads = "up", serves, 0
@@ -60,7 +61,7 @@ class NodeState:
 
     @property
     def worker_state(self) -> WorkerState:
-        """The state that the trainer sees."""
+        """The state as reported to the trainer."""
         if self.asleep:
             return "asleep"
         if self.engine != "up":
@@ -78,7 +79,7 @@ class NodeState:
 
     @property
     def must_restart(self) -> bool:
-        """Whether the engine failed so many loads that it must be restarted."""
+        """Whether so many loads failed that the engine must be restarted."""
         return self.failed_loads >= UPDATES_BEFORE_RESTART
 
     @property

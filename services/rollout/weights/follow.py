@@ -26,15 +26,15 @@ from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone,
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
 _TURN_POLL_S = 5.0
-"""Shorter where the engine has the GPUs in turn with the trainer: a trainer that starts again needs them soon."""
+"""Shorter when engine and trainer share GPUs, because a restarted trainer needs them soon."""
 _LOST_BEFORE_STALE = 3
-"""Interrupted downloads in a row, each right after an answer of the trainer, that make the node stale."""
+"""Consecutive interrupted downloads, each right after a response from the trainer, that make the node stale."""
 
 
 class WeightFollower:
     """Updates the engine to the newest weights, records the progress in `state`, and calls `changed`.
 
-    The process `engine` is restarted after repeated failures of its client `api`.
+    It uses the client `api` and restarts the process `engine` after repeated failures.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class WeightFollower:
         self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
         self._changed = changed
         self.newest: tuple[WeightManifest, Path] | None = None
-        """The newest verified weights and their directory, with which an engine is started."""
+        """The newest verified weights and their directory, used to start an engine."""
         self._lost = 0
         self._load: asyncio.Task[str] | None = None
         self._process_id, self._failed_broadcasts = secrets.token_hex(4), 0
         self.received: tuple[WeightId, str] | None = None
-        """The weights that the engine got by broadcast, and their checksum."""
+        """The weights that the engine received by broadcast, and their checksum."""
         self._partial = False  # whether the engine may hold part of a version
         self._memory = released_memory(config)
         self._poll_s = _TURN_POLL_S if self._memory else _POLL_S
@@ -74,27 +74,27 @@ class WeightFollower:
 
     @property
     def epoch(self) -> str:
-        """Changes with every start of agent or engine and every failed broadcast: earlier groups are invalid then."""
+        """Changes with every start of agent or engine and every failed broadcast, which invalidates earlier groups."""
         return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
 
     def engine_up(self) -> None:
-        """Continues loading, since the engine is healthy."""
+        """Continues loading once the engine is healthy."""
         self._wake.set()
 
     def engine_down(self) -> None:
-        """Ends a load into the engine that has ended."""
+        """Cancels a load into an engine that has ended."""
         self._receiver.reset()
         self._partial, self.received, self._api.asleep = False, None, []
         if self._load is not None:
             self._load.cancel()
 
     async def first(self) -> None:
-        """Tries once to fetch weights, so that the engine starts with the trainer's if there are any."""
+        """Tries once to fetch weights, so that the engine starts with the trainer's weights if there are any."""
         if not self._memory and (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
             await self._adopt(manifest)
 
     async def turn(self) -> None:
-        """Returns when the engine may be started: at once, unless the trainer has the GPUs that they share."""
+        """Waits until the engine may start: returns at once, unless the trainer currently has the shared GPUs."""
         self._at_the_gate = True
         try:
             if self._memory:
@@ -133,10 +133,10 @@ class WeightFollower:
         return None
 
     async def _rest(self) -> None:
-        """Sees to it that the engine holds no memory: the trainer computes, or there is none, and the next one will load.
+        """Makes the engine release its memory, because the trainer computes, or a new trainer will need the GPUs.
 
-        An engine is awake only while a trainer says so, which holds whichever of the two is killed. One that starts up is put
-        to sleep when it answers. One that does not let go is killed.
+        An engine stays awake only while a trainer says so, whichever of the two is killed. A starting engine is put to
+        sleep when it answers. An engine that does not release its memory is restarted.
         """
         self._turn.clear()
         before, start = self._state.asleep, self._engine.starts
@@ -155,7 +155,7 @@ class WeightFollower:
     async def _adopt(self, manifest: WeightManifest) -> None:
         """Tries once to update to this version and records the result in the state.
 
-        Calls and log lines of all nodes, engines and the trainer about a version share one request id.
+        All calls and log lines about a version, of all nodes, engines and the trainer, share one request id.
         """
         with logs.request(f"{manifest.run_id}-v{manifest.version}", manifest.run_id):
             await self._try(manifest)
@@ -192,7 +192,7 @@ class WeightFollower:
             self._changed()
 
     async def _with_files(self) -> WeightManifest:
-        """Returns the newest version with files, which the trainer writes on demand."""
+        """Returns the newest version with its files, which the trainer writes on demand."""
         manifest = await self._trainer.latest(None, 0, self._load_timeout_s, files=True)
         if manifest is None or not manifest.files:
             raise WeightsGone("the trainer has no files of its weights")
@@ -201,7 +201,8 @@ class WeightFollower:
     async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
         """Receives this version by broadcast if there is one; returns whether the engine serves it.
 
-        After a failure the files follow; until then the engine is stale, since it may hold part of a version.
+        After a failure the node loads the files instead; until then the engine is stale, as it may hold part of a
+        version.
         """
         broadcast = manifest.broadcast
         if broadcast is None or not self._engine.up:
@@ -252,7 +253,7 @@ class WeightFollower:
         return result
 
     def _download_lost(self, wanted: WeightId, error: Exception) -> None:
-        """Records an interrupted download: the next poll shows whether the trainer has ended or has a newer version."""
+        """Records an interrupted download; the next poll shows whether the trainer ended or has a newer version."""
         self._lost += 1
         if self._lost >= _LOST_BEFORE_STALE:
             self._failed(wanted, "download", error)

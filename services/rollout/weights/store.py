@@ -1,9 +1,9 @@
 """Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model directories.
 
-A directory `v000012` gets its name when it holds every file of its version with the right size and checksum. Unchanged files
-are hard links to an earlier version, and of others only the difference is fetched where an earlier version is held. Whatever
-this process has not written itself, and whatever an engine starts from, is read and compared with the manifest again: disks
-and kills damage files, so nothing is synced.
+A directory gets its final name, such as `v000012`, once it holds every file of its version with the right size and
+checksum. Unchanged files are hard links to an earlier version; for others only the difference is fetched if an earlier
+version is held. Files are not synced. Instead, everything that this process has not written itself, and everything an
+engine starts from, is read and compared with the manifest again, because disks and killed processes damage files.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class WeightId:
-    """Identifies weights by run and version: version numbers repeat between runs."""
+    """Identifies weights by run and version, because version numbers repeat between runs."""
 
     run_id: str
     version: int
@@ -53,7 +53,7 @@ class CorruptWeights(ServiceError):
 
 
 class WeightsGone(ServiceError):
-    """The trainer has removed this version (404 or 410), since there is a newer one."""
+    """The trainer has removed this version (404 or 410) because there is a newer one."""
 
     status = 404
     code = "weights_gone"
@@ -65,10 +65,10 @@ class TrainerClient(Client):
     async def latest(
         self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False, asleep: bool = False
     ) -> WeightManifest | None:
-        """Returns the newest version, after up to `wait_s` seconds while it is still `held`; None before the first.
+        """Returns the newest version, waiting up to `wait_s` seconds for one other than `held`; None before the first.
 
-        It does not wait either when the engine should sleep and is not `asleep`, or the other way round. With `files` the
-        trainer writes the files unless it has. Raises Unreachable after `deadline_s` seconds.
+        Returns at once when the engine should sleep but is not `asleep`, or the other way round. With `files`, the
+        trainer writes the files if it has not yet. Raises Unreachable after `deadline_s` seconds.
         """
         parameters: dict[str, str | float] = {"wait_s": wait_s}
         parameters |= dict.fromkeys([name for name, given in (("files", files), ("asleep", asleep)) if given], "true")
@@ -127,19 +127,19 @@ class WeightStore:
             shutil.rmtree(leftover)
         self._stored = self._scan()
         self._inherited = {path for _, path in self._stored}
-        """What an earlier process left, until it is verified."""
+        """Directories left by an earlier process and not verified yet."""
         self._held: Path | None = None
 
     def hold(self, path: Path | None) -> bool:
-        """Keeps this version, instead of the one held before, when newer ones arrive; returns False when it is not stored.
+        """Protects this version, instead of the one held before, from removal. Returns False when it is not stored.
 
-        An engine reads its weights some time after its start.
+        This is needed because an engine reads its weights some time after its start.
         """
         self._held = path if any(path == stored for _, stored in self._stored) else None
         return self._held is not None
 
     async def verify(self, manifest: WeightManifest, path: Path) -> bool:
-        """Reads a stored version; removes it, and says so, when it is not what the manifest says."""
+        """Compares a stored version with its manifest. When it differs, removes it, logs an error and returns False."""
         problem = await asyncio.to_thread(_differs, path, manifest.files)
         if problem is None:
             self._inherited.discard(path)
@@ -163,9 +163,9 @@ class WeightStore:
         return [(manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])]
 
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
-        """Returns the directory of this version: the trainer's own if it is visible here, else one that is fetched if needed.
+        """Returns the directory of this version: the trainer's if visible here, else a local one, fetched if needed.
 
-        A version with deltas is fetched in any case: so it can be the base of the next one.
+        A version with deltas is always fetched, so that it can be the base of the next one.
 
         Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed, and changes nothing.
         """
@@ -201,7 +201,7 @@ class WeightStore:
         return target
 
     def _link(self, file: WeightFile, target: Path) -> bool:
-        """Links `target` to an equal file of another version; returns False when there is none."""
+        """Hard-links `target` to an identical file of another version; returns False when there is none."""
         for found in self._equal(file.xxh3, file.size):
             with contextlib.suppress(OSError):  # no hard links here, or too many: download instead
                 target.hardlink_to(found)
@@ -216,7 +216,7 @@ class WeightStore:
                     yield path / known.name
 
     async def _patch(self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient) -> bool:
-        """Makes a file in `directory` of an earlier one and its delta; returns False when that cannot be done."""
+        """Makes a file in `directory` from an earlier file and its delta; returns False when that is impossible."""
         if file.delta is None or (base := next(self._equal(file.delta.base, file.size), None)) is None:
             return False
         delta, target = directory / file.delta.name, directory / file.name
@@ -255,7 +255,7 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
 
 
 def _differs(directory: Path, files: list[WeightFile]) -> str | None:
-    """Returns how the files differ from the manifest, or None."""
+    """Returns how the files differ from the manifest; None when they match."""
     if not directory.is_dir():
         return "there is no such directory"
     for file in files:
@@ -271,7 +271,7 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
 
 
 async def _get(manifest: WeightManifest, file: SentFile, target: Path, trainer: TrainerClient) -> None:
-    """Copies a file of the trainer's directory if that is visible here, else downloads it; `target` must not exist."""
+    """Copies a file from the trainer's directory if visible here, else downloads it; `target` must not exist."""
     source, version = Path(manifest.directory) / file.name, manifest.version
     if manifest.directory:
         copied = await asyncio.to_thread(_copied, source, file, target)
@@ -290,7 +290,7 @@ async def _get(manifest: WeightManifest, file: SentFile, target: Path, trainer: 
 
 
 def _copied(source: Path, file: SentFile, target: Path) -> bool:
-    """Copies `source`; returns False, without a target, when it is not there or not what the manifest says."""
+    """Copies `source`; returns False, without a target, when it is missing or does not match the manifest."""
     try:
         reader = source.open("rb")
     except OSError:
