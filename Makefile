@@ -8,7 +8,7 @@ ENGINE ?= embedded
 CHAOS_SEEDS ?= 0,1,2
 SOAK_MINUTES ?= 30
 GPU_OUT ?= runs/gpu-check
-JOBS ?= 5
+JOBS ?= 4
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
@@ -33,7 +33,7 @@ help:
 	@echo 'make doctor          is this machine ready for the demo? A line per check, and what to do about each that fails'
 	@echo 'make sglang-cpu      install SGLang for the CPU in .venv-sglang, about three minutes and 2.4 GB'
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
-	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=5]'
+	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
@@ -93,7 +93,7 @@ types: $(VENV)/.made
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# A file's tests share their fixtures, so a file stays in one process. Many tests wait: five processes keep two cores busy.
+# A file's tests share their fixtures, so a file stays in one process. Many tests wait: four processes keep two cores busy.
 # Test subprocesses read compiled modules, so bytecode must be written.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

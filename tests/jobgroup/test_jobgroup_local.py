@@ -108,11 +108,14 @@ def test_a_failed_task_is_restarted_whole_at_the_same_addresses(local: "LocalRun
 
 
 def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_words_come_last(local: "LocalRun") -> None:
-    """The primary tasks would wait for it: `sleep 600` here."""
+    """The primary tasks would wait for it: `sleep 600` here. It fails after another auxiliary has ended well."""
+    pid = local.folder / "pid"
+    fine_ended = f"[ -s {pid} ] && ! kill -0 $(cat {pid}) 2>/dev/null"
     status, out, _ = local.run(
         HEADER
-        + "---\nname: flaky\nresources: {job_recovery: {max_restarts_on_errors: 1}}\nrun: echo its last words; exit 4\n"
-        + "---\nname: fine\nrun: echo nothing to do\n"
+        + "---\nname: flaky\nresources: {job_recovery: {max_restarts_on_errors: 1}}\n"
+        + f"run: |\n  until {fine_ended}; do sleep 0.1; done\n  echo its last words; exit 4\n"
+        + f"---\nname: fine\nrun: echo $$ > {pid}\n"
         + "---\nname: main\nrun: sleep 600\n",
     )
     assert status == 4, out

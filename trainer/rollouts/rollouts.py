@@ -227,7 +227,7 @@ class ServedRollouts(Rollouts):
             f"{algorithm.dynamic_sampling_rounds} rounds of dynamic sampling left groups of equal rewards in the batch",
             field="algorithm.dynamic_sampling_rounds",
             value=algorithm.dynamic_sampling_rounds,
-            remedy="the prompts are too easy or hard for the model: use others, or turn algorithm.dynamic_sampling off",
+            remedy="the prompts are too easy or too hard for the model: use others, or turn algorithm.dynamic_sampling off",
         )
 
     def _take(self, count: int, min_version: int) -> list[Group]:
