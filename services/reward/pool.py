@@ -141,9 +141,13 @@ class WorkerPool:
     A worker over its deadline is killed, replaced by a spare one, and a new one is started. `problem` is the reason why
     the pool cannot work yet; None once it can.
 
-    Args: spec: code and limits of the workers. workers: maximum concurrent calls. timeout_s: seconds per call in a
-    worker, as counted by `Meter`: waiting for a worker or a processor does not count. on_restart: called whenever a
-    worker was killed, was found dead, or was replaced for its age. start_s: seconds for a worker to start.
+    Args:
+        spec: code and limits of the workers.
+        workers: maximum concurrent calls.
+        timeout_s: seconds per call in a worker, as counted by `Meter`: waiting for a worker or a processor does not
+            count.
+        on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
+        start_s: seconds for a worker to start.
     """
 
     def __init__(

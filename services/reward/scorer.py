@@ -34,9 +34,11 @@ _CALLS = "services.reward.functions.base"
 class RewardScorer:
     """Scores items with the reward functions of their tasks. An async context manager: it owns the worker processes.
 
-    Args: config: the functions of each task, and their settings. metrics: Prometheus metrics; a new set when None.
-    functions: the caller's own objects, which score every item in threads of this process instead of the functions
-    named by `config`.
+    Args:
+        config: the functions of each task, and their settings.
+        metrics: Prometheus metrics; a new set when None.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions
+            named by `config`.
 
     Raises:
         ConfigError: a function does not exist or cannot work here.
