@@ -174,7 +174,7 @@ class RolloutClient(Client):
         return response.content
 
     def _is_passing(self, response: httpx.Response) -> bool:
-        """Also retries the router's 500, when its attempts met engines that just died, and smg's 404 without engines."""
+        """Also retries the router's 500, when its attempts met engines that just died, and smg's 404 without one."""
         code = response.headers.get("x-smg-error-code", "")
         return super()._is_passing(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
 

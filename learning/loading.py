@@ -126,7 +126,7 @@ class Pretrained:
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
-        """Initialises tensors that are not in the files; returns this rank's shares of the others by their names there."""
+        """Initialises tensors missing in the files; returns this rank's shares of the others by their names there."""
         added, targets = self.added or AddedModules(), {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():

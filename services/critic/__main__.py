@@ -10,7 +10,7 @@ def run(config: Config) -> None:
     """Serves until SIGTERM."""
     model = config.critic.model or config.model.name
     check_model(model, "critic.model" if config.critic.model else "model.name")
-    import torch  # heavy, as the app is
+    import torch  # slow to import, like the app
 
     from services.critic.app import create_critic_app
     from services.http.app import serve

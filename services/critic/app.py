@@ -25,21 +25,21 @@ _VALUE_REQUEST = struct_schema(ValueRequest) | {
     "examples": [{"sequences": [{"prompt_ids": [5, 6], "completion_ids": [7, 2]}]}],
 }
 MAX_REQUESTS = 16
-"""Limit of requests in work; the critic computes them one after the other."""
+"""Maximum concurrent requests; the critic computes them one after the other."""
 
 
 def create_critic_app(config: Config) -> FastAPI:
-    """Returns the app over the checkpoints in `config.state_dir/critic`; usable in process without its lifespan.
+    """Returns the app for the checkpoints in `config.state_dir/critic`; usable in process without its lifespan.
 
-    One thread computes, so that `/health` answers meanwhile and updates run one after the other. Raises ConfigError when the
-    value model cannot be loaded.
+    All computation runs in one thread, so that `/health` answers meanwhile and updates run one after the other. Raises
+    ConfigError when the value model cannot be loaded.
     """
     service = CriticService(config)
     thread = ThreadPoolExecutor(1, thread_name_prefix="critic")
 
     async def call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function` in the thread, to its end even when the client disconnects."""
-        run = contextvars.copy_context().run  # its log lines have this request's id
+        """Runs `function` in the thread to completion, even when the client disconnects."""
+        run = contextvars.copy_context().run  # for the request id in its log lines
         return await asyncio.get_running_loop().run_in_executor(thread, lambda: run(function, *args, **kwargs))
 
     @asynccontextmanager

@@ -29,9 +29,9 @@ _FORMAT = 2
 class Critic:
     """Predicts the return of every state of a completion, and learns from observed returns.
 
-    `step` counts its training batches. Every rank calls the same methods with the same arguments and gets the same results;
-    each computes its share. It begins from the checkpoint in `directory` (on rank 0), or from `critic.model` with a new value
-    head. Raises ConfigError when that cannot be loaded.
+    `step` counts its training batches. Every rank calls the same methods with the same arguments and gets the same
+    results; each computes its share. The critic starts from the checkpoint in `directory` (on rank 0), or from
+    `critic.model` with a new value head. Raises ConfigError when it cannot be loaded.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -44,7 +44,7 @@ class Critic:
             self._restore(directory)
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[Float32]:
-        """Returns, [L] for each sequence, the value of the state before each completion token.
+        """Returns, for each sequence, the values [L] of the states before each completion token.
 
         Raises InvalidInput for tokens outside the vocabulary and for sequences that are too long.
         """
@@ -56,10 +56,11 @@ class Critic:
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
         """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps over the rows.
 
-        The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight, so
-        the result does not depend on micro-batches or the number of ranks. `seed` orders the rows. A step whose gradient is
-        not finite is skipped and counted. Raises InvalidInput as `values` does, and for no rows, and NonFiniteGradients after
-        more than `MAX_SKIPPED_UPDATES` skipped steps in a row; then the critic is of no further use.
+        The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight,
+        so the result does not depend on micro-batches or the number of ranks. `seed` determines the order of the rows.
+        A step whose gradient is not finite is skipped and counted. Raises InvalidInput like `values` and when there are
+        no rows, and NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped steps in a row, when the critic is
+        unusable.
         """
         if not rows:
             raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
@@ -89,7 +90,7 @@ class Critic:
             snapshot.write(directory)
 
     def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
-        """Adds this rank's share of a mini-batch to the gradient. Returns its sums of loss, clipped tokens and tokens."""
+        """Adds this rank's share of a mini-batch to the gradient. Returns its sums [loss, clipped tokens, tokens]."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
         for part, counts in passes(self.model, self._ranks, sizes, indices, self._config.trainer.micro_batch_tokens):
@@ -144,7 +145,7 @@ class Critic:
                 raise ValueError("another format")
             load_optimizer(self.optimizer, directory, self._ranks)
             self.step = int(content["step"])
-        except Exception as error:  # damage may cause any error
+        except Exception as error:  # a damaged file may cause any error
             reason = f"{type(error).__name__} {error}".splitlines()[0]
             reason = f"the critic's checkpoint cannot be resumed from: {reason}"
             remedy = "remove that directory to go on from the one before, or start with --trainer.resume false"
@@ -153,19 +154,19 @@ class Critic:
 
 @dataclass
 class ValueLoss:
-    """The loss of C tokens."""
+    """The value loss of C tokens."""
 
     loss: Tensor
     """[C] with gradient."""
     clipped: Tensor
-    """[C] bool: the value is too far from the old one, so the loss no longer moves it."""
+    """[C] bool: the value is so far from the old one that the loss no longer moves it."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
-    """Returns ½·max((v − R)², (clip(v, v_old ± clip) − R)²) of every token; ½(v − R)² when `clip` is None.
+    """Returns ½·max((v − R)², (clip(v, v_old ± clip) − R)²) for every token; ½(v − R)² when `clip` is None.
 
     The squared error of Schulman et al. 2017 (arXiv:1707.06347), clipped as in PPO's reference implementation in OpenAI
-    baselines. Values, old values and returns are [C]; `clip` is the distance from the old value up to which the loss falls.
+    baselines. Values, old values and returns are [C]; `clip` is the distance from the old value where clipping starts.
     """
     error = (values - returns).square()
     if clip is None:

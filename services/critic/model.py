@@ -1,4 +1,4 @@
-"""The value model: a language model with a head of one number per token."""
+"""The value model: a language model with a head that predicts one number per token."""
 
 import logging
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
 
 _HEADS = ("score", "classifier")
-"""Names of the head of transformers' models for token classification."""
+"""Names of the head in transformers' token-classification models."""
 
 
 class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """Predicts a value for every completion token: that of the state before the token.
+    """Predicts a value for every completion token: the value of the state before the token.
 
-    `low_precision` computes the body in bfloat16 by autocast; FSDP2 casts a sharded model itself. Raises ConfigError for
-    `trainer.packing` on where the model does not permit it.
+    `low_precision` computes the body in bfloat16 with autocast; FSDP2 casts a sharded model itself. Raises ConfigError
+    if `trainer.packing` is on but the model does not support it.
     """
 
     def __init__(self, module: Any, packing: Packing = "auto", low_precision: bool = False) -> None:
         super().__init__()
         self.layout = layout_for(module, packing)
-        """Makes the rows for `forward`."""
+        """The layout class of the rows for `forward`."""
         self.module, self._low_precision = module, low_precision
         self.eval()  # no dropout, even in training: values of the same tokens are compared
         self.vocabulary: int = module.get_input_embeddings().num_embeddings
@@ -42,12 +42,12 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         """Number of parameters."""
 
     def forward(self, rows: Layout) -> Tensor:
-        """Returns the values of the completion tokens row by row, [C] float32, with gradient when grad is enabled."""
+        """Returns the values of the completion tokens, row by row: [C] float32, with gradients if grad is enabled."""
         device, module = rows.input_ids.device.type, self.module
         with torch.autocast(device, torch.bfloat16, enabled=self._low_precision):
             hidden = rows.hidden(getattr(module, module.base_model_prefix))
         head = getattr(module, _head(module) or "")
-        values: Tensor = head(hidden.float())[:, 0]  # bfloat16 has two or three digits only
+        values: Tensor = head(hidden.float())[:, 0]  # bfloat16 has only two or three digits
         return values
 
 
@@ -60,7 +60,7 @@ class _NewHead(AddedModules):
 
 
 def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None) -> ValueModel:
-    """Loads a checkpoint's `directory`, or `critic.model` or `model.name` with a head of zeros: its first values are 0.
+    """Loads a checkpoint's `directory`, or `critic.model` or `model.name` with a zero head, whose initial values are 0.
 
     Weights are float32, sharded or replicated over these ranks. Raises ConfigError naming `critic.model`, or `checkpoint`
     when `directory` cannot be loaded.
@@ -105,9 +105,9 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
 
 def _register_classifier(kind: type[Any]) -> None:
-    """Gives transformers a token classifier for a decoder of text that it has none for, such as Gemma 3's.
+    """Registers a token classifier for a text decoder for which transformers has none, such as Gemma 3's.
 
-    It is made as transformers makes its own for Qwen and Llama, so that a checkpoint has the same names.
+    It is built like transformers' own for Qwen and Llama, so that checkpoints use the same names.
     """
     if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING or kind.sub_configs:
         return
@@ -119,5 +119,5 @@ def _register_classifier(kind: type[Any]) -> None:
 
 
 def _head(module: Any) -> str | None:
-    """Returns the name of the linear head of one value per token."""
+    """Returns the name of the linear head with one value per token, or None."""
     return next((name for name in _HEADS if isinstance(getattr(module, name, None), nn.Linear)), None)

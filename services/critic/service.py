@@ -1,4 +1,4 @@
-"""The critic-server without HTTP: the critic of one run at a time, and its checkpoints."""
+"""The critic-server's logic without HTTP: the critic of one run at a time, and its checkpoints."""
 
 import json
 import logging
@@ -19,17 +19,18 @@ _OWNER = "critic_server.json"
 
 
 class CriticService:
-    """Holds one critic and refuses requests that mean another one.
+    """Holds one critic and refuses requests for any other.
 
-    A run and its number of training batches identify a critic; after a start it belongs to no run. Checkpoints are in
-    `state_dir/critic`. Not thread-safe, except `status`. Raises ConfigError when the model cannot be loaded.
+    A critic is identified by its run and its number of training batches; after a start it belongs to no run.
+    Checkpoints are in `state_dir/critic`. Not thread-safe, except `status`. Raises ConfigError when the model cannot be
+    loaded.
     """
 
     def __init__(self, config: Config) -> None:
         self._config, self._directory = config, config.state_dir / "critic"
         self._run_id: str | None = None
         self._applied: tuple[str, int, CriticMetrics] | None = None
-        """Run, step and answer of the last update."""
+        """Run, step and metrics of the last update."""
         self._new = True
         """Whether the critic was never trained."""
         self._critic: Critic | None = Critic(config, Ranks.alone(config.trainer))
@@ -43,10 +44,10 @@ class CriticService:
         return Values(critic.values(request.sequences), critic.step)
 
     def update(self, request: UpdateRequest) -> CriticMetrics:
-        """Trains the critic on a batch; a repeated request gets the first answer again.
+        """Trains the critic on a batch; a repeated request gets the same metrics again.
 
-        Raises Conflict when the request names another critic, and the errors of `Critic.update`: the critic is lost then and
-        must be restored, unless the error is InvalidInput.
+        Raises Conflict when the request names another critic, and the errors of `Critic.update`. Unless the error is
+        InvalidInput, the critic is then lost and must be restored.
         """
         if self._applied is not None and self._applied[:2] == (request.run_id, request.step):
             return self._applied[2]
@@ -66,7 +67,7 @@ class CriticService:
         """Loads the critic of `run_id`. Raises NotFound when there is no such checkpoint."""
         saved = self._find(request.step, request.saved_by) if request.step else None
         if not (saved is None and self._new and self._critic is not None):
-            self._forget()  # frees its memory first: two may not fit
+            self._forget()  # frees its memory first, because two critics may not fit
             self._critic = Critic(self._config, Ranks.alone(self._config.trainer), saved)
             self._new = saved is None
         self._run_id, self._applied = request.run_id, None
@@ -90,7 +91,7 @@ class CriticService:
             raise
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        # By order of writing: a run that began again at a lower step keeps its new checkpoints, and clocks jump.
+        # In order of writing: a run restarted at a lower step keeps its new checkpoints, and clocks may jump.
         others = [path for path in self._directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path != target]
         for old in sorted(others, key=_serial, reverse=True)[request.keep - 1 :]:
             shutil.rmtree(old)
@@ -101,7 +102,7 @@ class CriticService:
         return CriticStatus(run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters)
 
     def _named(self, run_id: str, step: int | None) -> Critic:
-        """Returns the critic if it is that of `run_id` at `step`."""
+        """Returns the critic if it belongs to `run_id` and is at `step`. Raises Conflict otherwise."""
         critic = self._critic
         if critic is None or (self._run_id, critic.step) != (run_id, step):
             current = f"at step {critic.step} of run {self._run_id}" if critic and self._run_id else "not that of any run"

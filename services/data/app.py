@@ -51,11 +51,11 @@ class DataStats(StreamStats):
     """Problems in the training split."""
     total_eval: int
     load: Annotated[dict[str, int], AtMost(MAX_NAMES)]
-    """Requests and bytes of bodies in work now, their limits, and the number of refused requests."""
+    """Requests and body bytes in progress, their limits, and the number of refused requests."""
 
 
 def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt]) -> FastAPI:
-    """Creates the data-server over these prompts.
+    """Creates the data-server's app for these prompts.
 
     Raises ConfigError when an id is in both splits, or the cursor in `config.state_dir` cannot be used.
     """
@@ -88,7 +88,10 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
     @app.get("/prompts")
     def prompts(batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None) -> PromptBatch:
-        """The next prompts: each once an epoch, unless there is a curriculum. Repeating a `request_id` returns its batch."""
+        """The next prompts: each once per epoch, unless there is a curriculum.
+
+        A repeated `request_id` returns its batch.
+        """
         batch = stream.take(batch_size, shuffle, request_id)
         answered.labels(str(shuffle).lower()).inc(batch_size)
         return batch
@@ -108,7 +111,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
     @app.post("/seek")
     def seek(body: Position) -> Position:
-        """Sets the shuffled stream to a position, and a curriculum to what it knew there."""
+        """Sets the shuffled stream to a position, and a curriculum to its state at that position."""
         stream.seek(body.position)
         return body
 
@@ -122,7 +125,7 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     def eval_prompts(
         limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED, offset: Annotated[int, Query(ge=0)] = 0
     ) -> EvalPrompts:
-        """Held-out problems in a fixed order, up to the largest limit when none is given."""
+        """Held-out problems in a fixed order; without `limit`, as many as the largest limit allows."""
         return EvalPrompts(prompts=evaluation[offset : offset + limit], total_available=len(evaluation))
 
     @app.get("/stats", response_model_exclude_none=True)

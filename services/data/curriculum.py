@@ -1,7 +1,8 @@
-"""Difficulty-aware sampling: prompts whose pass rate is near the target come more often, and every prompt keeps coming.
+"""Difficulty-aware sampling: prompts with a pass rate near the target are drawn more often, but all keep being drawn.
 
-The first pass hands out every prompt once, in the order of the plain stream, since no pass rate is known yet. Then each
-position is drawn: with probability `free_share` it is the next prompt of the plain stream, else a prompt by its pass rate.
+The first pass hands out every prompt once, in the order of the plain stream, since no pass rate is known yet. After
+that each position is drawn: with probability `free_share` the next prompt of the plain stream, otherwise a prompt by
+its pass rate.
 
 A draw is a function of the seed, the position, the draws before it, and the pass rates reported before it. Draws and reports
 are stored with the cursor, in one transaction. A seek back forgets the draws from there on and the reports made later, so the
@@ -20,7 +21,7 @@ from common.errors import InvalidInput
 from common.schemas import Wire
 
 Float64 = NDArray[np.float64]
-_STREAM = 1  # tells these random numbers from those of the plain order
+_STREAM = 1  # distinguishes these random numbers from those of the plain order
 _SCHEMA = """
 CREATE TABLE curriculum (rewinds INTEGER NOT NULL) STRICT;
 CREATE TABLE draws (position INTEGER PRIMARY KEY, place INTEGER NOT NULL, free INTEGER NOT NULL) STRICT;
@@ -39,9 +40,9 @@ class Difficulty:
     """Parameters of `data.curriculum difficulty`."""
 
     target: float = 0.5
-    """Pass rate that is preferred most."""
+    """The preferred pass rate."""
     free_share: float = 0.2
-    """Share of the draws that continue the plain stream, whatever the pass rates are."""
+    """Share of draws that continue the plain stream, regardless of pass rates."""
     smoothing: float = 0.5
     """Weight of a prompt's previous pass rate when a new one is reported."""
 
@@ -52,7 +53,7 @@ class CurriculumStats(Wire):
     known: int
     """Problems with a pass rate."""
     mean_pass_rate: float | None = None
-    """Mean over the known ones; absent when there is none."""
+    """Mean of the known pass rates; absent when there are none."""
     drawn_freely: int
     drawn_by_difficulty: int
 
@@ -60,8 +61,8 @@ class CurriculumStats(Wire):
 def appeal(rates: Float64, target: float) -> Float64:
     """Returns the weight [N] of prompts with these pass rates: (p/t)^2t · ((1−p)/(1−t))^2(1−t), and 0 where p is NaN (unknown).
 
-    It is 1 at the target t and 0 at pass rates 0 and 1, where all completions of a group are alike and it teaches nothing.
-    With a target of 0.5 it is 4·p·(1−p), the variance of a right answer, scaled.
+    It is 1 at the target t and 0 at pass rates 0 and 1, where all completions of a group get the same reward and teach
+    nothing. With a target of 0.5 it is 4·p·(1−p), the scaled variance of correctness.
     """
     wanted = (rates / target) ** (2 * target) * ((1 - rates) / (1 - target)) ** (2 * (1 - target))
     return np.where(np.isnan(rates), 0.0, wanted)
@@ -74,21 +75,21 @@ def chances(weights: Float64, free_share: float) -> Float64:
 
 
 def pick(chance: Float64, number: float) -> int | None:
-    """Returns the prompt that a number in [0, 1) selects, or None for the rest of the interval: a free draw."""
+    """Returns the prompt selected by a number in [0, 1), or None for the rest of the interval: a free draw."""
     limits = np.cumsum(chance)
     return int(np.searchsorted(limits, number, side="right")) if number < limits[-1] else None
 
 
 def uniform(seed: int, position: int) -> float:
-    """Returns the random number in [0, 1) of a position, from the raw stream of PCG64, which numpy never changes."""
+    """Returns the random number in [0, 1) for a position, from the raw stream of PCG64, which numpy never changes."""
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(_STREAM, position)))
     return float(int(bits.random_raw()) >> 11) * 2.0**-53
 
 
 class Curriculum:
-    """Draws prompts by difficulty. Not thread safe: every call is inside a transaction of `PromptStream`.
+    """Draws prompts by difficulty. Not thread-safe: every call must be inside a transaction of `PromptStream`.
 
-    Its memory is a cache of the tables, which several processes may share. `plain` returns the n-th prompt of the plain stream.
+    It caches the tables, which several processes may share. `plain` returns the n-th prompt of the plain stream.
     """
 
     def __init__(self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]) -> None:
@@ -113,7 +114,7 @@ class Curriculum:
         self._reported_at = np.zeros(self.size, np.int64)
 
     def draw(self, db: sqlite3.Connection, position: int, count: int) -> None:
-        """Draws the prompts of these positions, which have none yet."""
+        """Draws the prompts for these positions, which must not have any yet."""
         self._read(db)
         weights = appeal(self._rates, self.settings.target)
         drawn = []
@@ -168,10 +169,10 @@ class Curriculum:
         )
 
     def _by_weight(self, weights: Float64, position: int) -> int | None:
-        """Returns the prompt that is drawn by its pass rate, or None for a free draw.
+        """Returns the prompt drawn by its pass rate, or None for a free draw.
 
-        A prompt that was drawn and has no pass rate reported since is not drawn again until N more draws were made: its group
-        may have been dropped.
+        A drawn prompt is not drawn again until its pass rate is reported or N more draws were made, as its group may
+        have been dropped.
         """
         out = (self._drawn_at >= self._reported_at) & (position - self._drawn_at < self.size)
         return pick(chances(np.where(out, 0.0, weights), self.settings.free_share), uniform(self.seed, position))

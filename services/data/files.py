@@ -10,7 +10,7 @@ from services.data.rows import Row, stop
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file, in order. Raises ConfigError with file and line where it is not of its suffix's format."""
+    """Yields the rows of a file, in order. Raises ConfigError with file and line if it violates its suffix's format."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         stop(f"{path.name} is not of a known format", path, f"known formats: {', '.join(_READERS)}")
@@ -21,7 +21,7 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def file_of_split(folder: Path, split: str) -> Path:
-    """Returns the file of a directory that is named like the split. Raises ConfigError unless there is exactly one."""
+    """Returns the file in a directory that is named after the split. Raises ConfigError unless there is exactly one."""
     files = [folder / f"{split}{suffix}" for suffix in _READERS if (folder / f"{split}{suffix}").is_file()]
     if len(files) != 1:
         there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
@@ -66,7 +66,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    # Heavy, and not needed for the other formats.
+    # Slow to import, and not needed for the other formats.
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:

@@ -25,10 +25,10 @@ def is_hub_name(source: str) -> bool:
 def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
     """Yields the rows of a split; `config` is empty for the default configuration.
 
-    Raises ConfigError when the data set cannot be loaded: after `REACH_S` seconds when the hub does not answer, after `STALL_S`
-    when it no longer does.
+    Raises ConfigError when the data set cannot be loaded: after `REACH_S` seconds if the hub does not answer, after
+    `STALL_S` seconds if it stops answering.
     """
-    # Heavy, and not needed for the other sources.
+    # Slow to import, and not needed for the other sources.
     import datasets
     import huggingface_hub
 
@@ -43,7 +43,7 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
         )
         for number, row in enumerate(rows, 1):
             yield f"{name} {split}, row {number}", row
-    except Exception as error:  # whatever the library raises, the start ends here with the cause
+    except Exception as error:  # the library may raise anything; startup ends here with the cause
         cause = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 400)
         part = f"configuration {config}, split {split}" if config else f"split {split}"
         raise ConfigError(
@@ -57,7 +57,7 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
 
 
 def _cached_bytes(name: str) -> int:
-    """Returns the bytes of a data set in the caches of the library, incomplete downloads included."""
+    """Returns the bytes of a data set in the library's caches, including incomplete downloads."""
     import datasets
     import huggingface_hub
 

@@ -1,4 +1,4 @@
-"""Loads the data set that `data.source` names, or stops the start with the cause and the remedy.
+"""Loads the data set named by `data.source`, or ends the startup with the cause and the remedy.
 
 `gsm8k` and `math` come from the hub, `math:SOURCE` is MATH in other places, `tiny` is generated; anything else is a file, a
 directory with one file per split, or the name of a data set on the hub.
@@ -71,8 +71,8 @@ def load_split(
 ) -> list[Prompt]:
     """Returns the prompts of a split that the data-server serves, in the order of the data set.
 
-    The seed chooses the problems that `config.num_samples` keeps; the data set itself does not depend on it. Raises ConfigError
-    that names file, row and column when anything does not load.
+    The seed only determines which problems `config.num_samples` keeps. Raises ConfigError that names file, row and
+    column when anything does not load.
     """
     if config.train_split == config.eval_split:
         raise ConfigError(
@@ -84,7 +84,7 @@ def load_split(
     loader = loader_of(config)
     name: str = config.train_split if split == "train" else config.eval_split
     if Path(loader.source).is_file():
-        name = split  # a single file has no named splits: a part of it is held out
+        name = split  # a single file has no named splits, so a part of it is held out
     prompts = loader.load(name)
     check_prompts(config.prompt_template, prompts)
     if split == "eval" or config.num_samples is None:

@@ -16,7 +16,7 @@ from services.data.rows import Row, refuse_same_ids, stop
 HELD_OUT = 0.1
 """Share of a single file that is held out for evaluation."""
 _PARTS = {"train": "train", "test": "eval", "eval": "eval", "all": "all"}
-"""Part of a single file that each split means; ids name the part."""
+"""The part of a single file for each split; ids contain the name of the part."""
 
 
 class Loader(ABC):
@@ -25,8 +25,8 @@ class Loader(ABC):
     Args:
         source: a file, a directory with a file per split, or `org/name` on the hub where no such path exists.
         hub_config: configuration of a hub data set that has several; empty for the default one.
-        name: prefix of the ids of rows without an `id`, before the split; empty for the name of the source.
-        task: task of the prompts, which chooses their reward functions; empty for the default ones.
+        name: first part of generated ids, before the split, for rows without an `id`; empty for the name of the source.
+        task: task of the prompts, which selects their reward functions; empty for the default ones.
     """
 
     def __init__(self, source: str | Path, hub_config: str = "", name: str = "", task: str = "") -> None:
@@ -109,7 +109,7 @@ def check_enough(prompts: list[Prompt], num_samples: int) -> None:
 def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
     """Returns one part of a single file. The problem's text decides, so the same problem is never in both parts.
 
-    Adding rows moves no problem to the other part. A short file has at least one problem held out.
+    Adding rows moves no problem to the other part. Even a short file has at least one held-out problem.
     """
     if part == "all":
         return prompts

@@ -21,14 +21,14 @@ class CustomDatasetLoader(RowLoader):
     Args:
         source: a file (.jsonl, .json, .csv, .parquet), a directory with a file per split, or `org/name` on the hub.
         prompt_field: column of the problem.
-        answer_field: column of the answer; of a text with `#### N` only N is kept.
+        answer_field: column of the answer; from a text with `#### N`, only N is kept.
         messages_field: column of a chat, instead of `prompt_field`: system messages (they precede the problem), one user
             message, and at most one answer. Without a column `answer_field`, the chat's answer is the worked solution, and its
             final answer (`#### N` or a box) the ground truth.
-        task: task of the prompts, which chooses their reward functions; empty for the default ones.
-        task_field: column with the task of each row, where a data set mixes tasks; empty: `task` for all.
-        columns: names of the further columns to keep; all of them when None.
-        map: changes every row before it is read, or leaves it out.
+        task: task of the prompts, which selects their reward functions; empty for the default ones.
+        task_field: column with the task of each row, if a data set mixes tasks; empty: `task` for all.
+        columns: names of further columns to keep; all when None.
+        map: function that transforms every row before it is read, or skips it by returning None.
         hub_config: configuration of a hub data set that has several; empty for the default one.
     """
 
@@ -93,7 +93,10 @@ def _single_turn(messages: list[tuple[str, str]], column: str, where: str) -> tu
 
 
 def mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
-    """Returns the row as the user's function changes it; None to leave it out. Raises ConfigError when the function fails."""
+    """Returns the row transformed by the user's function; None to skip it.
+
+    Raises ConfigError when the function fails.
+    """
     name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
     try:
         changed = function(dict(row))

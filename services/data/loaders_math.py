@@ -52,10 +52,10 @@ class MATHLoader(RowLoader):
         subjects: keep problems of these subjects, such as `Algebra` or `counting_and_probability`; all when None.
         source: `org/name` on the hub, or a file or directory with the same columns.
         hub_config: configuration of a hub data set that has several; empty for the default one.
-        task: task of the prompts, which chooses their reward functions; empty for the default ones.
+        task: task of the prompts, which selects their reward functions; empty for the default ones.
 
     Raises:
-        ConfigError: a level is not one.
+        ConfigError: a level is invalid.
     """
 
     def __init__(
@@ -98,7 +98,10 @@ class MATHLoader(RowLoader):
         )
 
     def _level(self, row: Mapping[str, Any], where: str) -> int | None:
-        """Returns the level of a row; None where it is unknown. Raises ConfigError when it is needed and its column absent."""
+        """Returns the level of a row; None if unknown.
+
+        Raises ConfigError when it is needed but the column is absent.
+        """
         value = row.get("level")
         if value is None:
             if self.levels is not None:
@@ -126,7 +129,7 @@ def _wanted_level(value: int | str) -> int:
 
 
 def _plain(subject: str) -> str:
-    """Returns one spelling for `Counting & Probability` and `counting_and_probability`."""
+    """Normalises a subject: `Counting & Probability` and `counting_and_probability` become equal."""
     return " ".join(re.findall("[a-z]+", subject.lower().replace("&", " and ")))
 
 

@@ -48,12 +48,12 @@ def _value(row: Mapping[str, Any], column: str, where: str, setting: str) -> Any
 def text_of(row: Mapping[str, Any], column: str, where: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Returns a column as text, from a text or a number.
 
-    `where` is the location of the row; `setting` names the column, for the remedy when there is none. Raises ConfigError when
-    the column is absent, empty, too long, or neither a text nor a number.
+    `where` is the location of the row; `setting` is the setting that names the column, for the remedy when it is
+    missing. Raises ConfigError when the column is absent, empty, too long, or neither a text nor a number.
     """
     value = _value(row, column, where, setting)
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # libraries give a column of whole numbers with a gap as floats
+        value = int(value)  # libraries return integer columns with gaps as floats
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number and not isinstance(value, str):
         stop_at(where, f"column {column!r} is {value!r:.80}, not a text or a number")
@@ -68,14 +68,14 @@ def text_of(row: Mapping[str, Any], column: str, where: str, setting: str, limit
 
 
 def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
-    """Returns the column `id`, or `default` where it is absent or null."""
+    """Returns the column `id`, or `default` when it is absent or null."""
     return default if row.get("id") is None else text_of(row, "id", where, "the column id", MAX_ID_CHARS)
 
 
 def final_answer(text: str) -> str:
-    """Returns N of a text with `#### N`, else the text, stripped.
+    """Returns N from a text with `#### N`, else the stripped text.
 
-    N loses its thousands separators (`1,080`, `1 000`) where it is one number; `(1, 2)` stays unchanged.
+    Thousands separators (`1,080`, `1 000`) are removed if N is a single number; `(1, 2)` stays unchanged.
     """
     _, marker, tail = text.rpartition("####")
     tail = tail.strip()
@@ -129,9 +129,9 @@ def _as_json(value: Any, column: str, where: str) -> Any:
 
 
 def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str]]:
-    """Returns the (role, text) of every message of a chat, which is not empty. Raises ConfigError for anything else.
+    """Returns (role, text) for every message of a chat. Raises ConfigError unless it is a non-empty chat.
 
-    The column is `[{"role": …, "content": …}, …]` or that as JSON text. A content is a text or a list of parts that are texts.
+    The column is `[{"role": …, "content": …}, …]` or its JSON text. A content is a text or a list of text parts.
     """
     messages = value = _value(row, column, where, "--data.messages_field")
     if isinstance(value, str):

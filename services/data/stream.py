@@ -1,9 +1,9 @@
-"""The stream of training prompts: a deterministic order, epochs without end, and a cursor that survives a kill.
+"""The stream of training prompts: a deterministic order, endless epochs, and a cursor that survives a kill.
 
-The prompt at a position is a pure function of seed and position, so the cursor is all the state. It is on disk before a batch
-is answered: no prompt is handed out twice in an epoch, however many clients there are and whenever the process ends. A client
-whose answer was lost gets the same batch by repeating its `request_id`.
-With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are stored beside the cursor.
+The prompt at a position is a pure function of seed and position, so the cursor is the only state. It is on disk before
+a batch is returned: no prompt is handed out twice in an epoch, however many clients there are and whenever the process
+ends. A client whose response was lost gets the same batch by repeating its `request_id`. With a curriculum
+(`services.data.curriculum`) prompts are drawn, and the draws are stored with the cursor.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class StreamStats(Wire):
     """Prompts taken, over all epochs."""
     epoch: int
     prompts_served: int
-    """Prompts handed out by both streams since the state directory was made; repeated answers count once."""
+    """Prompts handed out by both streams since the state directory was created; repeated responses count once."""
     curriculum: CurriculumStats | None = None
     """Absent without a curriculum."""
 
@@ -61,11 +61,11 @@ def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 class PromptStream:
-    """Two streams over the same prompts, shuffled and in the order of the data set, each with its own cursor.
+    """Two streams over the same prompts, one shuffled and one in the order of the data set, each with its own cursor.
 
-    Thread safe; several processes on one state directory share the cursors. With `difficulty` a curriculum draws the shuffled
-    stream. Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed, data set or kind
-    of stream.
+    Thread-safe; several processes on one state directory share the cursors. With `difficulty` a curriculum draws the
+    shuffled stream. Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed,
+    data set or kind of stream.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path, difficulty: Difficulty | None = None) -> None:
@@ -132,10 +132,10 @@ class PromptStream:
             self._curriculum.report(db, request_id, by_place, position)
 
     def seek(self, position: int) -> None:
-        """Continues at `position` prompts from the beginning of the shuffled stream.
+        """Continues the shuffled stream at `position`, counted in prompts from its beginning.
 
-        Forgets remembered answers that reach beyond it: their prompts are drawn anew. A curriculum returns to what it knew when
-        the stream was there.
+        Forgets remembered batches that reach beyond it, since their prompts are drawn again. A curriculum returns to
+        its state at that position.
         """
         with self._transaction() as db:
             db.execute("UPDATE cursors SET position = ? WHERE stream = ?", (position, _SHUFFLED))
@@ -169,7 +169,7 @@ class PromptStream:
             self._db.close()
 
     def _place_at(self, index: int) -> int:
-        """Returns the index of the prompt that the plain shuffled stream has at a position."""
+        """Returns the index of the prompt at a position of the plain shuffled stream."""
         epoch, place = divmod(index, len(self.prompts))
         if epoch not in self._orders:
             if len(self._orders) >= 2:  # a batch at the border of two epochs needs both

@@ -1,4 +1,4 @@
-"""The built-in task: templated two-step word problems in GSM8K's format, generated on the spot. No hub, no torch.
+"""The built-in task: templated two-step word problems in GSM8K's format, generated on demand. Needs no hub or torch.
 
 A tiny model learns it on two CPU cores. The split is by a hash of (kind, operands), so no combination of the held-out
 split occurs in training in any wording.
@@ -56,7 +56,7 @@ def split_of(kind: str, a: int, b: int, c: int) -> Split:
 
 
 def problems(split: Split, seed: int = 0) -> Iterator[TinyProblem]:
-    """Yields problems of a split without end; a seed always gives the same ones."""
+    """Yields an endless stream of problems of a split; a seed always gives the same problems."""
     rng = random.Random(f"tiny {split} {seed}")
     kinds = list(_WORDINGS)
     while True:

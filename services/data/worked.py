@@ -1,7 +1,7 @@
-"""Worked answers, from which a model learns by imitation: a `Prompt` whose chat ends with the answer to learn.
+"""Worked answers for supervised fine-tuning: each is a `Prompt` whose chat ends with the answer to learn.
 
-The data sets are those of `services.data.loaders`. Training from rewards reads the final answer alone; these loaders keep
-the whole one.
+The data sets are those of `services.data.loaders`. Training from rewards reads only the final answer; these loaders
+keep the whole answer.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ Message = dict[str, str]
 
 
 def example(id: str, chat: list[Message], columns: Mapping[str, Any] | None = None) -> Prompt:
-    """Returns the example of a chat whose assistant's messages are to be learned. Its prompt is all that precedes the last."""
+    """Returns the example for a chat whose assistant messages are to be learned. Its prompt is all before the last."""
     text = "\n\n".join(message["content"] for message in chat[:-1])
     return Prompt(id=id, prompt=text, ground_truth="", chat=chat, columns=dict(columns or {}))
 
 
 def answered(id: str, question: str, answer: str) -> Prompt:
-    """Returns the example of one question and its answer."""
+    """Returns the example for one question and its answer."""
     return example(id, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
 
 
@@ -67,7 +67,7 @@ def _messages(row: Mapping[str, Any], column: str, role: str, where: str, settin
 
 
 def _check(chat: list[Message], column: str, where: str) -> None:
-    """Raises ConfigError for a chat that nothing can be learned from."""
+    """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
     unasked = any(role == "assistant" and before != "user" for before, role in zip(["", *roles], roles, strict=False))
     if not {*roles} <= {*_ROLES} or roles[-1] != "assistant" or unasked:
@@ -94,12 +94,12 @@ class _WorkedMATH(MATHLoader):
 class _WorkedTiny(TinyLoader):
     def _load(self, split: str) -> list[Prompt]:
         name: tiny.Split = "train" if split == "train" else "test"
-        pairs = zip(super()._load(split), tiny.problems(name), strict=False)  # the second has no end
+        pairs = zip(super()._load(split), tiny.problems(name), strict=False)  # the second is endless
         return [answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs]
 
 
 def worked_loader(data: DataSection) -> Loader:
-    """Returns the loader of the worked answers of `data.source`. Raises ConfigError as `loader_of` does."""
+    """Returns the loader of the worked answers of `data.source`. Raises ConfigError like `loader_of`."""
     plain = loader_of(data)
     if data.source == "tiny":
         return _WorkedTiny()
@@ -112,7 +112,7 @@ def worked_loader(data: DataSection) -> Loader:
 
 @dataclass(frozen=True)
 class Examples:
-    """What a run learns from, and what it is evaluated on."""
+    """The examples for training and for evaluation."""
 
     train: list[Prompt]
     held_out: list[Prompt]

@@ -50,11 +50,14 @@ class SamplingParams:
 class Sequence:
     """One completion.
 
-    Attributes: key: seeds its random numbers. tokens, logprobs: current when it has left the batch; the lists are
-    replaced, never changed. kept: per token, its log-probability among the tokens that truncation kept, and these
-    tokens, if they are returned. versions: (weight version, first token from it). cached_tokens: prompt tokens whose KV
-    was copied from another sequence of the job. finish: SGLang's finish_reason; None while it runs. version: weight
-    version at its end.
+    Attributes:
+        key: seeds its random numbers.
+        tokens, logprobs: current when it has left the batch; the lists are replaced, never changed.
+        kept: per token, its log-probability among the tokens that truncation kept, and these tokens, if returned.
+        versions: (weight version, first token from it).
+        cached_tokens: prompt tokens whose KV was copied from another sequence of the job.
+        finish: SGLang's finish_reason; None while it runs.
+        version: weight version at its end.
     """
 
     job: "GenerationJob"

@@ -84,9 +84,12 @@ class SamplingFields(BaseModel):
     def sampling(self, prompt_tokens: int, model: Model, logprobs: bool = False, mask: bool = False) -> SamplingParams:
         """Returns the parameters, checked against the model. The default length is cut to the context, as SGLang does.
 
-        Args: prompt_tokens: length of the prompt. model: the model that answers. logprobs: whether the answer shows
-        log-probabilities, and so also the tokens that truncation kept, up to a limit. mask: whether the answer must
-        show the tokens that truncation kept.
+        Args:
+            prompt_tokens: length of the prompt.
+            model: the model that answers.
+            logprobs: whether the answer shows log-probabilities, and so also the tokens that truncation kept, up to a
+                limit.
+            mask: whether the answer must show the tokens that truncation kept.
 
         Raises BadRequest.
         """

@@ -1,10 +1,11 @@
 """Environments: the user's classes, as for TRL's `environment_factory`, optionally with `step` for several turns.
 
-    reset(**columns) -> str | None      begins; the text is appended to the user's last message any other public method
-    is a tool; every argument needs a type and a description step(messages) -> ... | None        called when an answer
-    has no tool call; a text or messages to continue, None to end get_reward() -> float | dict        called at the end;
-    a mapping holds the parts, whose sum is the reward get_turn_rewards() -> list          called at the end; a number
-    for every answer of the model, added to the reward close()                             always called
+    reset(**columns) -> str | None      begins; the text is appended to the user's last message
+    any other public method             is a tool; every argument needs a type and a description
+    step(messages) -> ... | None        called if an answer has no tool call; text or messages to continue, None to end
+    get_reward() -> float | dict        called at the end; a mapping holds the parts, whose sum is the reward
+    get_turn_rewards() -> list          called at the end; a number for every answer of the model, added to the reward
+    close()                             always called
 
 All but `reset` are optional. Without `get_reward` the run's reward functions grade the last answer.
 """

@@ -58,9 +58,11 @@ class Template:
     ) -> list[int] | None:
         """Returns the tokens between an answer and the next; None if the template does not write one after the other.
 
-        Args: answer: the last recorded answer, whose tool calls the new messages may refer to. new: the messages after
-        it. tools: the functions offered. ended: whether the answer's sampled tokens end with a stop token; else the
-        template's stop token is added first.
+        Args:
+            answer: the last recorded answer, whose tool calls the new messages may refer to.
+            new: the messages after it.
+            tools: the functions offered.
+            ended: whether the answer's sampled tokens end with a stop token; else the template's own is added first.
         """
         shown = tools if self._repeats_tools or not tools else [_TOOL]
         found = self._after(_stand_in(answer), new, shown)

@@ -1,4 +1,4 @@
-"""Middleware that decides which requests a service takes: by token, by size of the body, and by the load it has."""
+"""Middleware that decides which requests a service accepts: by token, body size and current load."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -11,18 +11,18 @@ from services.http.callers import CallerCheck
 from services.http.errors import error_response
 
 BODIES_AT_ONCE = 4
-"""Largest bodies that may be in work at once."""
+"""How many bodies of the largest permitted size may be in progress at once."""
 _NEVER_REFUSED = frozenset(("/health", "/metrics"))
 
 
 class CallerAuth:
     """Refuses requests without the run's token with 401, before their bodies are read.
 
-    Where the run has no token, it refuses what a web page could have sent (`services.http.callers`).
+    Without a token in the run, it refuses requests that a web page could have sent (`services.http.callers`).
 
-    `/health` answers without credentials, since probes have none; `scope["known"]` says whether it may give details. So do
-    `open_paths`: files of a page that asks for the token itself. Paths below `keyed_path` have keys of their own, which the app
-    checks.
+    `/health` answers without credentials, since probes have none; `scope["known"]` says whether it may give details.
+    `open_paths` also need none: they are files of a page that asks for the token itself. Paths below `keyed_path` have
+    their own keys, which the app checks.
     """
 
     def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), keyed_path: str = "") -> None:
@@ -52,7 +52,7 @@ class CallerAuth:
 
 @dataclass
 class Load:
-    """Requests and bytes of bodies in work, their limits, and the number of refused requests."""
+    """Requests and body bytes in progress, their limits, and the number of refused requests."""
 
     request_limit: int
     body_bytes_limit: int
@@ -67,8 +67,8 @@ class Load:
 class Admission:
     """Refuses bodies over the limit with 413, and requests over the load limits with 503 and Retry-After.
 
-    It reads nothing of a body that it refuses by its Content-Length, so refusing is cheap. Without a Content-Length a body
-    counts as it streams in. `/health` and `/metrics` are never refused.
+    A body refused for its Content-Length is not read at all, so refusing is cheap. Without a Content-Length a body is
+    counted as it streams in. `/health` and `/metrics` are never refused.
 
     Args:
         load: holds the counts.

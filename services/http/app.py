@@ -34,9 +34,9 @@ from services.http.tracing import RequestTracing
 log = logging.getLogger(__name__)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SMALL_BYTES = 64 << 10
-"""A body of less is read in the event loop, a larger one in a thread."""
+"""Smaller bodies are parsed in the event loop, larger ones in a thread."""
 GRACE_S = 30.0
-"""Seconds that requests in work have to end by themselves after SIGTERM; the others are then answered with 503."""
+"""Seconds after SIGTERM in which requests in flight may finish; the rest is then answered with 503."""
 _LAST_S = 5.0
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
@@ -63,7 +63,7 @@ def create_app(
     """Returns a FastAPI app with the parts that all services share.
 
     Args:
-        name: of the service, in `/health` and metrics.
+        name: name of the service in `/health` and metrics.
         not_ready: returns why the service cannot serve now, or None; decides `/health`.
         flush: makes everything durable; `POST /flush` answers when it is done.
         lifespan: entered before the first request, left after the last.
@@ -71,10 +71,10 @@ def create_app(
         max_body_bytes: larger request bodies get 413.
         max_requests: more requests at once get 503, as do bodies of more than `BODIES_AT_ONCE` × `max_body_bytes` in all.
             The counts are in `app.state.load`.
-        fails: error statuses of any call, beside those of `EVERYWHERE`.
-        open_paths: paths whose GET needs no token, like `/health`: files that hold nothing of a run.
-        access_level: log level of requests that succeed.
-        keyed_path: paths that begin so need no token: their handlers check a key before they read a body.
+        fails: error statuses of any call, besides those in `EVERYWHERE`.
+        open_paths: paths whose GET needs no token, like `/health`: files without data of a run.
+        access_level: log level of successful requests.
+        keyed_path: paths with this prefix need no token: their handlers check a key before they read a body.
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
@@ -141,7 +141,7 @@ class _JsonRequest(Request):
             body = await self.body()
             if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
                 with contextlib.suppress(ValueError, RecursionError):
-                    return json.loads(body.decode())  # so that the validation names a field that is NaN or infinite
+                    return json.loads(body.decode())  # so that validation can name a field that is NaN or infinite
             self.refusal = error
             raise
 
@@ -156,7 +156,7 @@ class _JsonRoute(APIRoute):
             bounded = _JsonRequest(request.scope, request.receive)
             try:
                 return await handler(bounded)
-            except HTTPException:  # FastAPI's own for any error of `json`
+            except HTTPException:  # FastAPI raises it for any error in `json`
                 if bounded.refusal is None:
                     raise
                 raise bounded.refusal from None
@@ -165,9 +165,9 @@ class _JsonRoute(APIRoute):
 
 
 class BareRoute(APIRoute):
-    """A route whose function gets the request and the texts of its path, and returns the response.
+    """A route whose function gets the request and the path parameters as texts, and returns the response.
 
-    FastAPI checks and converts nothing, which takes longer than a small handler.
+    FastAPI's validation and conversion, which take longer than a small handler, are skipped.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -187,7 +187,7 @@ async def read_json(request: Request) -> Any:
 class Server(uvicorn.Server):
     """A uvicorn server that reports "draining" on /health from the first SIGTERM until all requests are answered.
 
-    Those that take longer than `GRACE_S` get 503.
+    Requests that take longer than `GRACE_S` get 503.
     """
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
@@ -207,7 +207,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=int(GRACE_S + _LAST_S),  # then uvicorn drops them, with a traceback for each
+            timeout_graceful_shutdown=int(GRACE_S + _LAST_S),  # after that uvicorn drops them, each with a traceback
             timeout_keep_alive=30,
             ssl_certfile=files.certificate or None,
             ssl_keyfile=files.key or None,
@@ -233,10 +233,10 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
         remedy = "end the process that uses the port, or set another one"
-        if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: the name is not known
+        if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: unknown host name
             raise ConfigError(reason, field="host", value=host, remedy="name an address of this machine") from None
         raise ConfigError(reason, field="port", value=port, remedy=remedy) from None
-    # asyncio sets it only for sockets with an explicit protocol; without it every answer takes 40 ms (Nagle).
+    # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
     return sock
@@ -244,12 +244,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
-    """Serves an app, and runs its lifespan, in the loop of the caller."""
+    """Serves an app and runs its lifespan in the caller's event loop."""
     host, port = sock.getsockname()
     server = Server(app, host, port)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn tells nobody
+        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
         yield
     finally:
@@ -260,14 +260,14 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
 def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     """Serves until SIGTERM or SIGINT, then answers the requests in flight. Raises ConfigError for a port in use.
 
-    The log line about the address shows `settings`, the most important ones as `name=value`.
+    The log line with the address shows `settings`, the most important ones as `name=value`.
     """
     sock = listen(host, port)
     server = Server(app, host, port)
     watchdog.start()
 
     def end(_sig: int, _frame: object) -> None:
-        """Ends the start; uvicorn raises its signal again after a clean shutdown, which is ignored."""
+        """Ends the startup; uvicorn raises the signal again after a clean shutdown, which is ignored."""
         if not server.should_exit:
             raise SystemExit(0)
 

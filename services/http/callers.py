@@ -1,8 +1,8 @@
 """Keeps web pages out: without a token, a page open in any browser on this machine could otherwise act on a run.
 
-A page can send what needs no permission of the server (CORS's "simple" requests), and by DNS rebinding anything to a name of
-its own. So a call needs a `Host` that is this service's, no `Origin` of another site, and, when it is a POST, a content type
-or a header that a page may not send. A request with the run's token needs none of this.
+A page can send requests that need no permission of the server (CORS's "simple" requests), and with DNS rebinding any
+request to a host name of its own. So a call must have a `Host` of this service, no `Origin` of another site, and, if it
+is a POST, a content type or a header that a page may not send. A request with the run's token needs none of this.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ from common.errors import ServiceError
 from common.topology import Topology
 
 _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
-"""Paths that a link on another page may open: looking at them changes nothing."""
+"""Paths that links on other pages may open, because reading them changes nothing."""
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _KINDS = frozenset((b"application/json", b"application/msgpack"))
 _OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
@@ -32,7 +32,7 @@ class ForeignCaller(ServiceError):
 
 
 class CallerCheck:
-    """Decides which callers without a token are served; `open_paths` are pages that links may open."""
+    """Decides which callers without a token are served; links may open `open_paths`."""
 
     def __init__(self, open_paths: frozenset[str]) -> None:
         group = Topology.from_env().group
@@ -76,12 +76,15 @@ class CallerCheck:
         )
 
     def _is_own(self, host: str, scope: Scope) -> bool:
-        """Whether a Host is this service's. No page gets an address for its name, so any address will do."""
+        """Whether a Host belongs to this service.
+
+        No page can have an IP address as its name, so any address is fine.
+        """
         match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d*)?", host)
         name = match[1].removesuffix(".") if match else ""
         if not host or name in self._names or (self._of_group and self._of_group.fullmatch(name)):
-            return match is not None  # only old programs send no Host
-        server = scope.get("server")  # in this process, the name that the client was given
+            return match is not None  # only old programs, not browsers, send no Host
+        server = scope.get("server")  # in process: the name that the client was given
         return _is_address(name.strip("[]")) or (server is not None and name == server[0])
 
 

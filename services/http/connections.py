@@ -1,4 +1,4 @@
-"""Limits of connections before there is a request: their number, the time they take, and the size of headers.
+"""Limits on connections before there is a request: their number, their time, and the size of headers.
 
 uvicorn's settings limit none of these (docs/adr/0011-connections.md has the figures). Only `BoundedConnection` knows uvicorn's
 connection: it overrides callbacks of `asyncio.Protocol` and of httptools' parser, and `send_400_response`, and reads
@@ -18,27 +18,27 @@ from common.errors import NotReady, ServiceError
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
-"""Seconds for the head of a request."""
+"""Seconds for receiving the head of a request."""
 READER_PATIENCE_S = 120.0
-"""Seconds for a client that does not read its answer."""
+"""Seconds to wait for a client that does not read its response."""
 MAX_UNREAD_BYTES = 256 << 20
-"""Answers that may wait for their readers; beyond it, clients that have read nothing lose theirs to the next answer."""
+"""Bytes of responses that may wait for their readers; beyond it, clients that have read nothing lose theirs."""
 MIN_BYTES_PER_S = 1000
-"""Least speed of a body, over `PATIENCE_S`."""
+"""Minimum rate of a request body, measured over `PATIENCE_S`."""
 MAX_HEAD_BYTES = 128 << 10
-"""Limit of request line and headers, or of anything else between two parts of a body. Checked as data arrives."""
+"""Limit on request line and headers, or anything else between two parts of a body. Checked as data arrives."""
 MAX_CONNECTIONS = 8192
-"""Limit of open connections, unless file descriptors limit them further."""
+"""Limit on open connections, unless file descriptors limit them further."""
 _OWN_FILES = 256
 
 
 def max_connections() -> int:
-    """Returns the limit that leaves the process file descriptors for its own files."""
+    """Returns the limit on connections that leaves enough file descriptors for the process's own files."""
     return max(64, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES))
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A uvicorn connection that is closed when the client is too slow or sends too much outside of bodies."""
+    """A uvicorn connection that is closed when the client is too slow or sends too much outside bodies."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._bare = 0
 
     def _watch(self) -> None:
-        """Runs the timer while it is the client's turn to send."""
+        """Runs the timer while the client should be sending."""
         if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
             if self._late is not None:
                 self._late.cancel()
@@ -111,7 +111,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._drop_unread()
 
     def _drop_unread(self) -> None:
-        """Closes connections whose clients read nothing of large answers while all such answers take too much memory."""
+        """Closes connections whose clients read nothing, while unread responses take too much memory."""
         waiting = [each for each in self.connections if isinstance(each, BoundedConnection) and each._stuck is not None]
         held = sum(each.transport.get_write_buffer_size() for each in waiting)
         for each in waiting:
@@ -140,7 +140,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(ServiceError("this is not HTTP/1.1", code="bad_request", status=400, remedy="see the log of the client"))
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answers with the error, unless an answer has begun, and closes the connection."""
+        """Sends the error, unless a response has begun, and closes the connection."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = orjson.dumps(error.body())
             retry = "retry-after: 1\r\n" if error.status == 503 else ""

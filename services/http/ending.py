@@ -1,4 +1,4 @@
-"""Answers what is still in work when a service has to end."""
+"""Answers the requests in flight when a service must end."""
 
 import asyncio
 import logging
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 
 class InWork:
-    """The requests in work."""
+    """The requests in flight."""
 
     def __init__(self) -> None:
         self.tasks = set[asyncio.Task[None]]()
         self.ended = set[asyncio.Task[None]]()
 
     def end(self) -> None:
-        """Ends every request: one without an answer gets 503."""
+        """Ends every request; requests without a response get 503."""
         if self.tasks:
             log.warning("the process is ending: %d requests that wait are answered with 503", len(self.tasks))
         self.ended |= self.tasks
@@ -53,7 +53,7 @@ class Ending:
             if task not in work.ended:
                 raise
             task.uncancel()
-            if not started:  # else the connection is closed, so that nobody takes the part for the whole
+            if not started:  # else the connection closes, so that no client takes a partial response for complete
                 error = NotReady("the service is ending", remedy="try again: it may come back, or ask another one")
                 await error_response(error, scope)(scope, receive, send)
         finally:

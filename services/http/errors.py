@@ -64,7 +64,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
-    """Handles a client that disconnects before its body ends: that is no crash of the service."""
+    """Handles a client that disconnects before its body ends, which is not a crash of the service."""
     return error_response(ClientGone("the client closed the connection"), request.scope)
 
 

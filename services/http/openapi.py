@@ -18,7 +18,7 @@ def fields(required: tuple[str, ...], **properties: Schema) -> Schema:
 
 
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
-    """Returns the schema of a struct of `common.schemas`, without references, which an OpenAPI page resolves elsewhere."""
+    """Returns the schema of a struct of `common.schemas` without references, which OpenAPI resolves elsewhere."""
     content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
     definitions = content["$defs"]
 
@@ -27,7 +27,7 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
             if "$ref" in node:
                 return inlined(definitions[node["$ref"].rpartition("/")[2]])
             first, *others = node.get("prefixItems", (None,))
-            if first and all(other == first for other in others):  # clearer, and what tools that generate requests know
+            if first and all(other == first for other in others):  # clearer, and supported by code generators
                 node = {name: item for name, item in node.items() if name != "prefixItems"} | {"items": first}
             return {name: inlined(item) for name, item in node.items()}
         return [inlined(item) for item in node] if isinstance(node, list) else node
@@ -95,7 +95,7 @@ def described(
         answer: schema of the answer of a handler that returns a `Response`.
         reads: content types of the body.
         writes: content types of the answer.
-        fails: error statuses beside those of `EVERYWHERE`.
+        fails: error statuses besides those in `EVERYWHERE`.
         statuses: statuses that come with `answer`.
     """
     responses = errors(*fails)

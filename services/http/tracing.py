@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 _POLLED = frozenset(("/health", "/ready", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
 """Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
 _FAILURES = 10
-"""INFO lines a minute for one route and error status; further ones are at DEBUG, so that strangers and retrying clients cannot
-fill the log."""
+"""INFO lines per minute for one route and error status. Further lines are logged at DEBUG, so that strangers and
+retrying clients cannot fill the log."""
 _WINDOW_S = 60.0
 
 
 class RequestTracing:
     """Gives every request an id, logs it, and measures it by route.
 
-    A client may send the id; an unusable one (`common.logs.usable_id`) is replaced. It proves nothing.
+    A client may send the id, which proves nothing; an unusable id (`common.logs.usable_id`) is replaced.
 
     Args:
         metrics: counts requests and their latency.
-        level: log level of requests that succeed.
+        level: log level of successful requests.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, level: int) -> None:
@@ -48,7 +48,7 @@ class RequestTracing:
                 MutableHeaders(scope=message)[logs.REQUEST_HEADER] = identifier
             await send(message)
 
-        scope["request_id"] = identifier  # for the handler of crashes, which runs outside
+        scope["request_id"] = identifier  # for the crash handler, which runs outside this middleware
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
             try:
                 await self.app(scope, receive, watched)

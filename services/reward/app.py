@@ -15,19 +15,19 @@ from services.reward.functions.base import RewardFunction
 from services.reward.scorer import RewardScorer
 
 MAX_REQUESTS = 256
-"""Concurrent requests; further ones are answered 503."""
+"""Maximum concurrent requests; further ones get a 503."""
 
 
 def create_reward_app(
     config: RewardSection, max_body_bytes: int = 256 << 20, functions: Sequence[RewardFunction] | None = None
 ) -> FastAPI:
-    """Creates the reward-server. Its worker processes live as long as the app.
+    """Creates the reward-server's app. Its worker processes live as long as the app.
 
     Args:
-        config: names the reward functions and their settings.
+        config: the reward functions and their settings.
         max_body_bytes: larger request bodies are refused.
-        functions: the caller's own objects, which score every item in threads of this process instead of the functions that
-            `config` names; they need not be importable, and cannot be killed when they hang.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions
+            named by `config`. They need not be importable, and cannot be killed when they hang.
 
     Raises:
         ConfigError: a function does not exist or cannot work here.
@@ -57,7 +57,7 @@ def create_reward_app(
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:
-        """Scores many answers, in order. The means are over those that have a reward."""
+        """Scores many answers, in order. The means are over the answers with a reward."""
         return await cancel_on_disconnect(request, scorer.score_batch(body.items))
 
     @app.get("/stats")

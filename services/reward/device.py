@@ -1,4 +1,4 @@
-"""The device that a reward model would get, found out in a process of its own: the server never loads torch."""
+"""Determines the device for a reward model in a separate process, because the server never imports torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from common.errors import ConfigError
 
 
 def prepare(_: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """See `WorkerSpec`: the handler answers with the name of the device; there is none without a device."""
+    """See `WorkerSpec`: the handler returns the name of the device; making it fails if there is no usable device."""
     from learning.device import choose_device
 
     try:

@@ -1,7 +1,7 @@
 """Hosts run reward functions in the reward-server: in its threads, or in worker processes that can be killed.
 
 Both limit the time of a call, split large batches, let the batches of several requests take turns, and repeat a failed call
-for every item alone, so that one bad item never affects the others.
+for each item separately, so that one bad item never affects the others.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from services.reward.turns import Turns
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 QUEUE_LIMIT = 4 * MAX_BATCH_ITEMS
-"""Answers that may wait for one function."""
+"""Maximum answers waiting for one function."""
 CALL_ITEMS = 64
-"""Completions of one call of a function; larger batches are spread over the workers."""
+"""Completions per call of a function; larger batches are spread over the workers."""
 _REASONS = 20
-"""Different reasons for missing scores that are logged as warnings."""
+"""Distinct reasons for missing scores that are logged as warnings."""
 _RESERVED = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], object]
 """Raises InvalidInput for an item that the function cannot score; the second argument is the prefix of the field."""
@@ -44,10 +44,10 @@ class Host(ABC):
     def __init__(self, name: str, check: Check | None = None) -> None:
         self.name, self._check = name, check
         self.unfinished = 0
-        """Items that wait or are scored now."""
+        """Items that are waiting or being scored."""
         self._reasons: set[str] = set()
         self.call_items: int | None = None
-        """Completions of one call; None: `CALL_ITEMS`."""
+        """Completions per call; None: `CALL_ITEMS`."""
 
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
@@ -70,7 +70,7 @@ class Host(ABC):
             self.unfinished -= len(items)
 
     def _check_room(self, waiting: int, count: int) -> None:
-        """Raises Overloaded when `count` items are too many beside those that wait."""
+        """Raises Overloaded when `count` items are too many in addition to the waiting ones."""
         if count and waiting + count > QUEUE_LIMIT:
             raise Overloaded(
                 f"{waiting} answers wait for the reward function {self.name} already",
@@ -96,7 +96,7 @@ class Host(ABC):
         return [score for alone in await asyncio.gather(*(self._chunk([item], batch) for item in items)) for score in alone]
 
     def _report(self, reason: str) -> None:
-        """Logs a reason once: the same function fails in the same way for many answers."""
+        """Logs a reason only once, because a function often fails in the same way for many answers."""
         known = reason in self._reasons or len(self._reasons) >= _REASONS
         if not known:
             self._reasons.add(reason)
@@ -104,7 +104,7 @@ class Host(ABC):
 
     @abstractmethod
     async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
-        """Calls the function once, when it is the turn of `batch`. Raises CallFailed."""
+        """Calls the function once, when `batch` has its turn. Raises CallFailed."""
 
 
 class ThreadHost(Host):
@@ -113,10 +113,10 @@ class ThreadHost(Host):
     Args:
         function: the function; unless `bounds_itself`, it is never called concurrently.
         timeout_s: seconds until a call is abandoned, for a function that does not limit its own time. Its thread cannot be
-            killed and goes on.
+            killed and continues.
         calls: concurrent calls of a function that limits its own time.
         check: checks every item before it is accepted.
-        call_items: completions of one call; 64 when None.
+        call_items: completions per call; 64 when None.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ProcessHost(Host):
     Args:
         name: name of its component.
         pool: the workers; the owner enters and exits it.
-        index: place of the function in the pool's specification.
+        index: index of the function in the pool's specification.
         check: checks every item before it is accepted.
     """
 
@@ -166,7 +166,7 @@ class ProcessHost(Host):
 
 
 def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
-    """Returns the arguments of a reward function: chats, and a list for every column that any item has."""
+    """Returns the arguments of a reward function: chats, and a list for every column of any item."""
     columns: dict[str, list[Any]] = {
         name: [item.columns.get(name) for item in items] for name in {name for item in items for name in item.columns}
     }
@@ -179,7 +179,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
     future: Future[_T] = Future()
 
     def work() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # the caller has given up
             try:
                 future.set_result(function())
             except BaseException as error:

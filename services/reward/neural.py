@@ -1,4 +1,4 @@
-"""A reward model: the one module of the reward-server that needs torch and transformers, and only once it is used."""
+"""A reward model: the only module of the reward-server that needs torch and transformers, and only when it is used."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,18 +13,18 @@ Precision = Literal["auto", "bfloat16", "float32"]
 class RewardModelFunction(DetailedRewardFunction):
     """The score of a Hugging Face sequence-classification model: its logit, or the probability of the second of two classes.
 
-    It formats the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts where it has
+    It formats the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts if it has
     none. A chat over the limit has no score.
 
     Args:
         model: a name on the hub or a local directory.
-        batch_size: chats in one forward pass.
-        device: `auto` is a GPU where there is one; an error where one is assigned and cannot be used.
+        batch_size: chats per forward pass.
+        device: `auto` is a GPU if there is one; an error if a GPU is assigned but cannot be used.
         dtype: `auto` is bfloat16 on a GPU and float32 on a CPU.
         max_tokens: longest chat.
 
     Raises:
-        ConfigError: the model cannot be loaded, or has more than two outputs; there is no GPU to use (`choose_device`).
+        ConfigError: the model cannot be loaded or has more than two outputs, or no GPU is usable (`choose_device`).
     """
 
     name = "reward_model"
@@ -65,7 +65,7 @@ class RewardModelFunction(DetailedRewardFunction):
             raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        if loaded.config.pad_token_id is None:  # by it the model finds the end of a chat
+        if loaded.config.pad_token_id is None:  # the model uses it to find the end of a chat
             loaded.config.pad_token_id = self._tokenizer.pad_token_id
         self._tokenizer.padding_side = "right"
         self._model = loaded.to(self._device).eval()
@@ -89,7 +89,7 @@ class RewardModelFunction(DetailedRewardFunction):
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self._tokenizer.chat_template:
             text = self._tokenizer.apply_chat_template([*before, *completion], tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False).input_ids  # the template has written them
+            ids = self._tokenizer(text, add_special_tokens=False).input_ids  # the template has added special tokens
         else:
             texts = ("\n".join(message["content"] for message in chat) for chat in (before, completion))
             ids = self._tokenizer(*texts).input_ids

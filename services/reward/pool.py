@@ -22,16 +22,19 @@ from services.sandbox.inside import WALL_TIMES, Meter
 log = logging.getLogger(__name__)
 
 _SCRIPT = Path(__file__).with_name("worker.py")
-_START_S = 60.0  # loading math-verify takes a second; on a loaded machine much longer
+_START_S = 60.0  # loading math-verify takes a second, but much longer on a busy machine
 _RETRY_S = 1.0
 _LOOK_S = 0.05
 _END_S = 5.0
-_ANSWERS_PER_WORKER = 2000  # then a fresh one: sympy's caches only grow
+_ANSWERS_PER_WORKER = 2000  # then it is replaced, because sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
 
 
 class CallFailed(Exception):
-    """A call of a reward function gave no scores; `status` is that of its answers. `always`: no completions would get any."""
+    """A call of a reward function gave no scores; its answers get `status`.
+
+    `always`: it would fail for any completions.
+    """
 
     def __init__(self, status: RewardStatus, reason: str, always: bool = False) -> None:
         self.status, self.always = status, always
@@ -39,7 +42,7 @@ class CallFailed(Exception):
 
 
 class _NotBegun(CallFailed):
-    """The worker had died before it read the message: not the fault of this one."""
+    """The worker died before it read the message, so this message did not cause it."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +50,17 @@ class WorkerSpec:
     """Code and limits of the workers of a pool."""
 
     module: str
-    """Module whose `prepare(arguments)` runs once in the process that forks; its result makes the handler in a worker."""
+    """Module whose `prepare(arguments)` runs once in the forking process; its result creates a worker's handler."""
     arguments: dict[str, Any]
     memory_mb: int | None = None
     """Address space of one worker; None: no limit."""
     answers: int | None = _ANSWERS_PER_WORKER
-    """Answers after which a worker is replaced by a fresh one; None: never."""
+    """Answers after which a worker is replaced; None: never."""
     spares: int = 0
-    """Idle workers beside those that can be at work, which replace killed ones at once."""
+    """Additional idle workers, which replace killed ones at once."""
 
     def command(self, *, check: bool = False) -> list[str]:
-        """Returns the command line of the process that forks workers; with `check` it only makes one handler and exits."""
+        """Returns the command line of the forking process; with `check` it only creates one handler and exits."""
         spec = {"path": sys.path, "module": self.module, "arguments": self.arguments, "memory_mb": self.memory_mb}
         # By path, so that it works from any directory and with any main program; -P keeps its folder off sys.path.
         return [sys.executable, "-P", str(_SCRIPT), "check" if check else "serve", json.dumps(spec)]
@@ -65,14 +68,14 @@ class WorkerSpec:
 
 @dataclass(eq=False)
 class _Worker:
-    """Connection of the server to one worker process."""
+    """The server's connection to one worker process."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pid: int
     answered: int = 0
     began: bool = False
-    """Whether it has read the last message."""
+    """Whether the worker has read the last message."""
 
     async def exchange(self, message: bytes) -> bytes:
         """Sends a line and returns the answer. Raises OSError or EOFError when the process has died."""
@@ -92,7 +95,7 @@ class _Worker:
 
 
 class ForkServer:
-    """The process that loads a module once and forks workers from then on; starts with the first one."""
+    """The process that loads a module once and then forks workers; it starts with the first worker."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -100,11 +103,11 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def fork(self, connection: socket.socket) -> None:
-        """Makes a worker that answers on `connection`. Raises OSError when the process is gone."""
+        """Forks a worker that answers on `connection`. Raises OSError when the forking process is gone."""
         socket.send_fds(self._started(), [b"w"], [connection.fileno()])
 
     def _started(self) -> socket.socket:
-        """Returns the control socket of the process, and starts one unless it is running."""
+        """Returns the control socket of the process, after starting it unless it is running."""
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         if self._control is not None:
@@ -135,13 +138,14 @@ class ForkServer:
 class WorkerPool:
     """Worker processes that each answer one call at a time; an async context manager.
 
-    A worker over its deadline is killed; a spare one takes its place, and a new one is started. `problem` is the reason why
-    the pool cannot work yet, and None once it can.
+    A worker over its deadline is killed, replaced by a spare one, and a new one is started. `problem` is the reason why
+    the pool cannot work yet; None once it can.
 
     Args:
         spec: code and limits of the workers.
-        workers: calls at once.
-        timeout_s: seconds for one call in a worker, as `Meter` counts them: waiting for a worker or a processor does not count.
+        workers: maximum concurrent calls.
+        timeout_s: seconds per call in a worker, as counted by `Meter`: waiting for a worker or a processor does not
+            count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
         start_s: seconds for a worker to start.
     """
@@ -157,7 +161,7 @@ class WorkerPool:
         self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = spec, workers, timeout_s, start_s, on_restart
         self.problem: str | None = "the graders are starting"
         self.unfinished = 0
-        """Calls in workers or waiting for one."""
+        """Calls that are in a worker or waiting for one."""
         self._turns = Turns(workers)
         self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
         self._missing = asyncio.Semaphore(workers + spec.spares)
@@ -180,18 +184,18 @@ class WorkerPool:
         await asyncio.to_thread(self._server.end)
 
     async def ready(self) -> None:
-        """Returns when as many workers have started as can be at work."""
+        """Waits until enough workers for all concurrent calls have started."""
         await self._started_once.wait()
 
     async def call(self, message: bytes, batch: object = None) -> bytes:
-        """Returns the answer of a worker to a line. Cancelling the call frees the worker by killing it.
+        """Sends a line to a worker and returns its answer. Cancelling the call kills the worker.
 
         Calls that wait take turns by `batch`. Raises CallFailed with the status `timeout` or `died`.
         """
         self.unfinished += 1
         try:
             async with self._turns.turn(batch or object()):
-                for _ in range(self.size + self.spec.spares):  # all that may have died while they were idle
+                for _ in range(self.size + self.spec.spares):  # as many as may have died while idle
                     with contextlib.suppress(_NotBegun):
                         return await self._try(message)
                 return await self._try(message)
@@ -199,7 +203,7 @@ class WorkerPool:
             self.unfinished -= 1
 
     async def _try(self, message: bytes) -> bytes:
-        """Returns the answer of an idle worker. Raises CallFailed, also when no worker can be started."""
+        """Returns the answer of an idle worker. Raises CallFailed, including when no worker can be started."""
         worker, keep = await self._idle.get(), False
         if isinstance(worker, CallFailed):
             raise worker
@@ -227,7 +231,7 @@ class WorkerPool:
                 if over:
                     raise CallFailed("timeout", f"no answer within {self.timeout_s} s")
                 used_s = meter.read()
-                # One more look before the verdict: a worker that has answered waits too.
+                # Check once more before the verdict: a worker that has answered is waiting, too.
                 over = used_s >= self.timeout_s or meter.wall_s >= WALL_TIMES * self.timeout_s
                 wait_s = _LOOK_S if over else max(_LOOK_S, self.timeout_s - used_s)
             return exchange.result()
@@ -238,7 +242,7 @@ class WorkerPool:
             exchange.cancel()
 
     async def _fill(self) -> None:
-        """Starts a worker wherever one is missing."""
+        """Starts the missing workers."""
         started = failed = 0
         while True:
             await self._missing.acquire()
@@ -251,8 +255,8 @@ class WorkerPool:
                 failed += 1
                 if not self._started_once.is_set():
                     self.problem = f"the graders do not start: {error}"
-                elif failed > 1 and self._idle.empty() and self.unfinished:  # once may have been a kill
-                    self._idle.put_nowait(error)  # fails one call, which would wait for ever
+                elif failed > 1 and self._idle.empty() and self.unfinished:  # the first failure may have been a kill
+                    self._idle.put_nowait(error)  # fails one call, which would otherwise wait forever
                 await asyncio.sleep(_RETRY_S)
             if started >= self.size:
                 self.problem = None

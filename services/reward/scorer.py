@@ -1,4 +1,4 @@
-"""Scores answers with the functions that the configuration or the caller names. Knows nothing of HTTP."""
+"""Scores answers with the functions named by the configuration or the caller, independent of HTTP."""
 
 import asyncio
 import json
@@ -35,10 +35,10 @@ class RewardScorer:
     """Scores items with the reward functions of their tasks. An async context manager: it owns the worker processes.
 
     Args:
-        config: names the functions of each task, and has their settings.
+        config: the functions of each task, and their settings.
         metrics: Prometheus metrics; a new set when None.
-        functions: the caller's own objects, which score every item in threads of this process instead of the functions that
-            `config` names.
+        functions: the caller's own objects, which score every item in threads of this process instead of the functions
+            named by `config`.
 
     Raises:
         ConfigError: a function does not exist or cannot work here.
@@ -70,7 +70,7 @@ class RewardScorer:
         self._exits = AsyncExitStack()
 
     def _build_hosts(self) -> None:
-        """Makes a host for every function that any task uses, by its name in the configuration, and the pools they share."""
+        """Creates a host for every function that any task uses, by its configured name, and the pools they share."""
         config = self.config
         plain: dict[str, dict[str, Any]] = {}
         for name in config.function_names():
@@ -98,7 +98,7 @@ class RewardScorer:
                     max_tokens=config.judge_max_tokens,
                 )
                 self._hosts[name] = ThreadHost(judge, None, config.judge_concurrency, call_items=1)
-            elif name == "reward_model":  # a process of its own: the server never loads torch
+            elif name == "reward_model":  # in a separate process, because the server never imports torch
                 check_model(config.reward_model_name, "reward.reward_model_name")
                 _check_gpu()
                 arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
@@ -130,7 +130,7 @@ class RewardScorer:
         return next((pool.problem for pool in self._pools if pool.problem), None)
 
     async def ready(self) -> None:
-        """Returns when every worker has started. `score` may be called before: it waits for them where it needs them."""
+        """Waits until every worker has started. `score` may be called earlier; it waits for the workers it needs."""
         for pool in self._pools:
             await pool.ready()
 
@@ -229,7 +229,7 @@ class RewardScorer:
 
 
 def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
-    """Returns the specification of a built-in function over the text; None for another name."""
+    """Returns the specification of a built-in text function; None for any other name."""
     known: dict[str, tuple[Callable[..., RewardFunction], dict[str, Any]]] = {
         "format": (
             FormatRewardFunction,
@@ -241,7 +241,7 @@ def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
     if name not in known:
         return None
     function, arguments = known[name]
-    function(**arguments)  # refuses wrong arguments here, before a worker does
+    function(**arguments)  # refuses wrong arguments here instead of in a worker
     return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
 
 
@@ -250,7 +250,7 @@ def _check_cases(item: RewardItem, where: str) -> None:
 
 
 def _custom(path: str) -> dict[str, Any]:
-    """Returns the specification of a user's function, which a separate process has made once to check it and get its name."""
+    """Returns the specification of a user's function, after a separate process created it once to check it."""
     spec: dict[str, Any] = {"target": path, "arguments": {}}
     remedy = "package.module:Class of a RewardFunction that needs no arguments"
     output = _tried(WorkerSpec(_CALLS, {"functions": [spec]}), path, remedy)
@@ -258,13 +258,16 @@ def _custom(path: str) -> dict[str, Any]:
 
 
 def _check_gpu() -> None:
-    """Raises ConfigError when this node was given GPUs and torch, which this process never loads, cannot use them."""
+    """Raises ConfigError when this node has GPUs that torch, which this process never imports, cannot use."""
     if assigned_gpus() is not None:
         _tried(WorkerSpec("services.reward.device", {}), "reward_model", "on a node without GPUs it scores on the CPU")
 
 
 def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
-    """Returns the last line of a process that makes the handler of `spec` once. Raises ConfigError when it cannot."""
+    """Returns the last line printed by a process that creates the handler of `spec` once.
+
+    Raises ConfigError if it fails.
+    """
     try:
         command = spec.command(check=True)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)

@@ -1,4 +1,4 @@
-"""Turns: places for work that all requests share fairly."""
+"""Turns: slots for work, shared fairly by all requests."""
 
 import asyncio
 from collections import deque
@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Places for a number of calls at once; the calls that wait get a free place in turn.
+    """Slots for a number of concurrent calls; waiting calls get free slots in turn.
 
-    A turn belongs to a batch, all calls of one request. A free place goes alternately to the batch that has waited longest
-    since its last turn and to the newest one, so that neither a large batch nor many small ones hold up a later request.
+    A batch is all calls of one request. A free slot goes alternately to the batch that has waited longest since its
+    last turn and to the newest batch, so that neither a large batch nor many small ones delay a later request.
     """
 
     def __init__(self, places: int) -> None:
@@ -20,7 +20,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, batch: object) -> AsyncIterator[None]:
-        """Holds a place, as soon as it is the turn of `batch`."""
+        """Holds a slot, once `batch` has its turn."""
         if self._free:
             self._free -= 1
         else:
@@ -29,7 +29,7 @@ class Turns:
             try:
                 await waiter
             except asyncio.CancelledError:
-                if not waiter.cancelled():  # it has its place already
+                if not waiter.cancelled():  # it already has its slot
                     self._pass_on()
                 raise
         try:
@@ -38,7 +38,7 @@ class Turns:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Gives a place to the next call that waits."""
+        """Gives a slot to the next waiting call."""
         while self._waiting:
             batch = next(reversed(self._waiting) if self._newest else iter(self._waiting))
             waiters = self._waiting.pop(batch)

@@ -11,9 +11,9 @@ from common.errors import InvalidInput
 from services.sandbox.values import decoded
 
 CaseStatus = Literal["passed", "wrong", "error", "timeout", "memory", "output", "died", "starved", "skipped"]
-"""`wrong`: another output or value. `error`: it raised. `timeout`, `memory`, `output`: over a limit. `died`: its process ended
-before the test did. `starved`: it got too little of a processor to use its time. `skipped`: not run, since the score was
-decided or the time for all cases was used up."""
+"""`wrong`: another output or value. `error`: it raised. `timeout`, `memory`, `output`: over a limit. `died`: its
+process ended before the test. `starved`: it got too little CPU to use its time. `skipped`: not run, because the score
+was decided or the time for all cases was used up."""
 
 _RELATIVE = 1e-9
 
@@ -36,7 +36,7 @@ class Case:
     request: dict[str, Any]
     expected: Any = None
     exact: bool = True
-    """Compare as Python's `==` does; else floats may differ by 1e-9 of their size, and any iterable may stand for a list."""
+    """Compare with Python's `==`; otherwise floats may differ by a relative 1e-9, and any iterable matches a list."""
     equal: bool = True
     """False for `assert … != literal`."""
 
@@ -56,7 +56,7 @@ class Case:
                 same = value == self.expected if self.exact else _close(value, self.expected)
                 right = bool(same) == self.equal
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
-                right = False  # the program has forged the report
+                right = False  # the program forged the report
         return CaseResult("passed" if right else "wrong", seconds, detail)
 
 
@@ -128,7 +128,7 @@ def _from_python(text: str, where: str) -> Case:
 
 
 def _is_call(expression: ast.expr) -> bool:
-    """Returns whether an expression only calls a function of the program. Anything more is evaluated in the test's process."""
+    """Whether an expression only calls a function of the program. Anything else is evaluated in the test's process."""
     if not isinstance(expression, ast.Call) or (
         isinstance(expression.func, ast.Name) and hasattr(builtins, expression.func.id)
     ):
@@ -159,7 +159,7 @@ def _close(value: Any, expected: Any) -> bool:
 
 
 def _order(item: Any) -> tuple[str, Any]:
-    """Returns a key that sorts items of several types, lists and tuples alike."""
+    """Returns a key that can sort items of mixed types; lists and tuples are equal."""
     if isinstance(item, (int, float)):
         return "", item
     return "text", json.dumps(item, default=sorted)

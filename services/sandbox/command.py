@@ -1,6 +1,6 @@
 """The command line of the sandbox and its filters of system calls (seccomp).
 
-Bubblewrap gives programs a Python and its libraries as the only part of the host.
+Bubblewrap exposes only a Python and its libraries from the host to programs.
 """
 
 import errno
@@ -23,7 +23,7 @@ _SOURCES = {
     "services.sandbox.remote": "remote.py",
     "__main__": "inside.py",
 }
-"""Modules of the process inside, which can read no file."""
+"""Modules for the process inside the sandbox, which cannot read files."""
 _FOR_TESTS = ("program.py", "remote.py")
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
@@ -58,9 +58,9 @@ class Interpreter:
 
     executable: str
     folders: tuple[str, ...]
-    """Folders outside `/usr` that it needs to run."""
+    """Folders outside `/usr` that the interpreter needs."""
     packages: bool
-    """Whether programs may import its installed packages: only for an interpreter that the operator names."""
+    """Whether programs may import its installed packages: only if the operator named the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Variant:
     proc: bool
     """Mount a new `/proc`, which a container with a masked `/proc` cannot do."""
     disable_userns: bool
-    """The kernel's own switch against nested user namespaces; the seccomp filter forbids them in any case."""
+    """Use the kernel's switch against nested user namespaces; the seccomp filter forbids them in any case."""
 
 
 VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (True, False))
@@ -135,7 +135,7 @@ def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: 
 
 
 def inside_command(python: Interpreter, tests: bool) -> list[str]:
-    """Returns the command line of Python with the program that runs test cases, and `tests` in Python where there are any."""
+    """Returns the command line of Python with the program that runs test cases; `tests`: some are written in Python."""
     site = [] if python.packages else ["-S"]
     files = {name: Path(__file__).with_name(file) for name, file in _SOURCES.items() if tests or file not in _FOR_TESTS}
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
@@ -148,7 +148,7 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
 
 @cache
 def base_filter() -> bytes:
-    """Returns the BPF filter of the whole sandbox. Raises ConfigError where pyseccomp or libseccomp is missing."""
+    """Returns the BPF filter of the whole sandbox. Raises ConfigError when pyseccomp or libseccomp is missing."""
     arg, equal, differs = _seccomp().Arg, _seccomp().MASKED_EQ, _seccomp().NE
     rules: list[tuple[Any, ...]] = [(name,) for name in " ".join(_FORBIDDEN.values()).split()]
     rules += [("clone", arg(0, equal, flag, flag)) for flag in (1 << bit for bit in range(32)) if _CLONE_NEW & flag]
@@ -156,13 +156,13 @@ def base_filter() -> bytes:
     rules += [("setsockopt", arg(2, equal, 0xFFFFFFFF, name)) for name in _BUFFER_SIZES]
     rules.append(("fcntl", arg(1, equal, 0xFFFFFFFF, _F_SETPIPE_SZ)))
     rules += [("ioctl", arg(1, equal, 0xFFFFFFFF, request)) for request in _TERMINAL_INPUT]
-    # clone3 takes its flags from memory, which a filter cannot read; where it is missing, the C library uses clone.
+    # clone3 takes its flags from memory, which a filter cannot read; if it is missing, the C library uses clone.
     return _compiled(rules, missing="clone3")
 
 
 @cache
 def threads_only_filter() -> bytes:
-    """Returns the filter of a program: it may start threads, but no process. Raises ConfigError as `base_filter` does."""
+    """Returns a program's filter: it may start threads but no processes. Raises ConfigError like `base_filter`."""
     new_process = _seccomp().Arg(0, _seccomp().MASKED_EQ, _CLONE_THREAD, 0)
     return _compiled([("fork",), ("vfork",), ("clone", new_process)])
 
@@ -177,7 +177,7 @@ def _seccomp() -> Any:
 
 
 def _compiled(rules: list[tuple[Any, ...]], missing: str = "") -> bytes:
-    """Returns a filter that denies the calls of `rules` (name and arguments), and pretends that the kernel lacks `missing`."""
+    """Returns a filter that denies the calls in `rules` (name, arguments) and pretends the kernel lacks `missing`."""
     seccomp = _seccomp()
     compiled = seccomp.SyscallFilter(seccomp.ALLOW)
     if missing:
@@ -190,6 +190,6 @@ def _compiled(rules: list[tuple[Any, ...]], missing: str = "") -> bytes:
                 raise unavailable(f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2") from None
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as program, os.fdopen(writer, "wb") as into:
-        compiled.export_bpf(into)  # a few kilobytes: less than a pipe holds
+        compiled.export_bpf(into)  # a few kilobytes, which fit into a pipe
         into.close()
         return program.read()

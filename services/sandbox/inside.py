@@ -1,9 +1,9 @@
 """Runs one program inside the sandbox, with a process for each of its test cases. The server never imports it.
 
-A bare Python gets its source with `-c`, so it uses only the standard library and reads no file. It is process 1 of its PID
-namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It writes `ready`, reads a line with a
-job in JSON, and writes a line of JSON for every case. It knows no expected output: the server compares. When its standard
-input ends it exits, and with it everything in the namespace.
+A bare Python gets its source with `-c`, so it uses only the standard library and reads no files. It is process 1 of its
+PID namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It writes `ready`, reads a
+job as a line of JSON, and writes a line of JSON for every case. It does not know the expected outputs: the server
+compares them. When its standard input ends it exits, and with it everything in the namespace.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -29,17 +29,17 @@ from services.sandbox.values import encoded
 Json = Any
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 38, 22, 2
 _CHUNK = 1 << 16
-_CHANNEL = (4, 5)  # descriptors on which the processes of a program and its test read and write
+_CHANNEL = (4, 5)  # descriptors for messages between the processes of a program and its test
 _LOOK_S = 0.05
 WALL_TIMES = 10
-"""Longest time on the clock, as a multiple of the time that counts (`Meter`)."""
+"""Maximum wall time, as a multiple of the time counted by `Meter`."""
 
 
 class Meter:
-    """Counts the time that processes use: of processors, and while none of their threads can use one because it waits.
+    """Counts the time that processes use: CPU time, and the time in which all of their threads wait.
 
-    So neither a busy machine nor other processes take any of their time, and what waits for something does not wait for ever.
-    Where there is no `/proc` all time counts. The pool of workers uses it too.
+    So a busy machine or other processes cost them no time, but a process cannot wait forever. Without `/proc` all time
+    counts. The worker pool uses it too.
     """
 
     def __init__(self, *pids: int) -> None:
@@ -48,18 +48,18 @@ class Meter:
 
     @property
     def wall_s(self) -> float:
-        """Seconds on the clock since the start."""
+        """Wall time in seconds since the start."""
         return time.monotonic() - self._started
 
     def read(self) -> float:
-        """Returns the seconds that count since the start."""
+        """Returns the counted seconds since the start."""
         now, (processor_s, waits) = time.monotonic(), self._look()
         self._used_s += max(processor_s - self._processor_s, now - self._seen if waits else 0.0)
         self._seen, self._processor_s = now, processor_s
         return self._used_s
 
     def _look(self) -> tuple[float, bool]:
-        """Returns the seconds of processors so far, and whether all threads wait."""
+        """Returns the CPU seconds so far, and whether all threads are waiting."""
         ticks, waits = 0, True
         try:
             for pid in self._pids:
@@ -151,7 +151,7 @@ def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503 - serve d
 
 
 def _verdict(job: Json, case: Json) -> dict[str, Any]:
-    """Runs the test of a case, in its own process beside the program's."""
+    """Runs the test of a case, in a separate process from the program's."""
     text = None
     while text is None:  # the test of an earlier case may still be there, whole or cut, when its process was killed
         line = b""
@@ -211,7 +211,7 @@ def _child(job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Js
 
 
 def _late(meter: Meter, job: Json, limit_s: float) -> str | None:
-    """Returns `timeout` for a process that has used up its time, `starved` for one that had too little of a processor."""
+    """Returns `timeout` for a process that used up its time, `starved` for one that got too little CPU, else None."""
     return "timeout" if meter.read() >= limit_s else "starved" if meter.wall_s >= WALL_TIMES * job["timeout_s"] else None
 
 
@@ -260,7 +260,7 @@ def _exchange(job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit
 
 
 def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
-    """Runs one case; returns its result and the time that counts."""
+    """Runs one case; returns its result and the counted time."""
     (read_in, write_in), (read_out, write_out), (read_result, write_result) = os.pipe(), os.pipe(), os.pipe()
     null, inside = os.open(os.devnull, os.O_RDWR), [read_in, write_out, write_result]
     if case["kind"] == "code":
@@ -287,7 +287,7 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
 
 
 def _finished(case: Json, ended: int, output: bytes, raw: bytes) -> dict[str, Any]:
-    """Returns what a case's process did before it ended by itself."""
+    """Returns the result of a case's process that ended by itself."""
     try:
         outcome = json.loads(raw)
         said, value = outcome.pop("status"), json.dumps(outcome.get("value"))
@@ -304,7 +304,7 @@ def _finished(case: Json, ended: int, output: bytes, raw: bytes) -> dict[str, An
 
 
 def _give_up() -> NoReturn:
-    """Ends this process, and as process 1 all others, since the server has closed the connection."""
+    """Ends this process, and as process 1 all others, because the server has closed the connection."""
     os.killpg(0, signal.SIGKILL) if os.getpid() != 1 else os._exit(0)
     raise AssertionError
 

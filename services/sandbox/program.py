@@ -1,7 +1,7 @@
 """The program's side of a test in another process. Source for the Python of the sandbox, like `inside`.
 
-The program's process does what `remote` asks for in the test's: it looks up names, calls functions, and uses objects, which the
-test has by reference.
+The program's process executes the requests of `remote` in the test's process: it looks up names, calls functions, and
+uses objects, to which the test holds references.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -29,11 +29,11 @@ PURE = (
     "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator random re "
     "statistics string typing"
 )
-"""Modules whose functions a test may take from the names of the program: the test's process imports them itself."""
+"""Modules whose functions a test may find among the program's names; the test's process imports them itself."""
 BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 COMPARED = "lt le gt ge eq ne"
 UNARY = "neg pos invert abs"
-# What a test can do to an object of the program.
+# The operations of a test on an object of the program.
 ACTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in f"{BINARY} {COMPARED} {UNARY} getitem setitem delitem contains".split()
 }
@@ -63,7 +63,7 @@ class _Local:
 
 
 class Program:
-    """The program's side: does what the test's process asks for."""
+    """The program's side: executes the requests of the test's process."""
 
     def __init__(self, namespace: dict[str, Any], read_fd: int, write_fd: int) -> None:
         self._namespace, self._in, self._out = namespace, os.fdopen(read_fd, "rb"), write_fd
@@ -71,7 +71,7 @@ class Program:
         self._locals: dict[int, _Local] = {}
 
     def serve(self, until: str = "") -> Any:
-        """Answers until the test's process ends, or has sent a message of the kind `until`, which it returns."""
+        """Answers until the test's process ends or sends a message of the kind `until`, which is returned."""
         while line := self._in.readline():
             kind, *content = json.loads(line)
             if kind == until:
@@ -80,7 +80,7 @@ class Program:
         os._exit(0)
 
     def ask(self, action: str, key: int, *args: Any) -> Any:
-        """Returns what an object of the test answers."""
+        """Returns the result of an action on an object of the test."""
         self._send(["ask", action, key, [self._encoded(arg) for arg in args]])
         [result] = self.serve("answer")
         value, error = self._loads(result)
@@ -129,7 +129,7 @@ class Program:
         return _Unpickler(io.BytesIO(base64.b64decode(content)), self).load()
 
     def referred(self, kind: str, key: int) -> Any:
-        """Returns an object of the program, or what stands for one of the test."""
+        """Returns an object of the program, or a stand-in for an object of the test."""
         return self._objects[key] if kind == "object" else self._locals.setdefault(key, _Local(self, key))
 
 
@@ -145,6 +145,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def serve(namespace: dict[str, Any], read_fd: int, write_fd: int) -> NoReturn:
-    """Answers the test's process; in the program's."""
+    """Answers the test's process; runs in the program's process."""
     Program(namespace, read_fd, write_fd).serve()
     raise AssertionError

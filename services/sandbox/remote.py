@@ -1,8 +1,8 @@
-"""Runs a test in another process than the program that it tests. Source for the Python of the sandbox, like `inside`.
+"""Runs a test in a different process from the tested program. Source for the Python of the sandbox, like `inside`.
 
-The test's process was forked before the program's ran, so nothing that the program patches or reads is in it. It reaches the
-program's functions and objects by messages. What it gets from there is data: plain values, which it compares itself, and
-references to objects, whose methods run in the program's process.
+The test's process was forked before the program ran, so it contains nothing that the program patches or reads. It
+reaches the program's functions and objects by messages. It receives only data: plain values, which it compares itself,
+and references to objects, whose methods run in the program's process.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Test:
-    """The test's side: runs it, and asks the program's process for what the program defines."""
+    """The test's side: runs the test, and requests what the program defines from the program's process."""
 
     def __init__(self, read_fd: int, write_fd: int, limit: int) -> None:
         self._in, self._out, self._limit = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb"), limit
@@ -56,7 +56,7 @@ class Test:
         self.locals: dict[int, Any] = {}
 
     def run(self, text: str) -> None:
-        """Runs a test. Raises what it raises."""
+        """Runs a test. Raises whatever the test raises."""
         code = compile(text, "<test>", "exec")
         names = sorted(_names(code) - set(dir(builtins)))
         found = self._request(["names", names], lambda reply: {name: self._decoded(value) for name, value in reply[0].items()})
@@ -67,7 +67,7 @@ class Test:
         exec(code, {**namespace, "__name__": _TEST})  # noqa: S102 - this is the sandbox
 
     def do(self, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of an action in the program's process, after which lists and the like hold what it left there."""
+        """Returns the result of an action in the program's process; mutable arguments get the program's changes."""
 
         def result(reply: list[Any]) -> Any:
             for i, content in reply[1]:
@@ -78,7 +78,7 @@ class Test:
         return self._request(["do", action, self._dumps((args, kwargs))], result)
 
     def operate(self, action: str, *args: Any) -> Any:
-        """Returns the result of an operator. Of plain values it is computed here; the program's objects equal none of them."""
+        """Returns the result of an operator; for plain values it is computed here. The program's objects equal none."""
         plain = [_plain(arg) for arg in args]
         if action in ("eq", "ne") and args[0] is args[1]:
             return action == "eq"
@@ -109,7 +109,7 @@ class Test:
             self._out.flush()
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
-        """Returns what an object of the test answers to the program: it may call it, and use its public attributes."""
+        """Executes the program's request on an object of the test: a call, or access to a public attribute."""
         try:
             target, args = self.locals[key], [self._decoded(arg) for arg in content]
             if action == "call":
@@ -137,7 +137,7 @@ class Test:
         return decoded(tagged, self._other)
 
     def _other(self, kind: str, key: Any, *content: Any) -> Any:
-        """Decodes what is no literal: a reference, or something that this process imports itself."""
+        """Decodes a non-literal: a reference, or something that this process imports itself."""
         if kind == "local":
             return self.locals[key]
         if kind == "import":
@@ -176,7 +176,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _overwrite(local: Any, content: Any) -> None:
-    """Gives a list, dictionary, … the content that the program has left in its copy."""
+    """Replaces the content of a list, dictionary, … by that of the program's copy."""
     if isinstance(local, bytearray):
         local[:] = content
         return
@@ -222,7 +222,7 @@ class Remote:
 
 
 def _key(remote: Any) -> int:
-    """Returns its key in the program's process."""
+    """Returns the object's key in the program's process."""
     found: int = object.__getattribute__(remote, "_Remote__key")
     return found
 
@@ -233,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 def _note(remote: Any, plain: Any) -> None:
-    """Notes the present plain value."""
+    """Records the current plain value."""
     object.__setattr__(remote, "_Remote__plain", plain)
 
 

@@ -39,7 +39,7 @@ _START_S = 20.0
 _SLACK_S = 5.0
 _END_S = 10.0
 _TOTAL_TIMEOUTS = 5
-"""Time for all cases of a program, as a multiple of the time-out of one."""
+"""Time for all cases of a program, as a multiple of the timeout of one case."""
 _THREADS = 64
 _STDERR_BYTES = 4096
 _FIRST_UID = 60_600
@@ -55,9 +55,9 @@ class Limits:
     """Resources of one program."""
 
     timeout_s: float
-    """Time of one case, as `Meter` counts it; all cases of a program share five times as much."""
+    """Seconds for one case, as counted by `Meter`; all cases of a program share five times as much."""
     memory_mb: int
-    """Address space; a program has one process."""
+    """Address space of a program, which is a single process."""
     output_kb: int = 64
     """Standard output of one case, and size of the value that it returns."""
 
@@ -67,12 +67,12 @@ class Sandbox:
 
     Args:
         limits: resources of every program.
-        slots: programs at once.
-        kind: `none` runs programs as this user with no protection but the limits.
+        slots: maximum concurrent programs.
+        kind: `none` runs programs as this user without any protection except the limits.
         python: the interpreter for programs; when empty, one is found.
 
     Raises:
-        ConfigError: the sandbox, which is tested with programs that attempt to break out, does not work here.
+        ConfigError: the sandbox, which is tested with programs that try to break out, does not work here.
     """
 
     def __init__(self, limits: Limits, slots: int, kind: SandboxKind = "bubblewrap", python: str = "") -> None:
@@ -157,13 +157,13 @@ class Sandbox:
 
     @contextmanager
     def _process(self, slot: int, limit_s: float, tests: bool) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts a sandbox and kills it after `limit_s`; at the end everything in it is dead and its pipes are closed."""
+        """Starts a sandbox and kills it after `limit_s`; on exit everything in it is dead and its pipes are closed."""
         user = None
         if self.kind == "bubblewrap" and os.geteuid() == 0:
-            user = _FIRST_UID + slot  # the kernel exempts root from its limit of processes, and counts them per user
+            user = _FIRST_UID + slot  # the kernel counts processes per user and exempts root from the limit
         filter_fd, writer = os.pipe()
         with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as into:
-            into.write(self._filter)  # less than a pipe holds
+            into.write(self._filter)  # fits into a pipe
             into.close()
             bare = self.kind == "none"
             process = subprocess.Popen(
@@ -196,7 +196,7 @@ class Sandbox:
                 _kill(process)
 
     def _choose(self, candidates: Sequence[Interpreter]) -> None:
-        """Takes the first interpreter and variant in which all probes pass. Raises ConfigError."""
+        """Chooses the first interpreter and variant in which all probes pass. Raises ConfigError."""
         problems = []
         for self._python, self._variant in itertools.product(candidates, VARIANTS):
             try:
@@ -216,12 +216,12 @@ class Sandbox:
 
 
 def _counts_per_namespace() -> bool:
-    """Returns whether the kernel counts a user's processes separately in every user namespace (Linux 5.14)."""
+    """Whether the kernel counts a user's processes separately in every user namespace (since Linux 5.14)."""
     return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
 
 
 def _send(process: subprocess.Popen[bytes], test: bytes) -> None:
-    """Sends a test into the sandbox, where a program may have killed the process that should read it."""
+    """Sends a test into the sandbox; a program may have killed the process that should read it."""
     assert process.stdin is not None
     with suppress(OSError, ValueError):
         process.stdin.write(test)
@@ -229,7 +229,7 @@ def _send(process: subprocess.Popen[bytes], test: bytes) -> None:
 
 
 def _stderr(process: subprocess.Popen[bytes]) -> str:
-    """Returns the beginning of its standard error."""
+    """Returns the beginning of the process's standard error."""
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
     return (process.stderr.read(_STDERR_BYTES) or b"").decode("utf-8", "replace").strip() or "no message"

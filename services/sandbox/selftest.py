@@ -1,4 +1,4 @@
-"""Programs that try to break out of the sandbox; all must fail before it runs any other program."""
+"""Attempts to break out of the sandbox; all must fail before it runs any other program."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Values of a program as JSON with tags. Source for the Python of the sandbox, like `inside`; the server reads them."""
+"""Encodes a program's values as tagged JSON, for the server. Source for the Python of the sandbox, like `inside`."""
 
 from __future__ import annotations  # its Python may be older than the server's
 
@@ -17,7 +17,7 @@ _COLLECTIONS: tuple[tuple[str, Any], ...] = (
 
 
 def encoded(value: Any, depth: int = 0, inner: Callable[[Any, int], list[Any]] | None = None) -> list[Any]:
-    """Converts a value to tagged JSON; a value that is not made of Python's literals becomes the name of its type."""
+    """Converts a value to tagged JSON; a value not consisting of Python literals becomes the name of its type."""
     inner = inner or encoded
     if depth > _MAX_DEPTH:
         raise RecursionError("the result is nested too deeply")
@@ -52,7 +52,7 @@ def encoded(value: Any, depth: int = 0, inner: Callable[[Any, int], list[Any]] |
 
 
 class Iterable_(list):  # type: ignore[type-arg]
-    """The items of a range, a deque, a generator, …, which Python's `==` finds equal to no literal."""
+    """The items of a range, a deque, a generator, …, which are equal to no literal under Python's `==`."""
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -72,9 +72,9 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 
 def decoded(tagged: Any, other: Callable[..., Any] | None = None) -> Any:
-    """Decodes a value from tagged JSON, which a program may have forged: it may raise any error of a wrong type or value.
+    """Decodes a value from tagged JSON. A program may have forged it, so any error about types or values is possible.
 
-    `other` decodes tags that are no literals.
+    `other` decodes the tags of non-literals.
     """
     kind, *content = tagged
     if kind in _MAKERS:

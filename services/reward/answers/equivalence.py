@@ -1,4 +1,4 @@
-"""Compares two answers by what they are. Runs in the processes of `services.reward.worker`, not in the server."""
+"""Compares two answers by their meaning. Runs in the processes of `services.reward.worker`, not in the server."""
 
 import json
 import logging
@@ -51,13 +51,13 @@ _WARM_UP = (
     ("\\int_0^1 x dx", "\\sum_{i=1}^{3} i"),
     ("\\text{east}", "west"),
 )
-"""Comparisons of most kinds of answers."""
+"""Example comparisons for most kinds of answers."""
 
 
 def verdict(gold: str, answer: str) -> str:
-    """Returns "right", "wrong", "unparsable" for an answer of which a part is not understood, or "unevaluated".
+    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely, or "unevaluated".
 
-    Unevaluated is a right value that is still to be computed where the gold states a number: `5 + 18` or `46/2` for 23.
+    Unevaluated is an expression with the right value when the gold answer is a number: `5 + 18` or `46/2` for 23.
 
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
     """
@@ -84,7 +84,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 
 def _unevaluated(expected: Reading, given: Reading) -> bool:
-    """Returns whether a part of an answer is a computation whose result is a number in the gold."""
+    """Returns whether a part of an answer is an uncomputed expression where the gold answer has a number."""
     numbers = [value for value in _values(expected) if _is_number(value) and not any(t.text == ":" for t in value.source)]
     computations = [value for value in _values(given) if not _is_number(value)]
     return any(same_values(number, value) for value in computations for number in numbers)
@@ -95,7 +95,7 @@ def _is_number(value: Value) -> bool:
 
 
 def _values(reading: Reading) -> Iterator[Value]:
-    """Yields the values of which a reading consists."""
+    """Yields the values in a reading."""
     parts: Sequence[Reading | None] = ()
     if isinstance(reading, Value):
         yield reading
@@ -151,7 +151,7 @@ def same(expected: Reading, given: Reading) -> bool:
 
 
 def _listed(reading: Reading) -> tuple[Reading, ...]:
-    """Returns the values of (1, 2), or of 1, 2; none of an interval or a set."""
+    """Returns the values of (1, 2) or of 1, 2; empty for an interval or a set."""
     if isinstance(reading, Row):
         return reading.items if (reading.opening, reading.closing) == ("(", ")") else ()
     return reading.items if isinstance(reading, Many) and not reading.braces else ()
@@ -176,7 +176,7 @@ def _in_any_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool
 
 
 def _same_choice(expected: Reading, given: Reading) -> bool:
-    """Compares letters where both state one, else the value beside the letter."""
+    """Compares the letters if both have one, else the values next to the letters."""
     letters = [_letter(expected), _letter(given)]
     values = [reading.value if isinstance(reading, Choice) else None for reading in (expected, given)]
     if all(letters):
@@ -226,7 +226,7 @@ def _proportional(x: Any, y: Any, u: Any, v: Any) -> bool:
 
 
 def _as_relation(statement: Named | Relation) -> Relation | None:
-    """Returns the equation that y = 2x + 1 is; None for x = 5, which is a solution and not an equation to solve."""
+    """Returns y = 2x + 1 as an equation; None for x = 5, which is a solution and not an equation to solve."""
     if isinstance(statement, Relation):
         return statement
     name, value = statement.values[0]
@@ -250,11 +250,11 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
     """Loads and warms up the grader; a worker's handler answers `[gold, answer]` with a verdict.
 
     Args:
-        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the seconds of a processor after which a worker
-            that nobody kills ends itself.
+        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the CPU seconds after which a worker ends
+            itself if nobody kills it.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    for gold, given in _WARM_UP:  # fills the caches that every worker inherits
+    for gold, given in _WARM_UP:  # fills the caches, which every worker inherits
         verdict(gold, given)
     memory_bytes, alarm_s = int(arguments["memory_mb"]) << 20, int(arguments["alarm_s"])
 
@@ -268,7 +268,7 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         return found
 
     def make() -> Callable[[str], str]:
-        for gold, given in _WARM_UP[:3]:  # copies the memory that a new process shares with its parent
+        for gold, given in _WARM_UP[:3]:  # triggers the copy of memory that a new process shares with its parent
             verdict(gold, given)
         return handle
 
@@ -276,6 +276,6 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
 
 
 def _used_bytes() -> int:
-    """Returns the peak memory of this process."""
+    """Returns the peak memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10

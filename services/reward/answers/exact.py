@@ -20,7 +20,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
     """Returns whether two cleaned answers are the same, or None when this module cannot decide.
 
     Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3. A unit counts when both sides have one.
-    A right value that is still to be computed is not decided here.
+    An unevaluated expression with the right value is not decided here.
     """
     if gold == answer:
         return bool(gold)
@@ -43,9 +43,9 @@ def parse_number(text: str) -> Fraction | None:
 
 @lru_cache(maxsize=1024)
 def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
-    """Returns the number that a text states, its unit, and whether the number is written out, as 23 is and 46/2 is not.
+    """Returns the number in a text, its unit, and whether the number is written out (23 is, 46/2 is not).
 
-    None when it states none, or one that takes long to compute.
+    Returns None when there is no number, or one that takes long to compute.
     """
     if match := _FRACTION.fullmatch(text):
         above, below = int(match[1]), int(match[2])

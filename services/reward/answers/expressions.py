@@ -1,4 +1,4 @@
-"""Reads the tokens of one mathematical expression: all of them, or none."""
+"""Parses the tokens of one mathematical expression: all of them, or none."""
 
 from fractions import Fraction
 from typing import Any
@@ -7,7 +7,7 @@ from services.reward.answers.notation import FUNCTIONS, NotUnderstood, Token, To
 
 Node = tuple[Any, ...]
 """(operator, operand, …): operands are nodes, the value of "num", or the name of "sym"."""
-_MAX_DEPTH, _MAX_TOKENS = 60, 300  # a tree of expressions is walked recursively
+_MAX_DEPTH, _MAX_TOKENS = 60, 300  # expression trees are walked recursively
 _PRODUCTS = tuple(map(frozenset, ("abcd", "ijklmn", "pqrs", "uvwxyz")))
 _ENDS = frozenset(
     ("+", "-", ")", "]", "}", "\\}", "|", ",", ";", "/", "\\times", ":", "!", "!!", "^", "%", "&", "\\\\", "\x04")
@@ -23,11 +23,11 @@ class Parser:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = [single for token in tokens for single in _singles(token)]
         self._i = self._depth = self._bars = 0
-        if len(tokens) > _MAX_TOKENS or sum(token.text == ":" for token in tokens) > 1:  # 1:2:3 is no quotient
+        if len(tokens) > _MAX_TOKENS or sum(token.text == ":" for token in tokens) > 1:  # 1:2:3 is not a quotient
             raise NotUnderstood
 
     def whole(self) -> Node:
-        """Returns the expression that all the tokens are. Raises NotUnderstood."""
+        """Parses all tokens as one expression. Raises NotUnderstood."""
         node = self._sum()
         if self._i != len(self._tokens):
             raise NotUnderstood
@@ -86,7 +86,7 @@ class Parser:
         return ("neg", node) if signs % 2 else node
 
     def _starts_factor(self, plain: bool = False) -> bool:
-        """Returns whether a factor without an operator before it may begin here; never a number."""
+        """Returns whether a factor without a preceding operator may begin here; numbers never do."""
         kind, text = self._kind(), self._text()
         if kind in ("name", "word"):
             return True
@@ -212,7 +212,7 @@ class Parser:
         return "_" + "".join(parts)
 
     def _argument(self) -> Node:
-        """Returns a braced group, or what LaTeX takes without braces: one digit, one letter, one command."""
+        """Returns a braced group, or what LaTeX accepts without braces: one digit, one letter, or one command."""
         if self._kind() == "num":
             token = self._tokens[self._i]
             if len(token.text) > 1 and token.text.isdigit():  # \frac12: the rest stays
@@ -302,7 +302,7 @@ class Parser:
 
 
 def _singles(token: Token) -> tuple[Token, ...]:
-    """Returns the letters of a product such as xy; of a word, the word."""
+    """Returns the letters of a product such as xy, or the word if it is one."""
     run = token.text
     if token.kind != "word" or not (len(run) <= 2 or any(set(run) <= group for group in _PRODUCTS)):
         return (token,)

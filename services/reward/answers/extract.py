@@ -10,7 +10,7 @@ from services.reward.answers.exact import quantity
 from services.reward.answers.notation import FUNCTIONS
 
 MAX_ANSWER_CHARS = 1024
-"""Longer answers do not count: cutting one could turn it into another answer."""
+"""Longer answers are ignored, because cutting one could turn it into another answer."""
 
 _THINK = re.compile(r"(</?think>)", re.IGNORECASE)
 _NUMBERED = re.compile(r"[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?:[.):]\s+\S|\s+(?:[-–—]\s+)?[A-Z][a-z])")
@@ -52,7 +52,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """Returns the answer that a ground truth states: its marked answer, else all of it. None when empty or too long."""
+    """Returns the answer in a ground truth: its marked answer, else all of it. None when it is empty or too long."""
     found, answer = _last_marked(ground_truth)
     if found:
         return answer
@@ -76,7 +76,7 @@ def clean(answer: str) -> str:
 
 
 def _without_math_mode(text: str) -> str:
-    """Removes the dollar signs that come in pairs; a single one is money."""
+    """Removes paired dollar signs; a single dollar sign is money."""
     signs = len(_DOLLAR.findall(text))
     return text if signs == 0 or (signs == 1 and re.search(r"\$[-\s]*[0-9.]", text)) else _DOLLAR.sub("", text)
 
@@ -90,7 +90,7 @@ def without_thoughts(text: str) -> str:
         if tag == "<think>":
             thinking = True
         elif tag == "</think>":
-            if not thinking:  # the chat template opened <think> in the prompt: everything before is thought
+            if not thinking:  # the chat template opened <think> in the prompt, so everything before is thought
                 kept.clear()
             thinking = False
         elif not thinking:
@@ -118,7 +118,7 @@ def _last_marked(text: str) -> tuple[bool, str | None]:
 
 
 def _is_heading(line: str, alone: bool) -> bool:
-    """Returns whether a `####` line is a heading, as `#### 2. Check` is. Words count as an answer where nothing else may."""
+    """Returns whether a `####` line is a heading, such as `#### 2. Check`. Words are an answer if it stands `alone`."""
     if _NUMBERED.match(line):
         return quantity(clean(line)) is None
     words = _WORDY.match(line)
@@ -126,7 +126,7 @@ def _is_heading(line: str, alone: bool) -> bool:
 
 
 def _stated(text: str) -> str | None:
-    """Returns X of the last sentence with "the answer is X"; None without one, or where X is prose."""
+    """Returns X of the last sentence with "the answer is X"; None without one, or when X is prose."""
     found = None
     for match in _STATED.finditer(text):
         found = match
@@ -174,7 +174,7 @@ def _content(span: re.Match[str]) -> str:
 
 
 def _run(number: re.Match[str]) -> str:
-    """Returns a number with what is attached to it: 3√2 and not 2."""
+    """Returns a number with everything attached to it: 3√2 and not 2."""
     text, start, end = number.string, number.start(), number.end()
     before = re.search(r"\S*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
     after = re.match(r"\S*", text[end : end + MAX_ANSWER_CHARS])
@@ -187,7 +187,7 @@ def _run(number: re.Match[str]) -> str:
 
 
 def _last_side(formula: str) -> str:
-    """Returns what follows the last equals sign, unless the formula is an equation in unknowns."""
+    """Returns the part after the last equals sign, unless the formula is an equation in unknowns."""
     *sides, last = re.split(r"(?<![<>!])=", formula)
     return (
         formula

@@ -1,4 +1,4 @@
-"""Compares two values: by their numbers, and with math-verify where these cannot decide. Runs in worker processes."""
+"""Compares two values: numerically, and with math-verify if that cannot decide. Runs in worker processes."""
 
 import re
 from functools import lru_cache
@@ -17,7 +17,7 @@ _TOLERANCE = sympy.Rational(1, 10**30)
 
 
 def same_values(expected: Value, given: Value) -> bool:
-    """Returns whether two values are the same, in units that fit."""
+    """Returns whether two values are the same, with compatible units."""
     factor = ratio(expected.unit, given.unit)
     if factor is None:
         return False
@@ -49,14 +49,14 @@ def same_formulas(gold: Tokens, answer: Tokens) -> bool:
         expected, given = _parsed(_latex(gold)), _parsed(_latex(answer))
         same = bool(verify(expected, given, timeout_seconds=None, raise_on_error=True))
         return same and _close(expected, given)
-    except (MemoryError, RecursionError):  # no verdict: math-verify alone would return "wrong"
+    except (MemoryError, RecursionError):  # not a verdict: math-verify itself would return "wrong"
         raise
-    except Exception:  # sympy raises anything for what it cannot read or compare
+    except Exception:  # sympy may raise anything when it cannot read or compare
         return False
 
 
 def _close(expected: object, given: object) -> bool:
-    """Returns False for two numbers that differ: math-verify rounds to 6 decimals, so it takes 10^-20 for 10^-30."""
+    """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20 equals 10^-30."""
     numbers = [item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number]
     if len(numbers) < 2:
         return True

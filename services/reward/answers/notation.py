@@ -1,7 +1,7 @@
-"""Reads an answer as tokens: LaTeX, ASCII and Unicode notations of the same thing become the same tokens.
+"""Tokenises an answer: LaTeX, ASCII and Unicode notations of the same thing become the same tokens.
 
-Nothing is dropped silently. A character that means nothing here becomes a token of kind `other`, which no reader accepts.
-Every step takes time linear in the length of the text.
+Nothing is dropped silently. A character without a meaning here becomes a token of kind `other`, which no reader
+accepts. Every step takes time linear in the length of the text.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class NotUnderstood(ValueError):
-    """A part of an answer is not understood."""
+    """Part of an answer is not understood."""
 
 
 class Token(NamedTuple):
@@ -200,7 +200,7 @@ def _text_word(word: str, spaced: bool) -> Token:
 
 
 def _command(name: str, spaced: bool) -> Token | None:
-    """Returns the token of a command; None for one that only sets type."""
+    """Returns the token of a command; None for a command that only affects typesetting."""
     name = _SAME.get(name, name)
     if name in _SPACING:
         return None
@@ -286,7 +286,7 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
 
 
 def inner(part: Tokens) -> Tokens | None:
-    """Returns what is between an opening bracket at the start and its closing one at the very end."""
+    """Returns the tokens between an opening bracket at the start and its closing bracket at the very end, or None."""
     if len(part) < 2 or part[0].text not in OPEN or part[-1].text not in CLOSE or part[0].text == "\\begin":
         return None
     depth = 0

@@ -18,7 +18,7 @@ _ORDINALS = frozenset(("st", "nd", "rd", "th"))
 
 @dataclass(frozen=True)
 class Value:
-    """An expression with its unit; `node` is None for one that only sympy reads."""
+    """An expression with its unit; `node` is None for an expression that only sympy can read."""
 
     node: Node | None
     unit: Unit | None
@@ -42,7 +42,7 @@ def read_value(part: Tokens) -> Value:
 
 
 def _times(node: Node, factor: Fraction) -> Node:
-    """Returns a number of dozens or millions as a number, and a product for another expression."""
+    """Multiplies by a factor such as a dozen or million: a number stays a number, other expressions become products."""
     if factor == 1:
         return node
     if node[0] == "neg":
@@ -53,10 +53,10 @@ def _times(node: Node, factor: Fraction) -> Node:
 
 
 def written_out(node: Node) -> bool:
-    """Returns whether an expression is a number of which nothing is left to compute.
+    """Returns whether an expression is a fully evaluated number.
 
-    That is an integer, a decimal, a fraction that is no integer (reduced or not), or an integer or decimal times a power of
-    ten, with at most one minus sign.
+    That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer or decimal times a
+    power of ten, with at most one minus sign.
     """
     minus = node[0] == "neg"
     kind, *parts = node[1] if minus else node
@@ -73,13 +73,13 @@ def _power_of_ten(node: Node) -> bool:
 
 
 def _integer(node: Node) -> int | None:
-    """Returns the value of an integer, with a sign or without."""
+    """Returns the value of an integer, with or without a sign; None for anything else."""
     sign, node = (-1, node[1]) if node[0] == "neg" else (1, node)
     return sign * int(node[1]) if node[0] == "num" and node[1].denominator == 1 else None
 
 
 def _without_remark(part: Tokens) -> Tokens:
-    """Returns a quantity without what is said of it: 18 eggs left, $5 each, 12 in all."""
+    """Returns a quantity without remarks about it: 18 eggs left, $5 each, 12 in all."""
     for remark in _REMARKS:
         if tuple(texts_of(part[-len(remark) :])) == remark:
             return part[: -len(remark)]
@@ -99,7 +99,7 @@ def _cardinal(part: Tokens) -> Tokens:
 
 
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
-    """Splits off the unit: a currency sign in front, or what follows the value."""
+    """Splits off the unit: a currency sign in front, or the text after the value."""
     last = part[-1] if len(part) > 1 else None
     if last and last.text in ("\\min", "\\sec"):
         part = (*part[:-1], Token("word", last.text[1:], True))

@@ -1,4 +1,4 @@
-"""Decides what an answer is: a value with a unit, a tuple, a set, an interval, an equation, a choice, or words.
+"""Determines the kind of an answer: a value with a unit, a tuple, a set, an interval, an equation, a choice, or words.
 
 A reading covers all tokens of the answer, or `read` raises NotUnderstood.
 """
@@ -130,7 +130,7 @@ def _based(part: Tokens, _: int) -> Reading | None:
 
 
 def _mixed_units(part: Tokens, _: int) -> Reading | None:
-    """Reads 5 feet 6 inches, 5'6", 1 hour and 30 minutes: each unit is smaller than the one before, and counts less than it."""
+    """Reads 5 feet 6 inches, 5'6", 1 hour and 30 minutes: each part must be less than one unit of the part before."""
     texts = texts_of(part)
     if texts[1:2] == ["'"] and "".join(texts[3:]) in ('"', "''"):
         part = (part[0], Token("word", "feet"), part[2], Token("word", "inches"))

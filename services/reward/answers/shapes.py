@@ -1,4 +1,4 @@
-"""What an answer can be, apart from one value, and the arithmetic of intervals."""
+"""The kinds of answers besides a single value, and the arithmetic of intervals."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,23 +9,23 @@ from services.reward.answers.quantities import Value
 from services.reward.answers.values import Undecided, constant
 
 Interval = tuple[Node, bool, Node, bool]
-"""Lower end, whether it belongs to the interval, upper end, whether that does."""
+"""Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval."""
 INFINITY: Node = ("infty",)
 MINUS_INFINITY: Node = ("neg", INFINITY)
 
 
 @dataclass(frozen=True)
 class Words:
-    """Text that is no mathematics, unless what it is compared with is: then `ab` may be a times b."""
+    """Text that is not mathematics, unless it is compared with mathematics: then `ab` may be a times b."""
 
     text: str
     product: Node | None = field(default=None, compare=False)
-    """The product of its letters, as a node; None when it is too long to be one."""
+    """The product of its letters as a node; None when the text is too long to be a product."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An option letter, with the value beside it."""
+    """An option letter, with the value next to it."""
 
     letter: str
     value: "Reading | None"
@@ -64,7 +64,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Relation:
-    """An equation or inequality that is no solution; `operator` is the text of its token."""
+    """An equation or inequality that is not a solution; `operator` is the text of its token."""
 
     operator: str
     left: Node
@@ -96,7 +96,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Untrue:
-    """A chain of equations that does not hold: equal to nothing."""
+    """A chain of equations that does not hold, and therefore equals nothing."""
 
 
 Reading = Value | Words | Choice | Many | Row | Ratio | Named | Relation | Region | Based | Matrix | Untrue
@@ -104,7 +104,7 @@ REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
 
 
 def as_region(reading: Reading) -> Region | None:
-    """Returns the region that an interval of two constants is."""
+    """Returns an interval of two constants as a region, or None."""
     if isinstance(reading, Region):
         return reading
     if isinstance(reading, Row) and len(reading.items) == 2:
@@ -121,7 +121,7 @@ def as_region(reading: Reading) -> Region | None:
 
 
 def _at(node: Node) -> Any:
-    """Returns a number to order ends of intervals by."""
+    """Returns a number by which interval ends can be ordered."""
     if node == INFINITY:
         return float("inf")
     if node == MINUS_INFINITY:
@@ -151,7 +151,7 @@ def _overlap(one: Interval, other: Interval) -> Interval | None:
 
 
 def without(item: Reading) -> Region:
-    """Returns the real numbers without one."""
+    """Returns the real numbers without this one."""
     node = node_of(item)
     return Region(((MINUS_INFINITY, False, node, False), (node, False, INFINITY, False)))
 

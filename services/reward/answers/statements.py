@@ -29,7 +29,7 @@ _REVERSED = {"\\gt": "\\lt", "\\ge": "\\le", "\\lt": "\\gt", "\\le": "\\ge"}
 
 
 def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
-    """Returns the reading of tokens with a relation sign; None for others. `read` reads a side of it."""
+    """Returns the reading of tokens with a relation sign; None without one. `read` reads one side."""
     part = tuple(Token("cmd", "\\in") if _is_in(part[i : i + 2]) else token for i, token in enumerate(part))
     pieces, operators = split(part, RELATIONS)
     if not operators:
@@ -53,7 +53,7 @@ def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
 
 
 def _is_in(part: Tokens) -> bool:
-    """Returns whether the word in stands before a set, and is no inch."""
+    """Returns whether the word "in" precedes a set, and does not mean inch."""
     return len(part) == 2 and part[0].kind == "word" and part[0].text == "in" and part[1].text in ("(", "[", "\\{")
 
 
@@ -83,7 +83,7 @@ def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
 
 
 def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: Read) -> Reading:
-    """Returns what stands before the sign, or a value that a name has about. The values must be near."""
+    """Returns the side before the sign, or the approximate value of a name. The values must be close."""
     at = operators.index("\\approx")
     if at != len(operators) - 1 or set(operators[:at]) - {"="}:
         raise NotUnderstood
@@ -104,7 +104,7 @@ def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: R
 
 
 def name_of(part: Tokens) -> str:
-    """Returns the name of an unknown, a function or a quantity; "" for what is none."""
+    """Returns the name of an unknown, a function or a quantity; "" for anything else."""
     texts = texts_of(part)
     if part[0].kind not in ("name", "word") and texts[0] not in ("\\angle", "\\triangle", "\\vec"):
         return ""
@@ -132,7 +132,7 @@ def name_of(part: Tokens) -> str:
 
 
 def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
-    """Returns the reading of a = b = c: all constants in it must be equal, and the last one that is written out counts."""
+    """Returns the reading of a = b = c: all its constants must be equal, and the last fully evaluated one counts."""
     if len(pieces) == 2 and (names := _row_of_names(pieces[0])):
         found = read(pieces[1], depth)
         items = found.items if isinstance(found, Row | Many) else ()

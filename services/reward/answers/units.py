@@ -1,6 +1,7 @@
-"""The units that may follow a number: measures, a closed list, and things that are counted, as in 18 red apples.
+"""The units that may follow a number: measures, from a closed list, and counted things, as in 18 red apples.
 
-A thing is a plural, or any noun after 1 and after per. Words that state another number, deny or compare are no part of it.
+A thing is a plural, or any noun after 1 or "per". Words that state another number, negate or compare are never part of
+it.
 """
 
 import re
@@ -53,7 +54,7 @@ score scores gross double triple twice thrice factor factorial factorials mod mo
 multiplied squared cubed root less least most max maximum min minimum approximately roughly nano micro milli centi deci kilo
 mega giga tera
 """)
-"""Words that are no nouns, and those that state a verdict, a number or an operation."""
+"""Words that are not nouns, and words that state a verdict, a number or an operation."""
 _ADJECTIVES = words(
     "full whole total more extra additional different distinct possible real positive negative old new sq square cubic cu us "
     "u.s. american fluid"
@@ -95,11 +96,11 @@ _TABLE = _table()
 CURRENCIES = frozenset("$€£¥₹")
 _SIGNS = CURRENCIES | {"%", "\x04"}
 _BARE = frozenset(["m", "g", "s", "h", "L"])
-"""Letters that are a unit after a space or a decimal; other letters are variables outside \\text."""
+"""Letters that are units after a space or a decimal; outside \\text, other letters are variables."""
 
 
 def _named(token: Token) -> tuple[str, Fraction] | None:
-    """Returns the dimension and the size that a token names."""
+    """Returns the dimension and the size of the unit named by a token, or None."""
     text = token.text
     if len(text) == 1:
         return _TABLE.get(text)
@@ -110,19 +111,19 @@ def _named(token: Token) -> tuple[str, Fraction] | None:
 
 
 def scale(token: Token) -> Fraction | None:
-    """Returns the number that a word such as million multiplies by."""
+    """Returns the factor that a word such as million stands for, or None."""
     word = token.text.lower()
     found = _SCALES.get(word) or (_SCALES.get(word[:-1]) if word.endswith("s") else None)
     return found if token.kind == "word" else None
 
 
 def _is_plain(token: Token) -> bool:
-    """Returns whether a word may be part of the name of a thing."""
+    """Returns whether a word may be part of a thing's name."""
     return token.kind == "word" and token.text.lower() not in _NO_THINGS and scale(token) is None
 
 
 def _thing(token: Token, single: bool) -> str:
-    """Returns the name of the thing that a noun counts, "" for another word. `single`: it may be singular."""
+    """Returns the name of the thing that a noun denotes; "" for any other word. `single`: it may be singular."""
     word = token.text.lower()
     plural = word in _PLURALS or _PLURAL.fullmatch(word)
     return re.sub("(?:e?s|e)$", "", word) if _is_plain(token) and (plural or (single and len(word) > 2)) else ""
@@ -138,7 +139,7 @@ def starts_unit(token: Token, before: Token) -> bool:
 
 
 def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
-    """Returns the unit that all of these tokens state, or None. `single`: they follow a 1, as in 1 apple."""
+    """Returns the unit formed by all of these tokens, or None. `single`: they follow a 1, as in 1 apple."""
     powers: dict[str, int] = {}
     size = Fraction(1)
     sign, power, pending, i = 1, 1, 0, 0
@@ -176,7 +177,7 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
         if named is None and i < len(part) and (_is_plain(token) or word in _ADJECTIVES):
             described = described or word not in _ADJECTIVES
             continue
-        if named is None or described:  # light years are no years
+        if named is None or described:  # light years are not years
             return None
         dimension, each = named
         if dimension == "degree" and i < len(part) and part[i].text.lower() in ("c", "f", "celsius", "fahrenheit"):
@@ -199,7 +200,7 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
 
 
 def _power(part: Sequence[Token], i: int) -> tuple[int, int]:
-    """Returns the exponent written at `i`, 0 for one that is no unit's, and where it ends."""
+    """Returns the exponent at `i` (0 if a unit cannot have it) and where it ends."""
     if i < len(part) and part[i].text.lower() in _POWERS:
         return _POWERS[part[i].text.lower()], i + 1
     if i >= len(part) or part[i].text != "^":
@@ -214,7 +215,7 @@ def _power(part: Sequence[Token], i: int) -> tuple[int, int]:
 
 
 def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
-    """Returns the factor from `given` to `expected`: 1 where one side has no unit, None between different kinds."""
+    """Returns the factor from `given` to `expected`: 1 if one side has no unit, None for different kinds."""
     if expected is None or given is None:
         return Fraction(1)
     if expected.dimensions == given.dimensions:

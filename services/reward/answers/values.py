@@ -1,7 +1,7 @@
 """Compares expressions by their values.
 
-Rational values are exact. Others have `_DIGITS` digits, and are the same when they agree in `_AGREE` of them. Expressions with
-unknowns are the same when their values are at random points.
+Rational values are exact. Others have `_DIGITS` digits and are equal when they agree in `_AGREE` of them. Expressions
+with unknowns are equal when their values at random points are.
 """
 
 import math
@@ -24,7 +24,7 @@ _POINTS = 8
 
 
 class Undecided(ArithmeticError):
-    """The value is out of the bounds of this module, or it has none."""
+    """The value exceeds the bounds of this module, or does not exist."""
 
 
 def _has(node: Node, kind: str) -> bool:
@@ -46,15 +46,15 @@ def _real(value: Any) -> Any:
 
 
 class Evaluator:
-    """Values of expressions at one point."""
+    """Evaluates expressions at one point."""
 
     def __init__(self, point: Mapping[str, Fraction], is_complex: bool) -> None:
         self._point, self._complex = point, is_complex
         self.largest: Any = mpmath.mpf(0)
-        """The largest term of a sum: rounding is relative to it."""
+        """The largest term of any sum; rounding errors are relative to it."""
 
     def value(self, node: Node) -> Any:
-        """Returns a Fraction, or a real or complex number of mpmath. Raises Undecided where there is none."""
+        """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no value."""
         kind = node[0]
         if kind == "num":
             return node[1]
@@ -158,7 +158,7 @@ def _product(n: int) -> int:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """Returns the real root of a rational number where it is rational."""
+    """Returns the real root of a rational number if it is rational, else None."""
     sign = -1 if value < 0 else 1
     if sign < 0 and degree % 2 == 0:
         return None
@@ -206,7 +206,7 @@ def _agree(a: Any, b: Any, largest: Any) -> bool:
 
 
 def constant(node: Node) -> tuple[Any, Any]:
-    """Returns the value of an expression without unknowns, and the largest term it was a sum of. Raises Undecided."""
+    """Returns the value of an expression without unknowns, and the largest term of its sums. Raises Undecided."""
     with mp.workdps(_DIGITS):
         evaluator = Evaluator({}, _has(node, "i"))
         try:
@@ -216,7 +216,7 @@ def constant(node: Node) -> tuple[Any, Any]:
 
 
 def same_value(a: Node, b: Node) -> bool:
-    """Returns whether two expressions are the same. Raises Undecided."""
+    """Returns whether two expressions have the same value. Raises Undecided."""
     if a == b:
         return True
     if a[0] == "infty" or b[0] == "infty" or ("neg", ("infty",)) in (a, b):

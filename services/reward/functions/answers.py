@@ -1,4 +1,4 @@
-"""Verifies final answers: extraction and exact comparison here, everything else in worker processes that can be killed."""
+"""Verifies final answers: extraction and exact comparison here, the rest in worker processes that can be killed."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ MEMORY_MB = 1024
 
 
 class MathHost(ProcessHost):
-    """Grades responses to problems that have one final answer: 1.0 when it is right, 0.0 when it is wrong or missing.
+    """Grades responses to problems with one final answer: 1.0 when it is right, 0.0 when it is wrong or missing.
 
-    Its owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
+    The owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
     """
 
     def __init__(self, config: RewardSection, on_restart: Callable[[], None] = lambda: None) -> None:
@@ -81,7 +81,7 @@ def _verdict(answer: str, right: bool) -> Score:
 
 
 def _gold(ground_truth: str, field: str) -> str:
-    """Returns the answer that a ground truth states. Raises InvalidInput naming `field`."""
+    """Returns the answer stated by a ground truth. Raises InvalidInput naming `field`."""
     gold = gold_answer(ground_truth)
     if gold is None:
         raise InvalidInput(
@@ -94,15 +94,15 @@ def _gold(ground_truth: str, field: str) -> str:
 
 
 class MathRewardFunction(DetailedRewardFunction):
-    r"""1.0 for a completion whose final answer is that of `ground_truth`, else 0.0.
+    r"""1.0 for a completion whose final answer equals that of `ground_truth`, else 0.0.
 
     The final answer is the last balanced `\boxed{}` or `####` line, else X of "the answer is X", else the last number;
-    `<think>` does not count. Numbers are compared exactly, everything else in worker processes, which start when they are
-    first needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
-    Where `ground_truth` is a number, a computation of it (5 + 18 for 23) is 0.0, with the status `unevaluated`.
+    `<think>` does not count. Numbers are compared exactly, everything else in worker processes, which start when first
+    needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
+    If `ground_truth` is a number, an unevaluated expression (5 + 18 for 23) is 0.0, with the status `unevaluated`.
 
     Args:
-        workers: processes.
+        workers: number of worker processes.
         timeout_s: seconds that one answer may take in a worker.
 
     Raises:

@@ -38,7 +38,7 @@ class Score:
     """Why there is no value."""
 
     def __post_init__(self) -> None:
-        """Makes plain numbers of the values; one that is no number of a float32 is an error."""
+        """Converts the values to plain numbers; a value that does not fit in a float32 is an error."""
         value = _number(self.value)
         if value is None and self.status in ("ok", "unparsable", "unevaluated"):
             object.__setattr__(self, "status", "error")
@@ -47,16 +47,16 @@ class Score:
 
 
 class WrongScores(InvalidInput):
-    """A reward function returned something else than a number for each completion; other completions would not help."""
+    """A reward function returned something other than one number per completion, as it would for any completions."""
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None for anything else, and beyond a float32."""
+    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None if it is none or exceeds float32."""
     if isinstance(value, (str, bytes)):
         return None
     try:
         number = float(value)
-    except Exception:  # also what a user's own type raises
+    except Exception:  # a user's own type may raise anything
         return None
     return number if abs(number) <= _LARGEST else None
 
@@ -70,12 +70,12 @@ class RewardFunction(ABC):
             def __call__(self, completions, **kwargs):
                 return [1.0 if len(text_of(completion)) < 200 else 0.0 for completion in completions]
 
-    On a cluster it is named by its import path (`--reward.functions package.module:Class`) and is made without arguments
-    in every worker process of the reward-server; in the Python API an instance is given to the trainer.
+    On a cluster it is named by its import path (`--reward.functions package.module:Class`) and created without
+    arguments in every worker process of the reward-server; with the Python API you pass an instance to the trainer.
     """
 
     bounds_itself: bool = False
-    """Whether every call limits its own time. The reward-server gives others `reward.function_timeout_s`."""
+    """Whether every call limits its own time. Otherwise the reward-server applies `reward.function_timeout_s`."""
 
     @property
     @abstractmethod
@@ -95,7 +95,7 @@ class RewardFunction(ABC):
         """
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Returns the results of `__call__` with verdicts and details where the function has them.
+        """Returns the results of `__call__`, with verdicts and details if the function has them.
 
         Raises WrongScores when it does not return a number for every completion.
         """
@@ -131,7 +131,7 @@ def reason_of(error: Exception) -> str:
 
 
 class DetailedRewardFunction(RewardFunction):
-    """Base of functions whose `scores` know more than the number."""
+    """Base class of functions whose `scores` contain more than numbers."""
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
         """Returns the values of `scores`, NaN for None. Raises as `scores` does."""
@@ -169,7 +169,7 @@ def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """Imports reward functions, and returns what makes a worker's handler, which calls one of them.
+    """Imports reward functions, and returns a function that creates a worker's handler, which calls one of them.
 
     Args:
         arguments: `functions`, a list with the import path `target` and the `arguments` of each.
@@ -199,7 +199,7 @@ def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
         return function
     if not callable(function):
         raise RuntimeError(f"{spec['target']} is neither a RewardFunction nor a function of completions")
-    from services.reward.functions.plain import PlainFunction  # which imports this module
+    from services.reward.functions.plain import PlainFunction  # it imports this module
 
     return PlainFunction(function)
 

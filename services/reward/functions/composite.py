@@ -1,4 +1,4 @@
-"""Several reward functions as one."""
+"""Combines several reward functions into one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ assert set(_SEVERITY) == set(get_args(RewardStatus))
 
 
 class CompositeRewardFunction(DetailedRewardFunction):
-    """The weighted sum of other functions. Where one of them has no score, the sum has none: an error is not a zero.
+    """The weighted sum of other functions. If one of them has no score, the sum has none: an error is not a zero.
 
     `scores` reports the score of every part by its name, before weights.
 
@@ -56,9 +56,9 @@ class CompositeRewardFunction(DetailedRewardFunction):
 
 
 def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """Returns one score for several: the weighted sum, the worst status, and correct where all verifying parts agree.
+    """Combines scores: the weighted sum, the worst status, and correct if all verifying parts are.
 
-    A part that does not apply is left out; where none applies, the whole does not.
+    A part that does not apply is left out; if no part applies, the whole does not apply.
     """
     absent: dict[str, float | None] = {name: None for name, part in parts.items() if part.status == "inapplicable"}
     parts = {name: part for name, part in parts.items() if name not in absent}

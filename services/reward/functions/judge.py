@@ -42,9 +42,9 @@ _MAX_BACKOFF_S = 30.0
 class JudgeRewardFunction(DetailedRewardFunction):
     """The score that a language model gives by a rubric, divided by the best score: a number in [0, 1].
 
-    The judge sees the problem, the reference answer where the row has one, and the completion. Network errors, overload and
-    replies without a score are retried; a completion that still has no score is an error, not a zero. The environment variable
-    JUDGE_API_KEY holds the key.
+    The judge sees the problem, the reference answer if the row has one, and the completion. Network errors, overload
+    and replies without a score are retried; a completion that still has no score is an error, not a zero. The
+    environment variable JUDGE_API_KEY holds the key.
 
     Args:
         url: URL of the endpoint, without `/chat/completions`.
@@ -52,9 +52,9 @@ class JudgeRewardFunction(DetailedRewardFunction):
         rubric: criteria, sent as the system message.
         scale: the best score.
         timeout_s: seconds for one request.
-        retries: further requests for one completion.
-        concurrency: requests at once.
-        max_tokens: length of a reply.
+        retries: additional requests for one completion.
+        concurrency: maximum concurrent requests.
+        max_tokens: maximum length of a reply.
 
     Raises:
         ConfigError: an argument is out of bounds.
@@ -127,7 +127,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
                 status, reason = "timeout", f"no answer within {self._timeout_s} s"
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
-            except Exception as error:  # an endpoint can answer anything
+            except Exception as error:  # an endpoint can return anything
                 shown = f"{type(error).__name__}: {error}" if answer is None else answer.text
                 reason = f"this is not a chat completion: {shorten(shown)}"
         log.warning("the judge gave no score: %s", ascii(reason))
@@ -144,10 +144,10 @@ class JudgeRewardFunction(DetailedRewardFunction):
 
 
 def parse_score(reply: str, scale: float) -> float | None:
-    """Returns the verdict of a reply as a share of `scale`; None where there is none, or more than one.
+    """Returns the score of a reply as a share of `scale`; None when there is none, or more than one.
 
-    A reply that begins or ends with JSON has its `score`. Else the last `Score: N` counts, unless there is a JSON object with
-    another score.
+    If a reply begins or ends with JSON, its `score` counts. Otherwise the last `Score: N` counts, unless there is a
+    JSON object with another score.
     """
     text = re.sub(r"^```\w*|```$", "", reply.strip(), flags=re.MULTILINE).strip()
     found, decisive = _json_scores(text)
@@ -181,7 +181,7 @@ def _json_scores(text: str) -> tuple[list[Any], bool]:
 
 
 def _share(value: Any, out_of: str | None, scale: float) -> float | None:
-    """Returns a score as a share of the scale; None when it is no number of the scale."""
+    """Returns a score as a share of the scale; None when it is not a number on the scale."""
     if isinstance(value, str) and (parts := _NUMBER.fullmatch(value)):
         value, out_of = float(parts[1]), parts[2]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (out_of and float(out_of) != scale):

@@ -13,31 +13,31 @@ Function = Callable[..., Any]
 
 
 class FunctionLog(Protocol):
-    """What plain functions know of their run, and where they log."""
+    """Gives plain functions the state of their run, and lets them log."""
 
     state: Any
     """The `trainer_state` of reward functions."""
 
     def log_metric(self, name: str, value: float) -> None:
-        """Logs a number, of which every step has the mean."""
+        """Logs a number; every step reports its mean."""
 
     def log_rows(self, rows: list[dict[str, Any]]) -> None:
         """Logs a row for every completion of a call."""
 
 
 class PlainFunction(DetailedRewardFunction):
-    """Calls a function, sync or async, with those of these arguments that it takes, each a list as long as `completions`.
+    """Calls a sync or async function with the arguments below that it accepts, each a list as long as `completions`.
 
-    - `completions` and `prompts`: texts where the data set has texts, chats where it has chats,
-    - the columns of the data set by their own names, `ground_truth`, and `completion_ids` where tokens are known,
+    - `completions` and `prompts`: texts if the data set has texts, chats if it has chats,
+    - the columns of the data set by name, `ground_truth`, and `completion_ids` if tokens are known,
     - with a `log` also `trainer_state`, `log_metric(name, value)` and `log_extra(column, values)`.
 
-    None in the place of a score says that the function does not apply to this completion.
+    None instead of a score means that the function does not apply to this completion.
 
     Args:
-        function: an async one runs in an event loop that all its calls share.
+        function: the function; an async function runs in one event loop for all its calls.
         name: name of its component; the function's own when empty.
-        log: of the run, where there is one.
+        log: log of the run, if there is one.
     """
 
     def __init__(self, function: Function, name: str = "", log: FunctionLog | None = None) -> None:
@@ -57,7 +57,7 @@ class PlainFunction(DetailedRewardFunction):
         return self._name
 
     def rename(self, name: str) -> None:
-        """Changes the name of its component, where another function has the same."""
+        """Changes the name of its component, for when another function has the same name."""
         self._name = name
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
@@ -67,7 +67,7 @@ class PlainFunction(DetailedRewardFunction):
         prompts = [chat or problem for chat, problem in zip(chats, problems, strict=True)]
         answers = [chat if there else text_of(chat) for there, chat in zip(chats, completions, strict=True)]
         there, extra = {**kwargs, "prompts": prompts, "completions": answers}, dict[str, list[Any]]()
-        if "answer" in self._names and "ground_truth" in kwargs:  # loaders keep the final answer alone
+        if "answer" in self._names and "ground_truth" in kwargs:  # loaders keep only the final answer
             there.setdefault("answer", kwargs["ground_truth"])
         if self._log is not None:
             own = {"trainer_state": self._log.state, "log_metric": self._log.log_metric, "log_extra": extra.__setitem__}
@@ -85,7 +85,7 @@ class PlainFunction(DetailedRewardFunction):
         return scores
 
     def checked(self, values: Any, count: int) -> list[Score]:
-        """Returns scores for values, of which None does not apply. Raises WrongScores."""
+        """Returns scores for values; None means that the function does not apply. Raises WrongScores."""
         values = values if values is None or isinstance(values, str | bytes | dict) else _listed(values)
         applies = [value is not None for value in values] if isinstance(values, list) else []
         scores = super().checked(values, count)
@@ -104,7 +104,7 @@ class PlainFunction(DetailedRewardFunction):
         return [{"function": self.name, **{name: values[i] for name, values in columns.items()}} for i in range(len(prompts))]
 
     def _awaited(self, values: Awaitable[Any]) -> Any:
-        """Waits in the loop of this function: clients of a judge, for example, belong to the loop that made them."""
+        """Waits in this function's loop, because a judge's client, for example, belongs to the loop that created it."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=f"reward-{self.name}", daemon=True).start()
@@ -116,7 +116,7 @@ class PlainFunction(DetailedRewardFunction):
 
 
 def name_of(function: Function) -> str:
-    """Returns the name of a function, of what a `partial` calls, or of the class of a callable object."""
+    """Returns the name of a function, of the function inside a `partial`, or of a callable object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     name = str(getattr(function, "__name__", type(function).__name__))
@@ -124,7 +124,7 @@ def name_of(function: Function) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Returns names that differ: the second `length` is `length_2`."""
+    """Makes names distinct: the second `length` becomes `length_2`."""
     return [name if not (before := names[:i].count(name)) else f"{name}_{before + 1}" for i, name in enumerate(names)]
 
 

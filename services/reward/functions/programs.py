@@ -12,8 +12,8 @@ from services.sandbox.cases import Case, CaseResult, parse_cases
 from services.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKind
 
 MAX_SOURCE_CHARS = 100_000
-"""Longer programs do not count."""
-# Possessive: the text after a fence is read once, however long it is.
+"""Longer programs are ignored."""
+# Possessive, so that the text after a fence is scanned only once, however long it is.
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 _PYTHON = re.compile(r"\W*(?:(py|python)[\d.]*\W*)?", re.IGNORECASE)
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(?!test)(\w+)", re.MULTILINE | re.IGNORECASE)
@@ -28,22 +28,22 @@ _NAME = re.compile(r"[^\W\d]\w*")
 class CodeRewardFunction(DetailedRewardFunction):
     """1.0 for a completion whose program passes all of `test_cases`, else 0.0, or the share that it passes.
 
-    `extract_program` says which code blocks are the program. It runs in a sandbox
-    (bubblewrap) without network, files or further processes. `services.sandbox.cases.parse_cases` documents test cases.
-    A program that fails, hangs or uses too much fails its case. Only a failure of the sandbox itself, or a machine too busy to
-    run the program, gives no score.
+    `extract_program` defines which code blocks are the program. It runs in a sandbox (bubblewrap) without network,
+    files or further processes. `services.sandbox.cases.parse_cases` documents test cases. A program that fails, hangs
+    or exceeds a limit fails its case. Only a failure of the sandbox itself, or a machine too busy to run the program,
+    gives no score.
 
     Args:
-        timeout: seconds for one case, in which it computes or waits; all cases of a program share five times as much.
-        partial_credit: reward the share of the cases that pass; every case runs then.
-        slots: programs at once; the number of processors when None.
+        timeout: seconds of computing or waiting for one case; all cases of a program share five times as much.
+        partial_credit: reward the share of the cases that pass; every case then runs.
+        slots: maximum concurrent programs; the number of processors when None.
         memory_mb: address space of a program.
         output_kb: standard output of one case, or the value it returns.
         python: interpreter for programs, with its packages; when empty, one is found and used without packages.
         sandbox: `none` runs programs as this user without protection: only for programs that you trust.
 
     Raises:
-        ConfigError: the sandbox, which is tested when this object is made, does not work.
+        ConfigError: the sandbox, which is tested when this object is created, does not work.
     """
 
     name = "code"
@@ -73,7 +73,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         return list(self._threads.map(self._score, map(text_of, completions), cases))
 
     def results(self, source: str, test_cases: Any) -> list[CaseResult]:
-        """Returns the result of every case of a program. Raises InvalidInput for a bad case, SandboxFault when it fails."""
+        """Returns the result of every case of a program. Raises InvalidInput for a bad case, or SandboxFault."""
         return self._sandbox.run(source, parse_cases(test_cases))
 
     def _score(self, text: str, cases: Sequence[Case]) -> Score:
@@ -89,7 +89,7 @@ class CodeRewardFunction(DetailedRewardFunction):
         answer = ", ".join(result.status for result in results)
         statuses = {result.status for result in results}
         failed = statuses - {"passed", "starved", "skipped"}
-        if "starved" in statuses and (self.partial_credit or not failed):  # a busy machine has decided nothing
+        if "starved" in statuses and (self.partial_credit or not failed):  # a busy machine decides nothing
             return Score(None, "timeout", correct=False, answer=answer)
         return Score(value, correct=passed == len(results), answer=answer)
 
@@ -109,7 +109,7 @@ def extract_program(response: str, reads_input: bool = True) -> str | None:
 
 
 def _blocks(text: str) -> tuple[list[tuple[bool, str]], list[str]]:
-    """Returns the closed blocks that may be Python, with whether they say so, and the text of one that is not closed."""
+    """Returns the closed blocks that may be Python, each with whether it is labelled so, and any unclosed blocks."""
     blocks: list[tuple[bool, str]] = []
     opening: re.Match[str] | None = None
     for match in _FENCE.finditer(text):

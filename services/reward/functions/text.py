@@ -1,4 +1,4 @@
-"""Reward functions that read only the text: its format, length and repetitions."""
+"""Reward functions over the text alone: its format, length and repetitions."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import regex
 from common.errors import ConfigError
 from services.reward.functions.base import Message, RewardFunction, check_positive, text_of
 
-_SEARCH_S = 1.0  # of a processor, for one pattern in one completion
+_SEARCH_S = 1.0  # CPU seconds for one pattern in one completion
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _WORD = regex.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
@@ -19,8 +19,8 @@ THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
 class FormatRewardFunction(RewardFunction):
     """1.0 for a completion in which every required pattern and no forbidden one is found, else 0.0.
 
-    A dot matches line ends too, and `^` and `$` match at every line: `<think>.*</think>` finds thoughts of many lines. A
-    completion in which a pattern takes more than a second of a processor has no score.
+    A dot also matches line ends, and `^` and `$` match at every line: `<think>.*</think>` finds multi-line thoughts. A
+    completion has no score if a pattern takes more than one CPU second in it.
 
     Args:
         required_patterns: regular expressions, searched anywhere in the text.
@@ -39,7 +39,7 @@ class FormatRewardFunction(RewardFunction):
         self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """Returns 1.0 or 0.0 for each completion, NaN for one in which a pattern takes too long."""
+        """Returns 1.0 or 0.0 for each completion, NaN if a pattern takes too long."""
         return [self._score(text_of(completion)) for completion in completions]
 
     def _score(self, text: str) -> float:
@@ -74,7 +74,7 @@ class LengthPenaltyFunction(RewardFunction):
 
 
 class RepetitionPenaltyFunction(RewardFunction):
-    """Minus the share of n-grams of words that are repetitions: 0.0 for a text that never repeats itself, near -1.0 for a loop.
+    """Minus the share of word n-grams that are repetitions: 0.0 for a text without repetition, near -1.0 for a loop.
 
     In scripts without spaces (Chinese, Japanese, Thai, …), and in words of more than five n-grams, every character is a word.
     Raises ConfigError when `ngram` is not above 0.
