@@ -259,8 +259,8 @@ def from_validation(error: ValidationError) -> ConfigError:
     message, remedy = explained(first)
     whole = isinstance(first["input"], dict | BaseModel)  # a whole section explains nothing and might hold a credential
     if whole:
-        named = [setting for setting in names() if setting.partition(".")[2] and setting in message]
-        name = min(named, key=message.index, default=name or "configuration")
+        named = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
+        name = next((word for word in named if "." in word and word in names()), name or "configuration")
     return ConfigError(message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy)
 
 

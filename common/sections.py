@@ -238,6 +238,8 @@ class RewardSection(Section):
             missing = [name for name in needed if not getattr(self, name)]
             if function in self.function_names() and missing:
                 raise ValueError(f"the reward function {function} needs reward.{missing[0]}: set it")
+        if "format" in self.function_names() and not (self.format_required or self.format_forbidden):
+            raise ValueError("the reward function format needs reward.format_required or reward.format_forbidden: set one")
         if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
             raise ValueError("reward.judge_url has credentials, and a run saves its settings: put them into JUDGE_API_KEY")
         if self.length_soft_chars >= self.length_hard_chars:

@@ -241,7 +241,11 @@ def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
     if name not in known:
         return None
     function, arguments = known[name]
-    function(**arguments)  # refuses wrong arguments here instead of in a worker
+    try:
+        function(**arguments)  # refuses wrong arguments here instead of in a worker
+    except ConfigError as error:
+        setting = f"reward.{name}_{str(error.field).removesuffix('_patterns')}"
+        raise ConfigError(error.message, field=setting, value=error.value, remedy=error.remedy) from None
     return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
 
 

@@ -33,6 +33,7 @@ SMG = {"rollout.router": "smg"}
         ({"evaluation.n": 4}, "evaluation.n", ("greedy answers are all the same", "set evaluation.temperature")),
         ({"evaluation.max_new_tokens": 2048, **EMBEDDED}, "evaluation.max_new_tokens", ("no room for a prompt",)),
         ({"evaluation.top_p": 0.9, "trainer.eval_samples": 0}, "evaluation.top_p", ("not read",)),
+        ({"algorithm.dynamic_sampling_rounds": 5}, "algorithm.dynamic_sampling_rounds", ("not read",)),
         ({"sampling.system_prompt": "S", "data.prompt_template": "plain"}, "sampling.system_prompt", ("not read",)),
     ],
 )

@@ -132,6 +132,7 @@ def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, messag
             "math_timeout_s is set but",
         ),
         (["--reward.functions", "nothing"], "functions"),
+        (["--reward.functions", "format"], "format needs reward.format_required or reward.format_forbidden"),
         (["--reward.weights", "format=2"], "which reward.functions lacks"),
         (["--reward.tasks", '{"a": []}'], "tasks"),
         (["--reward.functions", "length", "--reward.length_soft_chars", "9000"], "length_soft_chars"),
@@ -140,6 +141,12 @@ def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, messag
 def test_settings_that_nothing_reads_or_that_do_not_fit_are_refused(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(argv, {})
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused_by_the_name_of_its_setting() -> None:
+    with pytest.raises(ConfigError, match="regular expression") as caught:
+        create_reward_app(RewardSection(functions=["format"], format_forbidden=["("]))
+    assert (caught.value.field, caught.value.value) == ("reward.format_forbidden", "(")
 
 
 def test_settings_come_from_the_environment_too() -> None:
