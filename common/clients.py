@@ -86,7 +86,9 @@ async def _not_compressed(response: httpx.Response) -> None:
 
 def _refuse_compressed(headers: Mapping[str, str]) -> None:
     if encoding := headers.get("content-encoding"):
-        raise ServiceError("the answer is compressed, which was not asked for", field="content-encoding", value=encoding)
+        raise ServiceError(
+            "the answer is compressed, though no compression was requested", field="content-encoding", value=encoding
+        )
 
 
 async def _with_id(request: httpx.Request) -> None:

@@ -39,18 +39,18 @@ def check(config: "Config") -> None:
     if config.sampling.group_size == 1 and config.algorithm.advantage not in ("gae", "none"):
         raise ValueError(
             f"algorithm.advantage {config.algorithm.advantage} compares the completions of a group, but "
-            "sampling.group_size is 1: raise the latter, or take a critic (algorithm.name ppo)"
+            "sampling.group_size is 1: raise the latter, or use a critic (algorithm.name ppo)"
         )
     if config.algorithm.advantage == "none" and not config.teacher.url:
         raise ValueError(
-            "algorithm.advantage none learns from a teacher alone, and teacher.url is empty: set the latter, or take "
+            "algorithm.advantage none learns from a teacher alone, and teacher.url is empty: set the latter, or use "
             "another algorithm.advantage"
         )
     if config.algorithm.advantage == "reward_normalised":
         _check_gdpo(config)
     if config.teacher.url and config.sampling.cuts():
         raise ValueError(
-            f"sampling.{next(iter(config.sampling.cuts()))} leaves the policy other tokens than the teacher has, so that "
+            f"sampling.{next(iter(config.sampling.cuts()))} gives the policy other tokens than the teacher, so that "
             "their log-probabilities cannot be compared: leave it out, or teacher.url empty"
         )
     completions = config.trainer.batch_size * config.sampling.group_size
@@ -87,18 +87,18 @@ def _check_gdpo(config: "Config") -> None:
     """Refuses settings that change only the sum of the rewards, when each reward is normalised separately."""
     if config.reward.require_stop:
         raise ValueError(
-            "reward.require_stop changes the sum of the rewards, and algorithm.advantage reward_normalised compares each "
-            "by itself: set the former to false and algorithm.mask_truncated to true"
+            "reward.require_stop changes the sum of the rewards, but algorithm.advantage reward_normalised compares each "
+            "reward separately: set the former to false and algorithm.mask_truncated to true"
         )
     if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
         raise ValueError(
-            "algorithm.kl_in reward changes the sum of the rewards, and algorithm.advantage reward_normalised compares "
-            "each by itself: take algorithm.kl_in loss"
+            "algorithm.kl_in reward changes the sum of the rewards, but algorithm.advantage reward_normalised compares "
+            "each reward separately: use algorithm.kl_in loss"
         )
     if paths := [name for name in config.reward.weights if ":" in name]:
         raise ValueError(
-            f"reward.weights has {paths[0]}, whose scores come under a name of its own, and algorithm.advantage "
-            "reward_normalised weighs scores by their names: leave it at 1"
+            f"reward.weights has {paths[0]}, whose scores have the function's own name, and algorithm.advantage "
+            "reward_normalised weighs scores by name: leave its weight at 1"
         )
 
 
@@ -129,14 +129,14 @@ def _check_sampling(config: "Config") -> None:
         raise ValueError(f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature")
     if (sampling.top_k or 0) > MAX_KEPT:
         raise ValueError(
-            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, and in training the tokens that were sampled from "
-            "travel with every token: lower it, or leave it unset and set evaluation.top_k"
+            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, and in training the candidate tokens are sent "
+            "with every sampled token: lower it, or leave it unset and set evaluation.top_k"
         )
     if sampling.cuts() and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
         raise ValueError(
-            f"sampling.{next(iter(sampling.cuts()))} is for training, where the trainer has to know which tokens SGLang "
-            "sampled from, and rollout.router sglang-router drops that question: set rollout.router smg, or leave it out "
-            "and set that of evaluation"
+            f"sampling.{next(iter(sampling.cuts()))} applies to training, where the trainer must know which tokens SGLang "
+            "sampled from, and rollout.router sglang-router does not pass that request on: set rollout.router smg, or leave "
+            "it out and set the same name under evaluation"
         )
 
 
@@ -145,17 +145,17 @@ def _check_colocate(config: "Config") -> None:
         return
     if config.trainer.max_staleness:
         raise ValueError(
-            f"trainer.max_staleness {config.trainer.max_staleness} generates beside the update, and with rollout.colocate "
-            "both have the same GPUs in turn: set the former to 0, or the latter to false"
+            f"trainer.max_staleness {config.trainer.max_staleness} generates during the update, but with rollout.colocate "
+            "both use the same GPUs in turn: set the former to 0, or the latter to false"
         )
     if config.trainer.weight_sync == "distributed":
         raise ValueError(
-            "trainer.weight_sync distributed needs the GPUs of both sides at once, and with rollout.colocate they have the "
-            "same in turn: set the former to http or shared"
+            "trainer.weight_sync distributed needs the GPUs of trainer and engines at once, but with rollout.colocate they "
+            "use the same ones in turn: set the former to http or shared"
         )
     if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
         raise ValueError(
-            "rollout.device cpu leaves no GPU to share, and SGLang releases the memory of GPUs alone: set rollout.colocate "
+            "rollout.device cpu leaves no GPU to share, and SGLang can release only GPU memory: set rollout.colocate "
             "to false, or rollout.engine embedded"
         )
 
@@ -166,13 +166,13 @@ def _check_environment(config: "Config") -> None:
         return
     if config.algorithm.needs_critic:
         raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, and "
-            "environment.name makes episodes: take another algorithm, such as grpo"
+            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, not "
+            "the episodes of environment.name: use another algorithm, such as grpo"
         )
     if config.environment.turn_discount is not None and config.algorithm.advantage not in TURN_ADVANTAGES:
         raise ValueError(
             f"algorithm.advantage {config.algorithm.advantage} does not compare single turns: leave "
-            f"environment.turn_discount out, or take one of {', '.join(TURN_ADVANTAGES)}"
+            f"environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}"
         )
     single = {"sampling": _SINGLE_SAMPLING, "evaluation": ("top_p", "top_k", "min_p"), "data": ("prompt_template",)}
     for section, names in single.items():
@@ -180,8 +180,8 @@ def _check_environment(config: "Config") -> None:
         for name in names:
             if getattr(holder, name) != type(holder).model_fields[name].default:
                 raise ValueError(
-                    f"{section}.{name} is of single completions, and environment.name makes episodes, where it has no "
-                    "effect: leave it out"
+                    f"{section}.{name} applies to single completions and has no effect on the episodes of "
+                    "environment.name: leave it out"
                 )
     others = {
         "teacher.url": config.teacher.url,
@@ -191,7 +191,9 @@ def _check_environment(config: "Config") -> None:
     }
     for setting, value in others.items():
         if value:
-            raise ValueError(f"{setting} {value} is of single completions, and environment.name makes episodes: leave it out")
+            raise ValueError(
+                f"{setting} {value} applies to single completions, not to the episodes of environment.name: leave it out"
+            )
 
 
 def _check_lora(config: "Config") -> None:
@@ -207,7 +209,7 @@ def _check_lora(config: "Config") -> None:
     if config.trainer.weight_sync == "distributed" and config.lora.publishes_adapter:
         raise ValueError(
             "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is adapter: set lora.publish "
-            "merged, or trainer.weight_sync http (or shared), by which an adapter comes as its two small files"
+            "merged, or trainer.weight_sync http (or shared), which send an adapter as its two small files"
         )
     fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
     named = set(config.lora.target_modules)

@@ -4,10 +4,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_NUMBER = ("this is no number", "give a number, such as 0.5 or 1e-6")
-_WHOLE = ("this is no whole number", "give a whole number, such as 8")
+_NUMBER = ("this is not a number", "give a number, such as 0.5 or 1e-6")
+_WHOLE = ("this is not a whole number", "give a whole number, such as 8")
 _BOOL = ("this is neither true nor false", "give true or false")
-_LIST = ("this is no list", "give values separated by commas, or a list in JSON")
+_LIST = ("this is not a list", "give values separated by commas, or a list in JSON")
 _FIXED = {
     "int_parsing": _WHOLE,
     "int_type": _WHOLE,
@@ -18,13 +18,13 @@ _FIXED = {
     "finite_number": ("this number is not finite", "give a finite one"),
     "bool_parsing": _BOOL,
     "bool_type": _BOOL,
-    "string_type": ("this is no text", "give a text; in YAML, in quotes"),
-    "path_type": ("this is no path", "give the path of a file or directory"),
+    "string_type": ("this is not text", "give a text; in YAML, in quotes"),
+    "path_type": ("this is not a path", "give the path of a file or directory"),
     "list_type": _LIST,
     "tuple_type": _LIST,
-    "dict_type": ("this is no mapping", "give NAME=VALUE, or a mapping in JSON"),
-    "model_type": ("this is no section with settings", "write its settings below its name"),
-    "model_attributes_type": ("this is no section with settings", "write its settings below its name"),
+    "dict_type": ("this is not a mapping", "give NAME=VALUE, or a mapping in JSON"),
+    "model_type": ("this is not a section of settings", "write its settings below its name"),
+    "model_attributes_type": ("this is not a section of settings", "write its settings below its name"),
     "string_too_short": ("this is empty", "name one"),
     "missing": ("this is not given", "give it"),
 }
@@ -64,5 +64,5 @@ def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()
     choices = list(choices)
     near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else ""
-    listed = f"take {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}" if choices else ""
+    listed = f"use {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}" if choices else ""
     return f"{hint} {listed}".strip()

@@ -44,7 +44,7 @@ def check_model(name: str, field: str = "model.name") -> None:
         try:
             json.loads((path / "config.json").read_bytes() if (path / "config.json").is_file() else b"{}")
         except ValueError as error:
-            raise _not_found(f"its config.json is no JSON: {error}", field, name, "restore that file,") from None
+            raise _not_found(f"its config.json is not JSON: {error}", field, name, "restore that file,") from None
         return
     if path.exists() or not _REPOSITORY.fullmatch(name):
         problem = "this is a file, not a model directory" if path.exists() else "there is no such directory"

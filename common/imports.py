@@ -15,7 +15,7 @@ def import_callable(path: str, field: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     remedy = "correct the path, or add its directory to the PYTHONPATH of the task"
     if not module or not name:
-        raise ConfigError(f"{path!r} is no import path", field=field, value=path, remedy="write package.module:name")
+        raise ConfigError(f"{path!r} is not an import path", field=field, value=path, remedy="write package.module:name")
     try:
         found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
     except Exception as error:

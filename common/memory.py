@@ -185,7 +185,7 @@ def group_size(config: Config, ranks: int) -> int:
             f"the {ranks} ranks cannot be divided into groups of {size}",
             field="trainer.shard_size",
             value=size,
-            remedy="take a divisor of the number of ranks, or leave it unset",
+            remedy="use a divisor of the number of ranks, or leave it unset",
         )
     return size
 
@@ -327,7 +327,7 @@ def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_shar
             f"the model's {shape.heads} attention heads cannot be divided among {size} GPUs",
             field="rollout.tensor_parallel_size",
             value=size,
-            remedy=f"take a divisor of {shape.heads}",
+            remedy=f"use a divisor of {shape.heads}",
         )
     weights = width * shape.parameters // size
     per_token = 2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)  # a KV head cannot be split

@@ -56,7 +56,7 @@ class PromptStyle:
             raise ConfigError(
                 f"neither the template of the prompts nor sampling.prefill has {THINK}",
                 field="sampling.max_thinking_tokens",
-                remedy=f"leave it out, take a model that thinks, or set sampling.prefill {THINK}",
+                remedy=f"leave it out, use a model that thinks, or set sampling.prefill {THINK}",
             )
         if not self.is_chat(tokenizer):
             unread = {"sampling.system_prompt": self.system_prompt, "sampling.chat_template_kwargs": self.chat_template_kwargs}
@@ -100,7 +100,7 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
             "a problem is a chat, and no chat template is used",
             field="model.chat_template",
             value=tokenizer.name_or_path,
-            remedy="set it, take an instruct model, or give problems as text",
+            remedy="set it, use an instruct model, or give problems as text",
         )
     return text + style.prefill
 

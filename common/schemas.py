@@ -137,7 +137,9 @@ class PassRateReport(Wire):
     @model_validator(mode="after")
     def _same_length(self) -> Self:
         if len(self.prompt_ids) != len(self.pass_rates):
-            raise ValueError(f"there are {len(self.prompt_ids)} prompt_ids and {len(self.pass_rates)} pass_rates: send as many")
+            raise ValueError(
+                f"there are {len(self.prompt_ids)} prompt_ids and {len(self.pass_rates)} pass_rates: send one for each prompt"
+            )
         return self
 
     def pairs(self) -> list[tuple[str, float]]:

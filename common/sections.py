@@ -280,7 +280,7 @@ class TeacherSection(Section):
     def _fits(self) -> "TeacherSection":
         scheme, _, rest = self.url.partition("://")
         if self.url and (scheme not in ("http", "https") or not rest):
-            raise ValueError(f"teacher.url {self.url} is no URL: write it as http://HOST:PORT, or with /v1 at the end")
+            raise ValueError(f"teacher.url {self.url} is not a URL: write it as http://HOST:PORT, or with /v1 at the end")
         if "@" in rest.partition("/")[0]:
             raise ValueError("teacher.url has credentials, and a run saves its settings: put them into TEACHER_API_KEY")
         if self.is_openai and not self.model:

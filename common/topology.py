@@ -69,7 +69,7 @@ def assigned_gpus(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def hidden_gpus(env: Mapping[str, str] | None = None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU: CUDA reads it up to the first word that is no number, GPU or MIG id."""
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU: CUDA reads it up to the first word that is not a number, GPU or MIG id."""
     first = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     return not (first.isdecimal() or first.startswith(("GPU-", "MIG-")))
 
@@ -139,7 +139,7 @@ class Topology:
         )
         if not topology.node_rank < topology.num_nodes or len(ips) != topology.num_nodes:
             raise ConfigError(
-                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} addresses cannot be",
+                f"node rank {topology.node_rank}, {topology.num_nodes} nodes and {len(ips)} addresses do not fit together",
                 field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
                 value=" ".join(ips),
             )

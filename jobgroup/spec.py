@@ -126,7 +126,7 @@ def variable(name: str, field: str) -> str:
     """Returns `name` if it can name an environment variable, else raises ConfigError."""
     if not _VARIABLE.fullmatch(name):
         raise ConfigError(
-            "this is no name of a variable", field=field, value=name, remedy="letters, digits and _, no digit first"
+            "this is not a variable name", field=field, value=name, remedy="letters, digits and _, no digit first"
         )
     return name
 

@@ -49,7 +49,7 @@ class SafetensorsReader:
         index = directory / "model.safetensors.index.json"
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
         self._files: list[Any] = [safe_open(directory / Path(name).name, "pt") for name in names]  # nowhere else
-        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118 - it is no dictionary
+        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118 - it is not a dictionary
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}

@@ -21,7 +21,7 @@ _PROCESS = 600 << 20
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "
-    "take more GPUs, or a smaller model"
+    "use more GPUs, or a smaller model"
 )
 
 

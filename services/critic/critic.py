@@ -130,11 +130,11 @@ class Critic:
                 wrong = ids[(ids < 0) | (ids >= known)]
                 if len(wrong):
                     reason = f"the critic's model has the tokens 0 to {known - 1}"
-                    remedy = "take a critic.model that has the tokenizer of the policy"
+                    remedy = "use a critic.model that has the tokenizer of the policy"
                     raise InvalidInput(reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy)
             if longest is not None and len(sequence) > longest:
                 reason = f"the critic's model takes {longest} tokens at most"
-                remedy = "lower sampling.max_new_tokens, or take another critic.model"
+                remedy = "lower sampling.max_new_tokens, or use another critic.model"
                 raise InvalidInput(reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy)
 
     def _restore(self, directory: Path) -> None:

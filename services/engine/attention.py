@@ -24,7 +24,7 @@ def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
         reason = "the embedded engine has full and sliding-window attention"
         raise ConfigError(reason, field="layer_types", value=sorted(kinds), remedy="rollout.engine sglang")
     if getattr(config, "use_bidirectional_attention", None):
-        raise ConfigError("the model looks ahead", field="use_bidirectional_attention", remedy="take a causal language model")
+        raise ConfigError("the model looks ahead", field="use_bidirectional_attention", remedy="use a causal language model")
     if getattr(module, "_supports_attention_backend", False) and module._can_set_attn_implementation():
         module.set_attn_implementation(_NAME)
         return True

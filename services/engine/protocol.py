@@ -125,7 +125,7 @@ class SamplingFields(BaseModel):
 def _parse_sampling(raw: Any) -> SamplingFields:
     """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported parameter."""
     if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
-        raise BadRequest("sampling_params is no object, or a very large one", field="sampling_params", value=raw)
+        raise BadRequest("sampling_params is not an object, or a very large one", field="sampling_params", value=raw)
     refuse_unsupported(raw, _NEUTRAL, "sampling_params.")
     try:
         return SamplingFields.model_validate({name: value for name, value in raw.items() if name not in _NEUTRAL})

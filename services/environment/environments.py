@@ -60,7 +60,7 @@ class Environment:
         """Checks a class. Raises ConfigError."""
         if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
             remedy = "name a class with reset(**columns); its other public methods are tools"
-            raise ConfigError(f"{name} is no class of environments", field=FIELD, value=name, remedy=remedy)
+            raise ConfigError(f"{name} is not an environment class", field=FIELD, value=name, remedy=remedy)
         parameters = inspect.signature(getattr(made, "reset", made)).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         methods = {key: value for key, value in inspect.getmembers(made, inspect.isfunction) if not key.startswith("_")}

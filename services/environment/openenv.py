@@ -272,7 +272,7 @@ class Connection:
         try:
             content = json.loads(answer.data)
         except ValueError:
-            raise EpisodeFailed(f"the OpenEnv server answered no JSON: {shorten(answer.data)}") from None
+            raise EpisodeFailed(f"the OpenEnv server did not answer with JSON: {shorten(answer.data)}") from None
         if not isinstance(content, dict):
             raise EpisodeFailed(f"the OpenEnv server answered {shorten(content)}")
         if content.get("type") == "error":

@@ -59,7 +59,7 @@ class EpisodeService:
                 f"{self.environment.name} has tools, and the model's chat template does not write them",
                 field="model.name",
                 value=template.name,
-                remedy="take a model that was trained with tools, or an environment with step() alone",
+                remedy="use a model that was trained with tools, or an environment with step() alone",
             )
         self._template, self._router, self._stops = template, router, list(stop_token_ids)
         self._requests: OrderedDict[str, tuple[EpisodeRequest, asyncio.Task[list[Episode]]]] = OrderedDict()

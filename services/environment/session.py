@@ -176,7 +176,7 @@ class Session:
                 "the model's chat template does not write tools",
                 field="tools",
                 value=self._template.name,
-                remedy="take a model that was trained with tools, or describe them in the messages",
+                remedy="use a model that was trained with tools, or describe them in the messages",
             )
         parent, new = self.tree.find(messages, tools)
         if sum(message.chars for message in new) > MAX_CHARS_PER_TOKEN * self._settings.limits.context:

@@ -115,7 +115,7 @@ class Template:
         """Returns whether the template writes tools. Raises ConfigError when it cannot continue a conversation."""
         asked, silent = self._render([_user("x")], []), self._render([_user("x")], [], asks=False)
         if not asked.startswith(silent) or asked == silent:
-            raise self._refused("it writes nothing that asks for an answer")
+            raise self._refused("it writes no prompt for an answer")
         plain = _stand_in(Message({"role": "assistant", "content": ""}))
         self._check(plain, [_user(_NEWS[0])], [], asked[len(silent) :])
         self._check(plain, [_user(_NEWS[0]), _user(_NEWS[1])], [], asked[len(silent) :], optional=True)
@@ -152,21 +152,21 @@ class Template:
             raise self._refused("it does not end an answer with a token at which the engines stop")
         stop, text = found[0]
         if found[0] != found[1]:
-            raise self._refused("what it writes after an answer depends on what was before")
+            raise self._refused("the text that it writes after an answer depends on earlier messages")
         places = [text.find(message.content) for message in new]
         if -1 in places or places != sorted(places) or not text.endswith(asks):
-            raise self._refused("what it writes after an answer is not the new messages in their order")
+            raise self._refused("after an answer it does not write the new messages in order")
         whole = self._ids(self._render([*histories[0], answer, *new], tools))
         ids = self._ids(stop + text)
         if not ids or ids[0] != self._stops[stop] or whole[-len(ids) :] != ids:
-            raise self._refused("its text after an answer has other tokens by itself than in the conversation")
+            raise self._refused("its text after an answer has other tokens on its own than in the conversation")
 
     def _refused(self, reason: str) -> ConfigError:
         return ConfigError(
             f"the chat template of this model cannot be used for episodes: {reason}",
             field="model.name",
             value=self.name,
-            remedy="take an instruct model whose template continues a conversation, or train without an environment",
+            remedy="use an instruct model whose template continues a conversation, or train without an environment",
         )
 
 

@@ -117,7 +117,7 @@ class BoundedConnection(HttpToolsProtocol):
         for each in waiting:
             size = each.transport.get_write_buffer_size()
             if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
-                log.info("a connection is closed: nothing was read of its answer, and %d MB of answers wait", held >> 20)
+                log.info("a connection is closed: the client does not read, and %d MB of answers wait", held >> 20)
                 each.transport.abort()
                 held -= size
 
@@ -131,7 +131,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Closes the connection when the client has read nothing since `before` bytes were left."""
         left = self.transport.get_write_buffer_size()
         if before is not None and left >= before:
-            log.info("a connection is closed: nothing was read of its answer for %.0f s", READER_PATIENCE_S)
+            log.info("a connection is closed: the client has read nothing for %.0f s", READER_PATIENCE_S)
             self.transport.abort()
         else:
             self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)

@@ -151,7 +151,7 @@ class Store(Reading):
             ).fetchall()
             if rows and (len(rows) != request.count or rows[0][1] < request.min_version):
                 raise InvalidInput(
-                    f"request_id has leased {len(rows)} groups of version {rows[0][1]} on with another request",
+                    f"another request with this request_id has leased {len(rows)} groups from version {rows[0][1]} on",
                     field="request_id",
                     value=request.request_id,
                     remedy="make a new id for every request; only a retry of the same request uses it again",
@@ -202,7 +202,9 @@ class Store(Reading):
     def _end_strays(self, run_id: str) -> None:
         query = "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1 GROUP BY 1"
         for request, count in self.db.execute(query, (run_id,)).fetchall():
-            log.warning("request %s has leased %d groups and is none of run %s: they return to it", request, count, run_id)
+            log.warning(
+                "request %s has leased %d groups but does not belong to run %s, which gets them back", request, count, run_id
+            )
             self._end_leases("request_id = ?", request)
 
     def _end_leases(self, condition: str, value: object) -> None:

@@ -107,8 +107,8 @@ def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, text: str) -> None:
     [
         ("mix_successes", "1", "leave it out"),
         ("recency_half_life", "4", "leave it out"),
-        ("priority", "difficulty", "take advantage, reward"),
-        ("priority", "recency", "take advantage, reward"),
+        ("priority", "difficulty", "use advantage, reward"),
+        ("priority", "recency", "use advantage, reward"),
     ],
 )
 def test_removed_settings_say_what_to_do(tmp_path: Path, name: str, value: str, remedy: str) -> None:

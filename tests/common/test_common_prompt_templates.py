@@ -48,7 +48,7 @@ def test_prompt_template_equals_plain_replacement_on_random_texts() -> None:
     ("template", "words"),
     [
         ("{question} {levle}", ("{levle}", "p1", "did you mean level", "question, level, hint, tags")),
-        ("{question} {answer}", ("{answer}", "its answer is no part of a prompt")),
+        ("{question} {answer}", ("{answer}", "its answer is not part of a prompt")),
         ("{question} {tags}", ("{tags}", "neither a text nor a number", "data.map")),
     ],
 )

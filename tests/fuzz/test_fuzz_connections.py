@@ -1,4 +1,4 @@
-"""What no schema says: bytes that are no HTTP, bodies that lie about themselves, clients that are slow, many or never stop."""
+"""What no schema says: bytes that are not HTTP, bodies that lie about themselves, clients that are slow, many or never stop."""
 
 import json
 import re

@@ -35,7 +35,7 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
         raise ZeroDivisionError("by zero")
 
     def refusing() -> Iterable[Result]:
-        raise ConfigError("it is wrong", field="seed", value=-1, remedy="take another")
+        raise ConfigError("it is wrong", field="seed", value=-1, remedy="use another")
 
     hanging = threading.Event()
     checks = [
@@ -50,7 +50,7 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
     assert lines == [("first", "ok"), ("crashing", "fail"), ("hanging", "fail"), ("refusing", "fail"), ("last", "ok")]
     assert "ZeroDivisionError: by zero" in results[1].found
     assert "not done after 0 s" in results[2].found
-    assert (results[3].found, results[3].fix) == ("it is wrong · field: seed · value: -1", "take another")
+    assert (results[3].found, results[3].fix) == ("it is wrong · field: seed · value: -1", "use another")
     assert all(result.fix for result in results if result.state != "ok")
 
 

@@ -96,7 +96,7 @@ FAULTS = {
     "groups-that-do-not-come-out": Fault(
         TRAINER, RUN_CONFIG, 'RLHF_TRAINER__SHARD_SIZE: "4"', f"{TRAINER}: 2 processes cannot be divided into groups of 4"
     ),
-    "size-is-no-number": Fault(TRAINER, RUN_CONFIG, "RLHF_TRAINER__SHARD_SIZE: all", "this is no whole number"),
+    "size-is-no-number": Fault(TRAINER, RUN_CONFIG, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"),
     "misspelt-setting": Fault(
         TRAINER, RUN_CONFIG, "RLHF_TRAINER__LERNING_RATE: 1", f"{TRAINER}: there is no setting trainer.lerning_rate"
     ),
@@ -176,7 +176,7 @@ def test_a_misspelt_variable_is_refused_and_another_one_is_not(tmp_path: Path) -
     for told in (
         "did you mean MAX_STEPS?",
         "RLHF_TRAINER__LEARNING_RATE?",
-        "this is no whole number · field: trainer.batch_size",
+        "this is not a whole number · field: trainer.batch_size",
     ):
         assert told in output
     assert "MY_OWN" not in output

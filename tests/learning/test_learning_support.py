@@ -15,7 +15,7 @@ NONE: Int32 = np.zeros(0, np.int32)
 
 
 class _Other(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A head that is no plain linear one, whose gradient autograd computes."""
+    """A head that is not a plain linear one, whose gradient autograd computes."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def said(call: ast.Call, name: str) -> object:
-    """A keyword argument's literal; None when it is not there, ... when it is no literal."""
+    """A keyword argument's literal; None when it is not there, ... when it is not a literal."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value.value if isinstance(keyword.value, ast.Constant) else ...

@@ -1,4 +1,4 @@
-"""Environments of packages that are no part of this project's own, such as agent frameworks."""
+"""Environments of packages that are not part of this project's own, such as agent frameworks."""
 
 import os
 from pathlib import Path

@@ -35,7 +35,7 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     """A record of every step and evaluation of this call of `train`."""
     best_metric: float | None = None
-    """The best accuracy in an evaluation so far, or the best mean reward when rewards are no verdicts."""
+    """The best accuracy in an evaluation so far, or the best mean reward when rewards are not verdicts."""
     best_global_step: int | None = None
     should_training_stop: bool = False
     """Set it to end the run after the current step."""

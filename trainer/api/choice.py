@@ -26,7 +26,7 @@ def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str
     for url in urls or [""]:
         if not url.startswith(("http://", "https://")):
             remedy = "give embedded, sglang, or the URLs of SGLang servers that have the model, http://127.0.0.1:30000"
-            raise ConfigError("it is no engine", field="engine", value=url, remedy=remedy)
+            raise ConfigError("it is not an engine", field="engine", value=url, remedy=remedy)
         if urls.count(url) > 1:
             raise ConfigError("it is there twice", field="engine", value=url, remedy="name every server once")
     if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":

@@ -57,7 +57,7 @@ def _of_tools(tools: Sequence[Any]) -> Environment:
     for tool in tools:
         if not inspect.isroutine(tool):
             remedy = "give functions with types and a docstring, or an environment_factory"
-            raise ConfigError("it is no function", field="tools", value=shorten(tool), remedy=remedy)
+            raise ConfigError("it is not a function", field="tools", value=shorten(tool), remedy=remedy)
     with _argument("tools"):
         return Environment.of_functions(tools, _path(tools))
 

@@ -52,7 +52,7 @@ class EvaluationResults(TypedDict):
     model: str
     accuracy: float | None
     """Share of right answers among the graded greedy ones. None, like all figures that count right answers, if a reward
-    is no verdict: no function verified the answer, and the reward is neither 0 nor 1."""
+    is not a verdict: no function verified the answer, and the reward is neither 0 nor 1."""
     standard_error: float | None
     """Standard error of the accuracy."""
     confidence_interval: tuple[float, float] | None

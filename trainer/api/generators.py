@@ -78,7 +78,7 @@ class ChatGenerator:
             tokens = (content.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, TypeError) as error:
             raise GenerationFailed(
-                f"this is no answer of a {'chat ' * chat}completion: {error!r}", value=response.text
+                f"this is not the answer of a {'chat ' * chat}completion: {error!r}", value=response.text
             ) from None
         return finished(prompt, text, finish, tokens)
 

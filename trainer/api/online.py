@@ -46,7 +46,7 @@ class TrainResult:
     metrics: dict[str, float]
     """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy` with evaluation data.
 
-    Both accuracies are absent when the rewards are no verdicts.
+    Both accuracies are absent when the rewards are not verdicts.
     """
     history: list[dict[str, Any]]
     """Record of every step (`metrics.jsonl`)."""

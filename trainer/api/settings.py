@@ -175,7 +175,7 @@ class TrainerConfig(BaseModel):
     def preset(cls, name: str, **changes: Any) -> Self:
         """Returns the settings of `PRESETS[name]` with changes. Raises ConfigError for an unknown name."""
         if name not in PRESETS:
-            raise ConfigError("there is no such preset", field="preset", value=name, remedy=f"take {', '.join(PRESETS)}")
+            raise ConfigError("there is no such preset", field="preset", value=name, remedy=f"use {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
     @classmethod
@@ -304,7 +304,7 @@ class TrainerConfig(BaseModel):
         kind, answers = self.trainer_type, self.per_device_train_batch_size * self.gradient_accumulation_steps
         compares = RECIPES[kind].get("advantage") not in ("gae", "none")
         if compares and self.num_generations == 1:
-            remedy = "set it to at least 2, or take trainer_type='ppo'"
+            remedy = "set it to at least 2, or use trainer_type='ppo'"
             yield "num_generations", f"{kind} compares the answers to one problem", remedy
         if answers % self.num_generations:
             product = f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers a step"
@@ -314,7 +314,7 @@ class TrainerConfig(BaseModel):
             message = "ppo learns from a step's answers in two mini-batches, and there is one answer"
             yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
         if kind != "ppo" and self.critic_learning_rate is not None:
-            yield "critic_learning_rate", f"{kind} has no critic", "leave it out, or take trainer_type='ppo'"
+            yield "critic_learning_rate", f"{kind} has no critic", "leave it out, or use trainer_type='ppo'"
         if self.loss_type not in (None, kind, *LOSSES) and "advantage" in RECIPES[self.loss_type or kind]:
             message = f"it is a way to compute advantages, and trainer_type is {kind}"
             yield "loss_type", message, "set trainer_type to it, and leave loss_type out"

@@ -59,7 +59,7 @@ def _choice(argument: str, choices: Mapping[Any, Values]) -> Callable[[Any], Val
     def convert(value: Any) -> Values:
         if value not in choices:
             names = ", ".join(map(repr, choices))
-            raise ConfigError("there is nothing like it here", field=argument, value=value, remedy=f"take one of {names}")
+            raise ConfigError("there is nothing like it here", field=argument, value=value, remedy=f"use one of {names}")
         return choices[value]
 
     return convert

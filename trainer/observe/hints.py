@@ -39,7 +39,7 @@ _DROPS = {
     "(reward.workers)",
     "teacher": "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) or fewer groups at "
     "once (teacher.concurrency)",
-    "stale": "long answers are overtaken by more than trainer.max_staleness updates, and the model learns to be short: take "
+    "stale": "long answers are overtaken by more than trainer.max_staleness updates, and the model learns to be short: use "
     "trainer.when_stale wait, raise trainer.max_staleness, or lower sampling.max_new_tokens",
 }
 _SLOW = {
@@ -116,7 +116,7 @@ class _Steps:
         return sum(float((line[section] if section else line).get(key, 0.0)) for line in lines) / max(1, len(lines))
 
     def accuracy(self) -> float | None:
-        """Returns the mean accuracy; None when the rewards are no verdicts."""
+        """Returns the mean accuracy; None when the rewards are not verdicts."""
         return None if any(line["accuracy"] is None for line in self.last) else self.mean("accuracy")
 
     def rose(self, name: str) -> bool:
@@ -156,14 +156,14 @@ def _zero_variance_groups(steps: _Steps) -> str:
     )
     if accuracy is None:
         text += (
-            "The reward does not tell answers to one prompt apart: take one with more steps in between (reward.functions), "
+            "The reward does not tell answers to one prompt apart: use one with more steps in between (reward.functions), "
             "more tries (sampling.group_size), or other prompts (data.source)"
         )
     elif easy:
-        text += "The prompts are too easy for this model: take harder ones (data.source, data.levels)"
+        text += "The prompts are too easy for this model: use harder ones (data.source, data.levels)"
     else:
         text += (
-            "The prompts are too hard for this model: take easier ones (data.source, data.levels), a better model "
+            "The prompts are too hard for this model: use easier ones (data.source, data.levels), a better model "
             "(model.name), more tries (sampling.group_size), or a reward with steps in between (reward.functions)"
         )
     if config.data.curriculum == "none":

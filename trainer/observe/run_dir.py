@@ -47,7 +47,7 @@ class StepRecord:
     reward: float
     """Mean reward of the completions."""
     accuracy: float | None
-    """Share of correct completions; None, like the next two counts, when the rewards are no verdicts (`verified`)."""
+    """Share of correct completions; None, like the next two counts, when the rewards are not verdicts (`verified`)."""
     zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int | None

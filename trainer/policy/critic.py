@@ -202,5 +202,5 @@ def _no_critic(directory: Path | None) -> ConfigError:
         "the checkpoint holds no critic that this run can continue with",
         field="critic.location",
         value=str(directory),
-        remedy="keep algorithm.advantage and critic.location as they were in that run, or take another trainer.run_dir",
+        remedy="keep algorithm.advantage and critic.location as they were in that run, or use another trainer.run_dir",
     )

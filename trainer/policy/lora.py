@@ -104,7 +104,7 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
             f"the model's files do not have what would be published to the engines: {problem}",
             field="model.name",
             value=config.model.name,
-            remedy="take a whole, unquantised model in the format of its publisher, with the head that it generates with",
+            remedy="use a whole, unquantised model in the format of its publisher, with the head that it generates with",
         )
 
 
@@ -119,7 +119,7 @@ def _peft_config(config: Config, model: Any) -> Any:
             f"the model has no linear layer {strangers[0]}",
             field="lora.target_modules",
             value=lora.target_modules,
-            remedy=f"take some of {', '.join(sorted(linear))}, or leave it empty for all",
+            remedy=f"use some of {', '.join(sorted(linear))}, or leave it empty for all",
         )
     return LoraConfig(
         r=lora.rank,

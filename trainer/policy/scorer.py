@@ -101,7 +101,7 @@ def load_scorer(
     assert isinstance(scorer, Scorer)
     if getattr(scorer.model.config, "final_logit_softcapping", None):
         message = "models that cap their logits are not supported"
-        raise ConfigError(message, field="model.name", value=config.name, remedy="take another model")
+        raise ConfigError(message, field="model.name", value=config.name, remedy="use another model")
     return scorer if trained else scorer.requires_grad_(False)
 
 

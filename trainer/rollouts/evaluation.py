@@ -35,7 +35,7 @@ class Answer:
     ground_truth: str
     response: str
     correct: bool | None
-    """None when the rewards are no verdicts."""
+    """None when the rewards are not verdicts."""
     reward: float = 0.0
 
 
@@ -45,7 +45,7 @@ class Evaluation:
 
     step: int
     accuracy: float | None
-    """Share of correct answers to the held-out problems; None when the rewards are no verdicts (`verified`)."""
+    """Share of correct answers to the held-out problems; None when the rewards are not verdicts (`verified`)."""
     standard_error: float | None
     """Standard error of the accuracy: the standard deviation of the problems' shares over √(number of problems)."""
     num_samples: int
@@ -157,7 +157,7 @@ class TokenGenerator:
                 f"the problem {prompt.id} has {length} tokens, and the model's context is {self._context}",
                 field="dataset",
                 value=prompt.prompt,
-                remedy="leave it out, or take a model with a longer context",
+                remedy="leave it out, or use a model with a longer context",
             )
         return room
 

@@ -355,7 +355,7 @@ def no_reward(reason: str, settings: RewardSection) -> ConfigError:
     """Returns the error for reward functions that fail for a first answer; `reason` names function and failure."""
     if "no answer within" not in reason:
         message = f"the reward functions give no reward to a first answer: {reason}"
-        return ConfigError(message, field="reward.functions", remedy="correct the function, and try it by itself")
+        return ConfigError(message, field="reward.functions", remedy="correct the function, and try it on its own")
     if reason.startswith("reward_model: ") and settings.reward_model_name:
         field, value = "reward.reward_model_max_tokens", str(settings.reward_model_max_tokens)
         remedy = "give the reward-server a GPU or a smaller reward.reward_model_name, or lower this setting"

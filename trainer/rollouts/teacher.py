@@ -85,7 +85,7 @@ class Teacher(Client):
                 f"are {theirs[at : at + 3]} there and {ours[at : at + 3]} here, from token {at} on",
                 field="teacher.url",
                 value=self.base_url,
-                remedy="take a teacher with the tokenizer of model.name: its scores are per token",
+                remedy="use a teacher with the tokenizer of model.name: its scores are per token",
             )
 
     def _unfit(self, reason: str) -> ConfigError:
@@ -93,7 +93,7 @@ class Teacher(Client):
             reason,
             field="teacher.url",
             value=self.base_url,
-            remedy="take SGLang, this system's engine, or (with /v1) an endpoint whose /completions knows echo with logprobs",
+            remedy="use SGLang, this system's engine, or (with /v1) an endpoint whose /completions knows echo with logprobs",
         )
 
     async def _ask(self, rows: list[list[int]], start: int) -> list[list[tuple[float | None, int]]]:

@@ -117,7 +117,7 @@ class RewardFunction(ABC):
                 field=self.name,
                 remedy="return a list with one number for each completion, NaN for one that has no score",
             )
-        return [Score(value, reason="" if _number(value) is not None else f"{value!r:.80} is no number") for value in values]
+        return [Score(value, reason="" if _number(value) is not None else f"{value!r:.80} is not a number") for value in values]
 
 
 def reason_of(error: Exception) -> str:

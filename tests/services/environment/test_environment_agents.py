@@ -1,4 +1,4 @@
-"""Programs as agents: real processes and servers, three ways of a reward, failures that are no zeros, nothing left behind."""
+"""Programs as agents: real processes and servers, three ways of a reward, failures that are not zeros, nothing left behind."""
 
 import asyncio
 import sys
@@ -68,7 +68,7 @@ async def test_without_a_reward_the_answer_is_still_to_be_graded_unless_others_h
 FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
-    "no JSON": ("error", "the reward file is no JSON: 'no JSON'"),
+    "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan: a finite number"),
     "[]": ("error", "the program's reward is []: a finite number"),
     "{}": ("error", "the program's reward is {}: a finite number"),
@@ -172,7 +172,7 @@ ANSWERS = {
     "nothing": ("error", None, "without a reward"),
     "fails": ("died", None, "answered 503: busy"),
     "refuses": ("error", None, "answered 404: no"),
-    "page": ("error", None, "is no JSON: '<html>'"),
+    "page": ("error", None, "is not JSON: '<html>'"),
     "hangs": ("timeout", None, "it took longer than"),
 }
 
@@ -198,10 +198,10 @@ async def test_an_agent_behind_a_url() -> None:
 
 
 WRONG = {
-    "agent:": "is no command",
+    "agent:": "is not a command",
     "agent:no-such-program --flag": "there is no program no-such-program",
-    "agent:sh -c 'open": "this is no command: No closing quotation",
-    "agent:http://": "this is no URL",
+    "agent:sh -c 'open": "this is not a command: No closing quotation",
+    "agent:http://": "this is not a URL",
 }
 
 

@@ -1,4 +1,4 @@
-"""Episodes over HTTP: classes as TRL takes them, several turns, failures that are no zeros, and requests sent again."""
+"""Episodes over HTTP: classes as TRL takes them, several turns, failures that are not zeros, and requests sent again."""
 
 import asyncio
 import json
@@ -306,9 +306,9 @@ WRONG = {
     "gym:CartPole": "there is no environment",
     "python:tests.support.environments:Nothing": "there is no such name",
     "python:no_such_package.Class": "cannot be imported",
-    f"python:{__name__}:NoReset": "is no class of environments",
+    f"python:{__name__}:NoReset": "is not an environment class",
     f"python:{__name__}:Undescribed": "the tool act",
-    "python:json:dumps": "is no class of environments",
+    "python:json:dumps": "is not an environment class",
 }
 
 

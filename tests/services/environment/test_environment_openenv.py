@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "lost at step": ({"step": "end"}, "died", "ended the connection"),
     "no session": ({"reset": {"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no image"}}}, "died", "no image"),
     "refused": ({"step": {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "out of order"}}}, "error", "order"),
-    "no JSON": ({"reset": "<html>"}, "error", "answered no JSON"),
+    "no JSON": ({"reset": "<html>"}, "error", "did not answer with JSON"),
     "no mapping": ({"reset": "[]"}, "error", "answered []"),
     "no observation": ({"step": {"type": "state", "data": {}}}, "error", "answered a step with"),
     "no reward": ({"step": observed(observation={}, reward="much", done=True)}, "error", "the reward of a step is much"),

@@ -346,9 +346,9 @@ async def test_bad_messages_are_named(chat: Any, field: str) -> None:
 TEMPLATES = {
     "it has none": None,
     "stop": CHATML.replace("<|im_end|>", "<|done|>"),
-    "depends on what was before": CHATML.replace("{% if add_gen", "{{ messages | length }}{% if add_gen"),
-    "asks for an answer": CHATML.rpartition("{% if add_generation_prompt %}")[0],
-    "not the new messages": CHATML.replace("else message.content", "else message.content | upper"),
+    "depends on earlier messages": CHATML.replace("{% if add_gen", "{{ messages | length }}{% if add_gen"),
+    "no prompt for an answer": CHATML.rpartition("{% if add_generation_prompt %}")[0],
+    "not write the new messages": CHATML.replace("else message.content", "else message.content | upper"),
 }
 
 

@@ -263,4 +263,4 @@ def test_scores_may_be_of_any_kind_of_number_or_missing() -> None:
     scores = Own(lambda completions: np.array([1, 0], dtype=np.float32)).scores([[], []])
     assert [score.value for score in scores] == [1.0, 0.0]
     scores = Own(lambda completions: [True, None]).scores([[], []])
-    assert [(score.value, score.reason) for score in scores] == [(1.0, ""), (None, "None is no number")]
+    assert [(score.value, score.reason) for score in scores] == [(1.0, ""), (None, "None is not a number")]

@@ -106,7 +106,7 @@ def test_kl_noise_that_is_scaled_to_one_is_cautioned_against() -> None:
     def caution(**settings: Any) -> str | None:
         return AlgorithmSection.model_validate({"kl_coef": 0.1, "kl_in": "reward", **settings}).caution
 
-    assert "whatever algorithm.kl_coef is. Take algorithm.advantage group_centred" in str(caution())
+    assert "whatever algorithm.kl_coef is. Use algorithm.advantage group_centred" in str(caution())
     assert caution(name="dapo")
     for settings in ({"name": "rloo"}, {"name": "dr_grpo"}, {"name": "opo"}, {"name": "ppo"}, {"kl_in": "loss"}):
         assert caution(**settings) is None, settings

@@ -53,7 +53,7 @@ def trainer(base_model: Path, folder: Path, function: Callable[..., Any], **sett
     ("function", "told"),
     [
         (lambda completions, **_: [1.0], ["own returned 1 scores for 2 completions"]),
-        (lambda completions, **_: ["1.0" for _ in completions], ["'1.0' is no number"]),
+        (lambda completions, **_: ["1.0" for _ in completions], ["'1.0' is not a number"]),
         (coroutine, ["own is a coroutine: define it with def, not async def"]),
         (broken, ["IndexError: list index out of range", "test_trainer_first_call.py", "in broken"]),
     ],

@@ -247,7 +247,7 @@ def test_eval_steps(run: Run) -> None:
     result = run(held_out, max_steps=3, eval_steps=1)
     assert [line["step"] for line in result.evaluations] == [0, 1, 2, 3]
     assert all(line["mean_reward"] > 0 for line in result.evaluations)
-    assert "eval_accuracy" not in result.metrics, "the rewards are no verdicts"
+    assert "eval_accuracy" not in result.metrics, "the rewards are not verdicts"
     with pytest.raises(ConfigError, match=r"nothing to evaluate on.*field: eval_steps.*give an eval_dataset"):
         run(eval_steps=1)
 

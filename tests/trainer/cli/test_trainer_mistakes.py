@@ -43,7 +43,7 @@ MISTAKES = [
         "--dataset FOLDER/rows.jsonl --model BASE",
         "--dataset|there is no column 'question'|--set data.prompt_field=NAME",
     ),
-    ("train_math", "--model FOLDER --dataset tiny", "--model|config.json is no JSON|restore that file"),
+    ("train_math", "--model FOLDER --dataset tiny", "--model|config.json is not JSON|restore that file"),
     ("evaluate_model", "--dataset FOLDER/rows.jsonl --model BASE", "--dataset|there are foo|--set data.prompt_field=NAME"),
     ("evaluate_model", "--dataset no/where --model BASE", "--dataset|use a copy in files: --dataset PATH"),
     ("evaluate_model", "--dataset tiny --model BASE --set trainer.seed=3", "--set trainer.seed|not for an evaluation"),

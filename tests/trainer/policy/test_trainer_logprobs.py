@@ -16,7 +16,7 @@ Scores = Callable[[nn.Module, Tensor, Tensor, float, bool], tuple[Tensor, Tensor
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A head that is no plain linear layer, as adapters make it."""
+    """A head that is not a plain linear layer, as adapters make it."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

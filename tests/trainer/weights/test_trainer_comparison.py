@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 
 
 def sent(kind: str) -> Tensors:
-    """What is published of a model whose vocabulary is no multiple of 64, in the precision of GPUs."""
+    """What is published of a model whose vocabulary is not a multiple of 64, in the precision of GPUs."""
     model = make(kind, vocab_size=90)
     tensors = revert_weight_conversion(model, named_tensors(model))
     return {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
