@@ -89,15 +89,15 @@ def test_templates_that_look_like_yaml_are_texts() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("data.prompt_template", "Solve it step by step.", ("no {question}", "no file")),
+        ("data.prompt_template", "Solve it step by step.", ("no {question}", "not a file")),
         ("data.prompt_template", "r1-zero", ("did you mean r1_zero",)),
         ("data.prompt_template", "Answer {text}.", ("has no {question}",)),
-        ("data.prompt_template", "/", ("no file", "Is a directory")),
-        ("model.chat_template", "{% for m in messages %}", ("no Jinja, in line 1",)),
+        ("data.prompt_template", "/", ("not a file", "Is a directory")),
+        ("model.chat_template", "{% for m in messages %}", ("not Jinja, in line 1",)),
         ("model.chat_template", "{{ bos_token }} hello", ("never uses `messages`",)),
-        ("model.chat_template", "template.jinja", ("no file", "or own")),
-        ("sampling.chat_template_kwargs", {"messages": "x"}, ("no variable of yours",)),
-        ("sampling.chat_template_kwargs", {"enable-thinking": "x"}, ("no variable of yours",)),
+        ("model.chat_template", "template.jinja", ("neither Jinja nor a file", "or own")),
+        ("sampling.chat_template_kwargs", {"messages": "x"}, ("which you cannot set",)),
+        ("sampling.chat_template_kwargs", {"enable-thinking": "x"}, ("which you cannot set",)),
         ("sampling.chat_template_kwargs", {"documents": [1]}, ("documents is [1]", "no truth value, number or text")),
     ],
 )

@@ -198,7 +198,7 @@ async def test_an_agent_behind_a_url() -> None:
 
 
 WRONG = {
-    "agent:": "is not a command",
+    "agent:": "there is no command",
     "agent:no-such-program --flag": "there is no program no-such-program",
     "agent:sh -c 'open": "this is not a command: No closing quotation",
     "agent:http://": "this is not a URL",

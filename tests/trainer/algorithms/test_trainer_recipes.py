@@ -268,7 +268,7 @@ def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> Non
         ({"teacher.url": "http://host", "sampling.top_p": 0.9, "rollout.engine": "embedded"}, "cannot be compared"),
         ({"algorithm.name": "gdpo", "reward.require_stop": True}, "algorithm.mask_truncated"),
         ({"algorithm.name": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "use algorithm.kl_in loss"),
-        ({"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}}, "leave it at 1"),
+        ({"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}}, "leave its weight at 1"),
         ({"algorithm.name": "sapo", "algorithm.clip_low": 0.1}, "algorithm.clip_low is set but not read"),
         ({"algorithm.sapo_tau_positive": 2.0}, "algorithm.sapo_tau_positive is set but not read"),
         ({"algorithm.name": "dppo", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip is set but not read"),
