@@ -221,7 +221,7 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
     assert re.search(r"broken\.yaml: file: .*line \d+", output)
     assert re.search(r"INVALID \S+volume\.yaml: SkyPilot refuses it: .*Everybody", output)
     status, output = check("--env", "1=2", home=tmp_path / "c")
-    assert (status, "no name of a variable · field: --env · value: 1" in output) == (2, True)
+    assert (status, "not a variable name · field: --env · value: 1" in output) == (2, True)
 
 
 @pytest.mark.integration

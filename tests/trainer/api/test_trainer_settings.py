@@ -30,7 +30,7 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
         ({"betta": 0.1}, r"no field betta.*remedy: did you mean beta"),
         ({"learning_rat": 1}, r"no field learning_rat.*did you mean learning_rate\\?"),
         ({"learning_rate": -1}, r"too small.*field: learning_rate.*value: -1.*remedy: give one above 0"),
-        ({"trainer_type": "dpo"}, r"field: trainer_type.*value: dpo.*take grpo, dr_grpo, dapo"),
+        ({"trainer_type": "dpo"}, r"field: trainer_type.*value: dpo.*use grpo, dr_grpo, dapo"),
         ({"max_steps": 0}, r"field: max_steps.*value: 0"),
         ({"num_generations": 1}, r"grpo compares the answers.*field: num_generations.*value: 1.*trainer_type='ppo'"),
         ({"num_generations": 5}, r"= 32 answers a step are not a multiple of num_generations = 5.*change one of the three"),

@@ -118,7 +118,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
     ("given", "message"),
     [
         ({"beta": 0.1, "kl_coef": 0.2}, r"kl_coef says otherwise.*field: beta"),
-        ({"loss_type": "vespo"}, r"no such loss.*field: loss_type.*take grpo, bnpo"),
+        ({"loss_type": "vespo"}, r"no such loss.*field: loss_type.*use grpo, bnpo"),
         ({"loss_type": "cispo", "epsilon": 0.2}, r"TRL's cispo does not read it.*field: epsilon"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, r"bounds the ratio itself.*field: epsilon_high"),
         ({"loss_type": "gdpo", "trainer_type": "rloo"}, r"a way to compute advantages, and trainer_type is rloo"),
